@@ -1,0 +1,76 @@
+# Every target installs what it needs, so that each works in a fresh clone.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+python := .venv/bin/python
+say := @printf '== %s\n'
+
+# tierd as an engine gets it, named by what goes into it: a time stamp would not see a
+# file that is gone.
+wheel_id := $(shell find tierd backends connectors pyproject.toml README.md LICENSE -type f \
+	-not -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-12)
+engine_site := build/engine-site/.complete-$(wheel_id)
+
+# Inside a recipe, so that no other target pays for it.
+engine_python := TIERD_ENGINE_PYTHON="$${TIERD_ENGINE_PYTHON:-$$(engine/install.sh --where)}"
+
+benches := $(filter-out common,$(basename $(notdir $(wildcard bench/[a-z]*.py))))
+
+.PHONY: help
+help: ## Show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: .venv/.complete engine $(engine_site) ## Install the tools, the vLLM engine (2 min, 2.5 GB) and tierd for it
+
+.PHONY: lint
+lint: .venv/.complete ## Check style, types and the direction of imports
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+	.venv/bin/lint-imports
+
+.PHONY: test
+test: setup ## Run the whole suite, the real engine included
+	$(engine_python) $(python) -m pytest $(ARGS)
+
+.PHONY: test-fast
+test-fast: .venv/.complete ## Run what takes less than a quarter of a second each
+	$(python) -m pytest -m 'not slow and not engine' $(ARGS)
+
+.PHONY: demo
+demo: setup ## Show a prefix that survives the engine's restart
+	$(engine_python) $(python) demo/run.py $(ARGS)
+
+.PHONY: bench
+bench: setup $(benches:%=bench-%) ## Run every benchmark, or one: make bench-hashing
+
+.PHONY: $(benches:%=bench-%)
+$(benches:%=bench-%): bench-%: .venv/.complete
+	$(engine_python) $(python) -m bench.$* $(ARGS)
+
+# The tools, and tierd itself as an editable install, which is what makes its entry
+# points visible to the tests.
+.venv/.complete: requirements-dev.lock pyproject.toml
+	$(say) 'installing the tools into .venv'
+	@[ -x $(python) ] || $(PYTHON) -m venv .venv
+	@$(python) -m pip install -qq --no-deps -r requirements-dev.lock
+	@$(python) -m pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+# The engine checks for itself whether it is complete: it lies outside of this checkout.
+.PHONY: engine
+engine:
+	@[ -n "$${TIERD_ENGINE_PYTHON:-}" ] || engine/install.sh >/dev/null
+
+# A wheel, installed to a folder that goes on PYTHONPATH: so the engine sees the entry
+# point of its plugin, and nothing of this checkout that the wheel does not hold.
+$(engine_site): | .venv/.complete
+	$(say) 'installing tierd for the engine into build/engine-site'
+	@rm -rf build/engine-site
+	@$(python) -m pip install -qq --no-deps --no-build-isolation --target build/engine-site .
+	@touch $@

@@ -1,0 +1,1 @@
+"""Storage tiers that ship with tierd; each knows only `tierd.backend`."""

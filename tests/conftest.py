@@ -1,0 +1,32 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.daemon_process import DaemonProcess
+
+# A slow machine is no failure. In CI the examples are the same each time: new ones are
+# looked for where somebody can look at what they find.
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A running tierd with a file tier."""
+    with DaemonProcess(tmp_path / "tierd") as process:
+        yield process
+
+
+@pytest.fixture
+def l2_daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A running tierd without storage tiers."""
+    with DaemonProcess(tmp_path / "tierd", storage="") as process:
+        yield process

@@ -1,0 +1,127 @@
+"""A real `tierd serve` in a subprocess, for tests, the demo and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tierd.client import Client
+
+READY_S = 20.0
+
+
+class DaemonProcess:
+    """`tierd serve` in `directory`, with its socket, file tier and log there.
+
+    `storage` is TOML text for `[[storage]]` tables; None means a file tier in `directory`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        capacity: str = "256MiB",
+        storage: str | None = None,
+        extra: str = "",
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.socket = str(directory / "tierd.sock")
+        self.store = directory / "store"
+        self.log = directory / "tierd.log"
+        self.config = directory / "tierd.toml"
+        if storage is None:
+            storage = (
+                f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
+                'reserve_free = "0"\n'
+            )
+        self.config.write_text(
+            f'socket = "{self.socket}"\n{extra}\n[host]\ncapacity = "{capacity}"\n{storage}',
+            encoding="utf-8",
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> DaemonProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        assert self.process is None
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tierd.cli.main", "serve", "--config", str(self.config)],
+                stdout=log,
+                stderr=log,
+            )
+        end = time.monotonic() + READY_S
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"tierd did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL and reap."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit status, 0 if it was not running."""
+        if self.process is None:
+            return 0
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self.process = None
+        return status
+
+    def client(self, name: str = "test") -> Client:
+        """A new client of this daemon; the caller closes it."""
+        return Client(self.socket, name=name, call_timeout_ms=5000)
+
+    def status(self) -> dict:
+        """The daemon's status, by the command that an operator uses."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tierd.cli.main", "status", "--json", "--socket", self.socket],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        status: dict = json.loads(done.stdout)
+        return status
+
+    def wait_backed_up(self, timeout_s: float = 20.0) -> dict:
+        """Wait until nothing waits for checksum or backup; the status then."""
+        client = Client(self.socket, name="test-status", map_segments=False)
+        try:
+            end = time.monotonic() + timeout_s
+            while True:
+                status: dict = client.status()
+                if status["host"]["backlog_blocks"] == 0:
+                    return status
+                assert time.monotonic() < end, status
+                time.sleep(0.01)
+        finally:
+            client.close()
+
+    def _answers(self) -> bool:
+        probe = Client(self.socket, name="test-probe", map_segments=False, call_timeout_ms=500)
+        try:
+            probe.status()
+        except Exception:
+            return False
+        finally:
+            probe.close()
+        return True
