@@ -1,0 +1,196 @@
+"""The contract between tierd and a storage tier, and the header of a stored block.
+
+A backend keeps blocks by key and gives them back into memory that it is handed.
+It refuses to know leases, sessions, deadlines, engines or policies. What it must
+do, `tierd.testing.BackendSuite` checks on the real thing.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import msgspec
+import xxhash
+
+from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, FORMAT_VERSION, HASH_BYTES, BlockKey
+
+HEADER_BYTES = 128
+_MAGIC = b"TIERDBLK"
+_HEADER = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
+_SEALED_BYTES = _HEADER.size
+assert _SEALED_BYTES + CHECKSUM_BYTES == HEADER_BYTES
+
+
+class Outcome(enum.Enum):
+    """How one block of a batch fared. Everything but HIT and STORED leaves nothing behind."""
+
+    HIT = "hit"
+    """get_into: the slot holds the block, verified."""
+    MISS = "miss"
+    """get_into: the tier does not have the block."""
+    CORRUPT = "corrupt"
+    """get_into: identity, length or checksum is wrong; the tier has dropped the block."""
+    STORED = "stored"
+    """put_many: the block will be found, also by a process that starts after a SIGKILL."""
+    PRESENT = "present"
+    """put_many: the tier has the block already."""
+    REFUSED = "refused"
+    """put_many: no room can be made for this block."""
+    ERROR = "error"
+    """Either way: the world failed (I/O error, full or read-only disk, dead peer)."""
+
+
+class BlockHeader(NamedTuple):
+    """What is stored beside each block, so that a mix-up fails on identity."""
+
+    key: BlockKey
+    parent: bytes
+    length: int
+    checksum: bytes
+
+
+class GetRequest(NamedTuple):
+    """One block to bring: `view` is a whole slot, 4 KiB-aligned, of which `length` bytes count.
+
+    The backend may write all of `view`; bytes past `length` mean nothing.
+    """
+
+    block_hash: bytes
+    view: memoryview
+    length: int
+
+
+class PutRequest(NamedTuple):
+    """One block to keep: the first `length` bytes of `view`, a whole slot, 4 KiB-aligned."""
+
+    block_hash: bytes
+    parent: bytes
+    checksum: bytes
+    view: memoryview
+    length: int
+
+
+class GetResult(NamedTuple):
+    """Outcome of one GetRequest; `header` is set exactly on a HIT."""
+
+    outcome: Outcome
+    header: BlockHeader | None = None
+
+
+@dataclass(slots=True)
+class BackendStats:
+    """What a tier holds now. Bytes are what the tier occupies, headers and padding included."""
+
+    blocks: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    index_complete: bool = True
+
+
+def checksum(payload: memoryview | bytes) -> bytes:
+    """xxh3-128 of a block's payload, big-endian, as stored."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def pack_header(header: BlockHeader) -> bytes:
+    """HEADER_BYTES for `header`: fields, then the xxh3-128 of those fields."""
+    assert len(header.key.namespace) == DIGEST_BYTES
+    assert len(header.key.block_hash) == HASH_BYTES
+    assert len(header.parent) == HASH_BYTES
+    assert len(header.checksum) == CHECKSUM_BYTES
+    sealed = _HEADER.pack(
+        _MAGIC,
+        FORMAT_VERSION,
+        0,
+        header.length,
+        header.key.namespace,
+        header.key.block_hash,
+        header.parent,
+        header.checksum,
+    )
+    return sealed + xxhash.xxh3_128_digest(sealed)
+
+
+def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
+    """The header in the first HEADER_BYTES of `raw`, or None if it is not a sound one."""
+    if len(raw) < HEADER_BYTES:
+        return None
+    sealed = bytes(raw[:_SEALED_BYTES])
+    if xxhash.xxh3_128_digest(sealed) != bytes(raw[_SEALED_BYTES:HEADER_BYTES]):
+        return None
+    magic, version, flags, length, namespace, block_hash, parent, digest = _HEADER.unpack(sealed)
+    if magic != _MAGIC or version != FORMAT_VERSION or flags != 0:
+        return None
+    return BlockHeader(BlockKey(namespace, block_hash), parent, length, digest)
+
+
+def verify_block(
+    raw_header: bytes | memoryview, key: BlockKey, payload: memoryview, length: int
+) -> BlockHeader | None:
+    """The header if it belongs to `key` and `payload[:length]` has its checksum, else None."""
+    header = unpack_header(raw_header)
+    if header is None or header.key != key or header.length != length:
+        return None
+    if checksum(payload[:length]) != header.checksum:
+        return None
+    return header
+
+
+class Backend(ABC):
+    """A storage tier. Methods are called from one event loop, concurrently.
+
+    Per-block trouble is an Outcome of that block and touches no other. BackendError
+    is for the tier as a whole. A call that is cancelled returns only when it no
+    longer touches the views it was given: the caller owns them again after that.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]]
+    """Keys of this backend's `[[storage]]` table, beside the common ones."""
+
+    counters: dict[str, int]
+    """What happened since the start, by name; each name ends in `_total` and is always there."""
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: msgspec.Struct) -> Backend:
+        """A backend for validated options; opens nothing yet. Raises ConfigError."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Make ready; long scans go on in the background.
+
+        Raises ConfigError for what the operator must change, BackendError for the world.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Finish what is in flight and let go of everything; idempotent."""
+
+    @abstractmethod
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """For each hash whether get_into would probably hit. Never touches the disk per hash."""
+
+    @abstractmethod
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        """Bring blocks into their slots, verified. One result a request, in order."""
+
+    @abstractmethod
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        """Keep blocks. One outcome a request, in order."""
+
+    @abstractmethod
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks so that they are not found again, also after a restart; the count dropped."""
+
+    @abstractmethod
+    def scan(self) -> AsyncIterator[BlockHeader]:
+        """Headers of all blocks held, in no order; blocks stored or dropped meanwhile may show."""
+
+    @abstractmethod
+    def stats(self) -> BackendStats:
+        """What the tier holds now; cheap."""

@@ -1,0 +1,69 @@
+"""The `tierd` command: finds the subcommand's module, and imports no other.
+
+An engine's environment has no event loop and no storage client; `tierd hash` must run
+there all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tierd import __version__
+from tierd.errors import ConfigError
+
+COMMANDS = {
+    "hash": "compute the block hashes of prompts given as token ids",
+    "serve": "run the daemon",
+    "status": "show what a running daemon holds and does",
+}
+"""Subcommand to its line in --help. Each is a module `tierd.cli.NAME` with `add_parser`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status. 2 means that the operator's input is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # No option before the command takes a value, so its name is the first word that is one.
+    chosen = next((word for word in words if word in COMMANDS), None)
+    try:
+        args = _parser(chosen).parse_args(words)
+        status: int = args.run(args)
+        sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "tierd":
+            raise
+        print(f"tierd {chosen}: needs {error.name}: pip install 'tierd[daemon]'", file=sys.stderr)
+        return 2
+    except ConfigError as error:
+        print(f"tierd: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has gone (`| head`). Python flushes once more at exit and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tierd",
+        description="A hierarchical KV offload daemon for LLM inference.",
+        epilog="`tierd COMMAND --help` tells a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierd {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        if name == chosen:
+            importlib.import_module(f"tierd.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
