@@ -1,0 +1,113 @@
+"""Frames on a byte stream that may carry file descriptors.
+
+A frame is an 8-byte head and a payload. The kernel may hand over the bytes of
+several frames at once, with the descriptors of a later one, so descriptors wait
+in a FIFO until the frame that declares them is complete.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tierd.errors import RemoteProtocolError
+
+_HEAD: Final = struct.Struct("<2sBBI")
+_MAGIC: Final = b"TK"
+HEAD_BYTES: Final = _HEAD.size
+
+FRAME_BYTES_MAX: Final = 5 << 20
+"""Payload of one frame: the slots of a call at its key limit for 64 ranks take 4 MiB."""
+
+FDS_PER_FRAME_MAX: Final = 1
+"""SEGMENT carries one descriptor; nothing carries more."""
+
+FDS_WAITING_MAX: Final = 64
+"""Descriptors received ahead of their frames; more than that is a peer gone wrong."""
+
+
+def encode_frame(payload: bytes, fd_count: int = 0) -> bytes:
+    """Head and payload. The descriptors must be sent with the first byte of the frame."""
+    assert len(payload) <= FRAME_BYTES_MAX
+    assert fd_count <= FDS_PER_FRAME_MAX
+    return _HEAD.pack(_MAGIC, fd_count, 0, len(payload)) + payload
+
+
+FrameHandler = Callable[[bytes | bytearray | memoryview, tuple[int, ...]], None]
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames, however it was split or merged on the way."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(
+        self,
+        data: bytes | bytearray | memoryview,
+        fds: Sequence[int],
+        handle: FrameHandler,
+    ) -> None:
+        """Take bytes and descriptors as they arrived and call `handle` for each complete frame.
+
+        `handle` gets the payload, good until it returns, and descriptors, which it owns.
+        Raises RemoteProtocolError at the first unsound head; the stream is over then.
+        """
+        if not fds and not self._buffer and len(data) >= HEAD_BYTES:
+            # Nearly always: one whole frame in one read, and no copy of its payload.
+            magic, fd_count, reserved, length = _HEAD.unpack_from(data)
+            if length == len(data) - HEAD_BYTES and magic == _MAGIC and not fd_count | reserved:
+                handle(data[HEAD_BYTES:], ())
+                return
+        if fds:
+            self._fds.extend(fds)
+            if len(self._fds) > FDS_WAITING_MAX:
+                raise RemoteProtocolError("too many descriptors without their frames")
+        if self._buffer:
+            self._buffer += data
+            used = self._cut(self._buffer, handle)
+            del self._buffer[:used]
+        else:
+            used = self._cut(data, handle)
+            if used < len(data):
+                self._buffer += data[used:]
+
+    def _cut(
+        self,
+        data: bytes | bytearray | memoryview,
+        handle: FrameHandler,
+    ) -> int:
+        offset, size = 0, len(data)
+        while size - offset >= HEAD_BYTES:
+            magic, fd_count, reserved, length = _HEAD.unpack_from(data, offset)
+            if magic != _MAGIC or reserved:
+                raise RemoteProtocolError("not a frame: the head is wrong")
+            if length > FRAME_BYTES_MAX:
+                raise RemoteProtocolError(
+                    f"frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX}"
+                )
+            if fd_count > FDS_PER_FRAME_MAX:
+                raise RemoteProtocolError(f"frame declares {fd_count} descriptors")
+            end = offset + HEAD_BYTES + length
+            if size < end:
+                break
+            if len(self._fds) < fd_count:
+                raise RemoteProtocolError("frame came without the descriptors it declares")
+            fds = tuple(self._fds.popleft() for _ in range(fd_count)) if fd_count else ()
+            payload = bytes(data[offset + HEAD_BYTES : end])
+            offset = end
+            handle(payload, fds)
+        return offset
+
+    def keep(self, fds: Sequence[int]) -> None:
+        """Put back descriptors that nobody took, for `take_fds`."""
+        self._fds.extend(fds)
+
+    def take_fds(self) -> list[int]:
+        """Descriptors whose frames never came, for the owner of the stream to close."""
+        left = list(self._fds)
+        self._fds.clear()
+        return left
