@@ -1,0 +1,41 @@
+"""`tierd serve`: run the daemon in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from tierd.config import load
+from tierd.daemon.serve import serve
+from tierd.errors import ConfigError
+
+DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="run the daemon",
+        description="Run the daemon in the foreground until SIGTERM. "
+        "Exit status 2: the configuration is wrong, and the message says what to change.",
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve; the exit status."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return serve(load(args.config, os.environ))
+    except ConfigError as error:
+        print(f"tierd: {error}", file=sys.stderr)
+        return 2

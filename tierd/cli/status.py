@@ -1,0 +1,95 @@
+"""`tierd status`: what the daemon on this node holds and does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from tierd.client import DEFAULT_SOCKET, Client
+from tierd.errors import TierdError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "status",
+        help="show what the daemon holds",
+        description="Show the daemon's version, tiers, namespaces and counters. "
+        "Exit status 1: no daemon answers.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--socket",
+        default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
+        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status; the exit status."""
+    client = Client(args.socket, name="tierd status", map_segments=False)
+    try:
+        status = client.status()
+    except TierdError as error:
+        print(f"tierd: {error}", file=sys.stderr)
+        return 1
+    finally:
+        client.close()
+    if args.json:
+        print(json.dumps(status, indent=2))
+    else:
+        print("\n".join(_lines(status)))
+    return 0
+
+
+def _lines(status: dict[str, object]) -> list[str]:
+    host = _table(status["host"])
+    lines = [
+        f"tierd {status['version']}, up {_seconds(status['uptime_s'])}",
+        f"host     {_size(host['used_bytes'])} used of {_size(host['capacity_bytes'])}, "
+        f"{host['blocks']} blocks, {host['leases']} leases, {host['backlog_blocks']} to back up",
+    ]
+    for tier in _tables(status["storage"]):
+        lines.append(
+            f"{tier['name']:<8} {_size(tier['used_bytes'])} used of "
+            f"{_size(tier['capacity_bytes'])}, {tier['blocks']} blocks, {tier['state']}"
+        )
+        lines += [f"  {name} {count}" for name, count in _table(tier["counters"]).items() if count]
+    for space in _tables(status["namespaces"]):
+        lines.append(
+            f"namespace {space['digest']}: {space['model']}, rank {space['tp_rank']}, "
+            f"{space['blocks']} blocks of {_size(space['block_bytes'])}, "
+            f"{space['sessions']} sessions"
+        )
+    lines += [f"{name} {count}" for name, count in _table(status["counters"]).items()]
+    return lines
+
+
+def _table(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _tables(value: object) -> list[dict[str, object]]:
+    assert isinstance(value, list)
+    return [_table(entry) for entry in value]
+
+
+def _size(value: object) -> str:
+    assert isinstance(value, int)
+    amount = float(value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} TiB"
+
+
+def _seconds(value: object) -> str:
+    assert isinstance(value, int | float)
+    minutes, seconds = divmod(int(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m{seconds:02}s"

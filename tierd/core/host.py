@@ -1,0 +1,552 @@
+"""Decisions about L2: which slot a block gets, who may use it until when, what goes.
+
+Pure: no await, no clock, no I/O. Callers act on what it answers: `reserve` may ask
+for segments to be created or hollowed before the slots may be used. Capacity is
+counted in whole segments, whatever their slots hold, so it is a hard bound.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from typing import Final, NamedTuple
+
+from tierd.chain import ChainIndex
+from tierd.types import HASH_BYTES, Namespace
+
+SEGMENT_BYTES_MIN: Final = 64 << 20
+SEGMENT_BYTES_MAX: Final = 256 << 20
+SEGMENTS_TARGET: Final = 256
+"""Segments that a full arena has: few enough to map, enough to lend between namespaces.
+Between 64 MiB and 256 MiB each: hollowing one takes about 0.1 ms a MiB of the loop's time.
+"""
+
+SEGMENTS_MIN: Final = 32
+"""Segments that even a small arena has: a namespace without one can store nothing, and every
+rank of an engine is a namespace.
+"""
+
+WRITING_SHARE_MAX: Final = 0.5
+"""Share of the capacity that one owner may have reserved and not yet committed."""
+
+EVICT_AHEAD_SHARE: Final = 1 / 128
+"""Share of a space's slots that may be free in a full arena: an eviction takes 2 us a block,
+which a client then does not wait for."""
+
+NO_SLOT: Final = -1
+
+
+class Refusal(enum.IntEnum):
+    """Why a reservation has no slot for a block."""
+
+    PRESENT = -1
+    BUSY = -2
+    NO_ROOM = -3
+
+
+class NewSegment(NamedTuple):
+    """Effect: make a segment of `space` usable, by creating it or filling a hollow one."""
+
+    space: Space
+    segment: int
+
+
+class HollowSegment(NamedTuple):
+    """Effect: give the memory of a segment of `space` back; its mappings stay valid."""
+
+    space: Space
+    segment: int
+
+
+class Forget(NamedTuple):
+    """Effect: READY blocks were evicted from these slots; take them out of the ledger."""
+
+    space: Space
+    slots: list[int]
+
+
+class Move(NamedTuple):
+    """Effect: copy READY blocks from slot to slot, `pairs` of (from, to), ledger included."""
+
+    space: Space
+    pairs: list[tuple[int, int]]
+
+
+Effect = NewSegment | HollowSegment | Forget | Move
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Slots that one owner fills. The id is the generation token: it is never used again.
+
+    `held` are the READY slots that the new blocks hang on. They stay until the
+    reservation has ended: evicted before, they would leave a hole above the new blocks.
+    """
+
+    reservation_id: int
+    owner: int
+    space: Space
+    hashes: list[bytes]
+    parents: list[bytes]
+    slots: list[int]
+    held: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), whatever the owner's fate."""
+
+    lease_id: int
+    owner: int
+    parts: list[tuple[Space, list[int]]]
+    expires_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """One namespace's segments and slots. Slot numbers run through its segments.
+
+    A slot of a live segment is in exactly one place: `free`, `writing` (by block hash,
+    reserved and not yet committed) or `chain` (READY). `generations` holds the
+    reservation that filled it last.
+    `refs` counts leases and the daemon's own copies; a slot with one is neither
+    evicted nor reused. `checksums` holds None until it has been computed; `backed_up`
+    says that a storage tier has the block or has been handed it.
+    """
+
+    namespace: Namespace
+    digest: bytes
+    slot_bytes: int
+    slots_per_segment: int
+    chain: ChainIndex = field(default_factory=ChainIndex)
+    generations: list[int] = field(default_factory=list)
+    refs: list[int] = field(default_factory=list)
+    checksums: list[bytes | None] = field(default_factory=list)
+    backed_up: list[bool] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    writing: dict[bytes, int] = field(default_factory=dict)
+    live: list[bool] = field(default_factory=list)
+    sessions: int = 0
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of each segment of this space."""
+        return self.slots_per_segment * self.slot_bytes
+
+    @property
+    def live_segments(self) -> int:
+        """Segments that hold memory."""
+        return sum(self.live)
+
+
+class HostTier:
+    """The state machine of L2."""
+
+    def __init__(self, capacity_bytes: int, segment_bytes: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
+        small = max(capacity_bytes // SEGMENTS_MIN, 1)
+        self.segment_bytes_target = segment_bytes or min(target, small)
+        self.spaces: dict[bytes, Space] = {}
+        self.leases: dict[int, Lease] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.allocated_bytes = 0
+        self.evicted_blocks = 0
+        self._next_id = 1
+        self._writing_bytes: dict[int, int] = {}
+
+    # --- namespaces -----------------------------------------------------------------
+
+    def open_space(self, namespace: Namespace) -> Space | None:
+        """The space of a namespace, made on first use; None if a slot exceeds the capacity."""
+        digest = namespace.digest
+        space = self.spaces.get(digest)
+        if space is None:
+            slot_bytes = namespace.slot_bytes
+            if slot_bytes > self.capacity_bytes:
+                return None
+            per_segment = max(1, self.segment_bytes_target // slot_bytes)
+            space = Space(namespace, digest, slot_bytes, per_segment)
+            self.spaces[digest] = space
+        return space
+
+    # --- looking up and leasing -----------------------------------------------------
+
+    def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
+        """Slots of the longest run of READY blocks from the first hash on; touches them."""
+        found = list(map(space.chain.items.get, hashes))
+        if None in found:
+            del found[found.index(None) :]
+        slots: list[int] = found  # type: ignore[assignment]  # cut at the first None
+        space.chain.touch(slots)
+        return slots
+
+    def hold(self, space: Space, slots: Sequence[int]) -> None:
+        """Keep READY slots from eviction and reuse until `unhold`."""
+        refs = space.refs
+        for slot in slots:
+            refs[slot] += 1
+
+    def unhold(self, space: Space, slots: Sequence[int]) -> None:
+        """Undo one `hold` of each slot."""
+        refs = space.refs
+        for slot in slots:
+            refs[slot] -= 1
+
+    def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> Lease:
+        """Lease READY slots."""
+        for space, slots in parts:
+            self.hold(space, slots)
+        lease = Lease(self._take_id(), owner, parts, expires_ns)
+        self.leases[lease.lease_id] = lease
+        return lease
+
+    def release(self, lease_id: int, owner: int) -> bool:
+        """End a lease before its time; False if it is not, or no longer, the owner's."""
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.owner != owner:
+            return False
+        del self.leases[lease_id]
+        for space, slots in lease.parts:
+            self.unhold(space, slots)
+        return True
+
+    def expire(self, now_ns: int) -> int:
+        """End the leases whose time is over; their count."""
+        # Leases have one time to live, so the dict is in order of expiry.
+        over = []
+        for lease in self.leases.values():
+            if lease.expires_ns > now_ns:
+                break
+            over.append(lease)
+        for lease in over:
+            self.release(lease.lease_id, lease.owner)
+        return len(over)
+
+    # --- two-phase store ------------------------------------------------------------
+
+    def reserve(
+        self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
+    ) -> tuple[Reservation, list[Effect]]:
+        """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first."""
+        items, writing = space.chain.items, space.writing
+        slots = list(map(items.get, hashes, repeat(Refusal.NO_ROOM)))
+        touched = [slot for slot in slots if slot >= 0]
+        wanted: list[int] = []
+        for i, block_hash in enumerate(hashes):
+            if slots[i] >= 0:
+                slots[i] = Refusal.PRESENT
+            elif block_hash in writing:
+                slots[i] = Refusal.BUSY
+            else:
+                writing[block_hash] = NO_SLOT
+                wanted.append(i)
+        above = _resident_parents(items, wanted, hashes, parents)
+        shield = touched + above
+        space.chain.touch(shield)
+        allowed = int(self.capacity_bytes * WRITING_SHARE_MAX) - self._writing_bytes.get(owner, 0)
+        count = max(0, min(len(wanted), allowed // space.slot_bytes))
+        if count == 0 and wanted and not self._writing_bytes.get(owner):
+            count = 1  # An arena of one or two slots still serves one block at a time.
+        self.hold(space, shield)
+        taken, effects = self._take_slots(space, count)
+        self.unhold(space, shield)
+        reservation = Reservation(
+            self._take_id(), owner, space, list(hashes), list(parents), slots, above
+        )
+        generations = space.generations
+        for i, slot in zip(wanted, taken, strict=False):
+            slots[i] = slot
+            writing[hashes[i]] = slot
+            generations[slot] = reservation.reservation_id
+        for i in wanted[len(taken) :]:
+            del writing[hashes[i]]
+        if taken:
+            self.hold(space, above)
+            self.reservations[reservation.reservation_id] = reservation
+            self._add_writing(owner, len(taken) * space.slot_bytes)
+        return reservation, effects
+
+    def commit(self, owner: int, reservation_id: int, count: int) -> list[int] | None:
+        """Make the first `count` slots of a reservation READY and free the rest.
+
+        The slots that became READY, in order; None if the reservation is not the owner's
+        or no longer there, and nothing has changed then.
+        """
+        reservation = self._end_reservation(owner, reservation_id)
+        if reservation is None:
+            return None
+        granted = accumulate(slot >= 0 for slot in reservation.slots)
+        return self._publish(reservation, [number <= count for number in granted])
+
+    def commit_some(self, owner: int, reservation_id: int, good: Sequence[bool]) -> list[int]:
+        """Like `commit`, but for the daemon's own promotions: READY where `good`, by hash."""
+        reservation = self._end_reservation(owner, reservation_id)
+        assert reservation is not None
+        return self._publish(reservation, good)
+
+    def _publish(self, reservation: Reservation, good: Sequence[bool]) -> list[int]:
+        space = reservation.space
+        ready: list[int] = []
+        for block_hash, parent, slot, ok in zip(
+            reservation.hashes, reservation.parents, reservation.slots, good, strict=True
+        ):
+            if slot < 0:
+                continue
+            del space.writing[block_hash]
+            if ok:
+                space.chain.insert(slot, block_hash, parent)
+                ready.append(slot)
+            else:
+                self._free(space, slot)
+        return ready
+
+    def abort(self, owner: int, reservation_id: int) -> bool:
+        """Free the slots of a reservation, which its owner no longer touches."""
+        return self.commit(owner, reservation_id, 0) is not None
+
+    def drop_owner(self, owner: int) -> int:
+        """Abort the reservations of an owner that is gone; its leases end at their time."""
+        mine = [r.reservation_id for r in self.reservations.values() if r.owner == owner]
+        for reservation_id in mine:
+            self.abort(owner, reservation_id)
+        return len(mine)
+
+    def make_room_ahead(self, space: Space, count: int) -> list[Effect]:
+        """Have slots for the next `count` blocks, before somebody waits for them.
+
+        While memory is left, by a segment, whose pages can be faulted in before a client
+        writes to them, ten times faster. In a full arena, by evicting now what the next
+        reservation would evict, within EVICT_AHEAD_SHARE of the space.
+        """
+        effects: list[Effect] = []
+        if len(space.free) <= space.slots_per_segment // 4 and self._grow(space, effects):
+            return effects
+        slots = space.live_segments * space.slots_per_segment
+        short = min(count, int(slots * EVICT_AHEAD_SHARE)) - len(space.free)
+        if short > 0:
+            evicted = space.chain.evict(short, lambda slot: space.refs[slot] > 0)
+            if evicted:
+                self._evicted(space, evicted, effects)
+        return effects
+
+    def commit_count(self, owner: int, reservation_id: int, count: int) -> int:
+        """How many blocks a `commit` with these arguments would make READY."""
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None or reservation.owner != owner:
+            return 0
+        return min(count, sum(slot >= 0 for slot in reservation.slots))
+
+    def lose_segment(self, space: Space, index: int) -> None:
+        """Undo a NewSegment effect that could not be carried out, for whoever got its slots."""
+        per = space.slots_per_segment
+        gone = range(index * per, (index + 1) * per)
+        for reservation in self.reservations.values():
+            if reservation.space is not space:
+                continue
+            for i, slot in enumerate(reservation.slots):
+                if slot in gone:
+                    reservation.slots[i] = Refusal.NO_ROOM
+                    del space.writing[reservation.hashes[i]]
+                    self._add_writing(reservation.owner, -space.slot_bytes)
+        space.free = [slot for slot in space.free if slot not in gone]
+        space.live[index] = False
+        self.allocated_bytes -= space.segment_bytes
+
+    # --- room -----------------------------------------------------------------------
+
+    def _take_slots(self, space: Space, count: int) -> tuple[list[int], list[Effect]]:
+        effects: list[Effect] = []
+        while len(space.free) < count:
+            if self._grow(space, effects) or self._borrow(space, effects):
+                continue
+            evicted = space.chain.evict(count - len(space.free), lambda s: space.refs[s] > 0)
+            if not evicted:
+                break
+            self._evicted(space, evicted, effects)
+        taken = space.free[-count:][::-1] if count else []
+        del space.free[len(space.free) - len(taken) :]
+        return taken, effects
+
+    def _grow(self, space: Space, effects: list[Effect]) -> bool:
+        """Add a segment within the capacity."""
+        size = space.segment_bytes
+        if self.allocated_bytes + size > self.capacity_bytes:
+            return False
+        self.allocated_bytes += size
+        per = space.slots_per_segment
+        try:
+            index = space.live.index(False)
+        except ValueError:
+            index = len(space.live)
+            space.live.append(False)
+            space.generations += [0] * per
+            space.refs += [0] * per
+            space.checksums += [None] * per
+            space.backed_up += [False] * per
+        space.live[index] = True
+        # Low slots are handed out first, so that a segment's pages are used in order.
+        space.free[:0] = range((index + 1) * per - 1, index * per - 1, -1)
+        effects.append(NewSegment(space, index))
+        return True
+
+    def _borrow(self, space: Space, effects: list[Effect]) -> bool:
+        """Empty and hollow a segment of another space, if that one is idle or has more memory."""
+        donors = sorted(
+            (s for s in self.spaces.values() if s is not space and s.live_segments),
+            key=lambda s: (s.sessions > 0, -s.live_segments * s.segment_bytes),
+        )
+        held = space.live_segments * space.segment_bytes
+        for donor in donors:
+            surplus = donor.live_segments * donor.segment_bytes - held
+            if donor.sessions and surplus <= donor.segment_bytes:
+                continue
+            if self._empty_segment(donor, effects):
+                return True
+        return False
+
+    def _empty_segment(self, space: Space, effects: list[Effect]) -> bool:
+        """Hollow a segment: evict as many of the coldest blocks as it has, move the others out.
+
+        Evicting until one is empty by itself would cost up to a fifth of the cache. False if
+        leases and reservations keep every segment; what was evicted stays so.
+        """
+        index = self._loosest_segment(space)
+        if index is None:
+            return False
+        inside = range(index * space.slots_per_segment, (index + 1) * space.slots_per_segment)
+        while True:
+            room = [slot for slot in space.free if slot not in inside]
+            rest = sorted(set(inside).difference(space.free))
+            short = len(rest) - len(room)
+            if short <= 0:
+                break
+            evicted = space.chain.evict(short, lambda slot: space.refs[slot] > 0)
+            if not evicted:
+                return False
+            self._evicted(space, evicted, effects)
+        if rest:
+            self._move(space, list(zip(rest, room[-len(rest) :], strict=True)), effects)
+        self._hollow(space, index, effects)
+        return True
+
+    def _loosest_segment(self, space: Space) -> int | None:
+        """The live segment with the fewest blocks, of those without a held or reserved slot."""
+        per = space.slots_per_segment
+        used = [per] * len(space.live)
+        for slot in space.free:
+            used[slot // per] -= 1
+        reserved = {slot // per for slot in space.writing.values()}
+        movable = [
+            index
+            for index, live in enumerate(space.live)
+            if live
+            and index not in reserved
+            and not any(space.refs[index * per : (index + 1) * per])
+        ]
+        return min(movable, key=used.__getitem__, default=None)
+
+    def _move(self, space: Space, pairs: list[tuple[int, int]], effects: list[Effect]) -> None:
+        taken = {target for _, target in pairs}
+        space.free = [slot for slot in space.free if slot not in taken]
+        for slot, target in pairs:
+            space.chain.move(slot, target)
+            space.generations[target] = space.generations[slot]
+            space.checksums[target] = space.checksums[slot]
+            space.backed_up[target] = space.backed_up[slot]
+            self._free(space, slot)
+        effects.append(Move(space, pairs))
+
+    def _evicted(self, space: Space, slots: list[int], effects: list[Effect]) -> None:
+        self.evicted_blocks += len(slots)
+        for slot in slots:
+            self._free(space, slot)
+        effects.append(Forget(space, slots))
+
+    def _hollow(self, space: Space, index: int, effects: list[Effect]) -> None:
+        per = space.slots_per_segment
+        gone = range(index * per, (index + 1) * per)
+        space.free = [slot for slot in space.free if slot not in gone]
+        space.live[index] = False
+        self.allocated_bytes -= space.segment_bytes
+        effects.append(HollowSegment(space, index))
+
+    def _free(self, space: Space, slot: int) -> None:
+        space.checksums[slot] = None
+        space.backed_up[slot] = False
+        space.free.append(slot)
+
+    def _end_reservation(self, owner: int, reservation_id: int) -> Reservation | None:
+        reservation = self.reservations.get(reservation_id)
+        if reservation is None or reservation.owner != owner:
+            return None
+        del self.reservations[reservation_id]
+        self.unhold(reservation.space, reservation.held)
+        granted = sum(slot >= 0 for slot in reservation.slots)
+        self._add_writing(owner, -granted * reservation.space.slot_bytes)
+        return reservation
+
+    def _add_writing(self, owner: int, size_bytes: int) -> None:
+        total = self._writing_bytes.pop(owner, 0) + size_bytes
+        if total:
+            self._writing_bytes[owner] = total
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # --- proof ----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant; for tests and simulation."""
+        allocated = 0
+        held: dict[tuple[bytes, int], int] = {}
+        for lease in self.leases.values():
+            for space, slots in lease.parts:
+                for slot in slots:
+                    held[space.digest, slot] = held.get((space.digest, slot), 0) + 1
+        writing: dict[int, int] = {}
+        for reservation in self.reservations.values():
+            space = reservation.space
+            for block_hash, slot in zip(reservation.hashes, reservation.slots, strict=True):
+                if slot >= 0:
+                    assert space.writing[block_hash] == slot
+                    writing[reservation.owner] = (
+                        writing.get(reservation.owner, 0) + space.slot_bytes
+                    )
+        assert writing == self._writing_bytes
+        for space in self.spaces.values():
+            space.chain.check()
+            allocated += space.live_segments * space.segment_bytes
+            total = len(space.live) * space.slots_per_segment
+            assert len(space.refs) == len(space.generations) == total
+            assert len(space.checksums) == len(space.backed_up) == total
+            ready = sorted(space.chain.items.values())
+            places = sorted([*ready, *space.free, *space.writing.values()])
+            assert places == [s for s in range(total) if space.live[s // space.slots_per_segment]]
+            for slot, refs in enumerate(space.refs):
+                assert refs >= held.get((space.digest, slot), 0) >= 0
+            assert not any(space.refs[slot] for slot in {*range(total)}.difference(ready))
+            for block_hash in space.writing:
+                assert block_hash not in space.chain
+                assert len(block_hash) == HASH_BYTES
+        assert allocated == self.allocated_bytes
+        assert allocated <= self.capacity_bytes
+
+
+def _resident_parents(
+    items: dict[bytes, int], wanted: list[int], hashes: Sequence[bytes], parents: Sequence[bytes]
+) -> list[int]:
+    """Slots of the READY blocks that the wanted ones hang on."""
+    found: list[int] = []
+    before = NO_SLOT
+    for i in wanted:
+        # Most blocks of a call hang on the one before them, which is not READY yet either.
+        if before != i - 1 or i == 0 or parents[i] != hashes[before]:
+            slot = items.get(parents[i])
+            if slot is not None:
+                found.append(slot)
+        before = i
+    return found

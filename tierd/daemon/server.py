@@ -1,0 +1,353 @@
+"""Sessions: what each client may say, and what the daemon answers.
+
+One session's garbage, death or silence ends that session and touches nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from tierd import __version__
+from tierd.clock import Clock
+from tierd.core.host import Lease, Refusal, Space
+from tierd.daemon.node import Node
+from tierd.daemon.transport import SocketTransport, Transport
+from tierd.errors import NamespaceError, RefusedError, RemoteProtocolError
+from tierd.memory.arena import Segment as ArenaSegment
+from tierd.types import Namespace
+from tierd.wire import messages as m
+from tierd.wire.session import Role, WireSession, encode, version_error
+
+log = logging.getLogger("tierd")
+
+ACQUIRES_IN_FLIGHT_MAX: Final = 256
+"""Waiting ACQUIREs a session; the next one is answered as a miss at once."""
+
+HANDLES_MAX: Final = 256
+"""Registrations a session."""
+
+DEADLINE_MS_MAX: Final = 600_000
+"""Longest wait that an ACQUIRE is given, whatever it asks for."""
+
+SESSIONS_MAX: Final = 1024
+"""Connected clients; a node has tens of engine processes."""
+
+REFUSED_MAX: Final = 16
+"""Refused clients that may take their time to read why; further ones are only cut off."""
+
+ACCEPT_PAUSE_S: Final = 1
+"""Pause after a failed accept, which would otherwise fail again at once."""
+
+_REFUSED: Final = {
+    Refusal.PRESENT: m.SLOT_PRESENT,
+    Refusal.BUSY: m.SLOT_REFUSED,
+    Refusal.NO_ROOM: m.SLOT_REFUSED,
+}
+
+
+class Session:
+    """One client. `on_closed` of the transport must call `closed` exactly once."""
+
+    def __init__(self, owner: int, node: Node, clock: Clock, peer: str) -> None:
+        self.owner = owner
+        self.client = peer
+        self.transport: Transport | None = None
+        self._node = node
+        self._clock = clock
+        self._wire = WireSession(Role.DAEMON, self._handle)
+        self._spaces: dict[int, Space] = {}
+        self._wants_segments: set[int] = set()
+        self._acquires: dict[int, asyncio.Task[None]] = {}
+        self._over = False
+        # The session layer lets only these through; a dict costs less than a match.
+        self._handlers: dict[type[m.Message], Callable[[Any], None]] = {
+            m.Hello: self._hello,
+            m.Register: self._register,
+            m.Acquire: self._acquire,
+            m.Release: self._release,
+            m.Cancel: self._cancel,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Status: self._status,
+        }
+        node.segment_listeners.append(self._announce)
+
+    def data(self, chunk: memoryview) -> None:
+        """Bytes from the client."""
+        if self._over:
+            return
+        try:
+            self._wire.receive(chunk)
+        except RemoteProtocolError as error:
+            self._node.counters["protocol_errors_total"] += 1
+            log.warning("session %d (%s) ended: %s", self.owner, self.client, error)
+            self._end(m.Error(0, str(error)))
+        except Exception:  # our bug ends this session, not the daemon
+            self._node.counters["internal_errors_total"] += 1
+            log.exception("session %d (%s) ended by a bug of ours", self.owner, self.client)
+            self._end(m.Error(0, "internal error of the daemon"))
+
+    def closed(self) -> None:
+        """The peer has closed its end: it no longer touches what it had reserved."""
+        self._over = True
+        self._node.segment_listeners.remove(self._announce)
+        for task in self._acquires.values():
+            task.cancel()
+        self._node.drop_owner(self.owner)
+        for space in self._spaces.values():
+            self._node.unregister(space)
+        self._spaces.clear()
+
+    def _end(self, error: m.Error) -> None:
+        self._over = True
+        self._send(error)
+        if self.transport is not None:
+            self.transport.finish()
+
+    def _send(self, message: m.Message, fd: int | None = None) -> None:
+        if self.transport is not None:
+            self.transport.send(encode(message, 0 if fd is None else 1), fd)
+
+    def _handle(self, message: m.Message, fds: tuple[int, ...]) -> None:
+        assert not fds
+        if not self._over:
+            self._handlers[type(message)](message)
+
+    def _release(self, message: m.Release) -> None:
+        self._node.host.release(message.lease, self.owner)
+
+    def _abort(self, message: m.Abort) -> None:
+        self._node.host.abort(self.owner, message.reservation)
+
+    def _cancel(self, message: m.Cancel) -> None:
+        task = self._acquires.get(message.call)
+        if task is not None:
+            task.cancel()
+
+    def _status(self, message: m.Status) -> None:
+        self._send(m.StatusReply(message.call, self._node.status()))
+
+    def _hello(self, message: m.Hello) -> None:
+        if message.version != m.PROTOCOL_VERSION:
+            log.warning("session %d: client speaks protocol %d", self.owner, message.version)
+            self._end(version_error(message.version))
+            return
+        self.client = message.client[:80]
+        ttl_ms = self._node.lease_ttl_ns // 1_000_000
+        self._send(m.Welcome(m.PROTOCOL_VERSION, self._node.epoch, __version__, ttl_ms))
+
+    def _register(self, message: m.Register) -> None:
+        try:
+            if len(self._spaces) >= HANDLES_MAX:
+                raise RefusedError(f"a session registers at most {HANDLES_MAX} namespaces")
+            space = self._node.register(Namespace.from_fields(message.namespace))
+        except (NamespaceError, RefusedError) as error:
+            log.warning("session %d (%s): registration refused: %s", self.owner, self.client, error)
+            self._send(m.Error(message.call, str(error)))
+            return
+        handle = len(self._spaces)
+        self._spaces[handle] = space
+        self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
+        if message.want_segments:
+            self._wants_segments.add(handle)
+            for index, segment in enumerate(self._node.arena.segments(space)):
+                # A hollow one is announced when it is filled: a client that faulted it in
+                # before would take memory that nobody counts.
+                if space.live[index]:
+                    self._send(m.Segment(handle, index), segment.fd)
+
+    def _announce(self, space: Space, index: int, segment: ArenaSegment) -> None:
+        """A segment was created, or filled again: new ones are sent to who maps the space."""
+        for handle in self._wants_segments:
+            if self._spaces.get(handle) is space:
+                self._send(m.Segment(handle, index), segment.fd)
+
+    def _space(self, handle: int) -> Space:
+        space = self._spaces.get(handle)
+        if space is None:
+            raise RemoteProtocolError(f"handle {handle} is not registered")
+        return space
+
+    # --- store ----------------------------------------------------------------------
+
+    def _reserve(self, message: m.Reserve) -> None:
+        space = self._space(message.handle)
+        hashes = m.split_hashes(message.hashes)
+        parents = m.split_hashes(message.parents)
+        if len(parents) != len(hashes):
+            raise RemoteProtocolError("RESERVE needs one parent a hash")
+        reservation = self._node.reserve(self.owner, space, hashes, parents)
+        slots = [s if s >= 0 else _REFUSED[Refusal(s)] for s in reservation.slots]
+        self._send(m.Reserved(message.call, reservation.reservation_id, m.pack_slots(slots)))
+        # After the reply: the client copies while room for its next call is made.
+        self._node.make_room_ahead(space, len(hashes))
+
+    def _commit(self, message: m.Commit) -> None:
+        count = self._node.host.commit_count(self.owner, message.reservation, message.blocks)
+        # The reply first: the client goes on while the index is brought up to date, and no
+        # other message is looked at before that is done.
+        self._send(m.Committed(message.call, count))
+        self._node.commit(self.owner, message.reservation, message.blocks)
+
+    # --- acquire --------------------------------------------------------------------
+
+    def _acquire(self, message: m.Acquire) -> None:
+        if not 1 <= len(message.handles) <= m.HANDLES_PER_CALL_MAX:
+            raise RemoteProtocolError(
+                f"ACQUIRE names 1 to {m.HANDLES_PER_CALL_MAX} handles, not {len(message.handles)}"
+            )
+        if message.call in self._acquires:
+            raise RemoteProtocolError(f"call {message.call} is in flight already")
+        spaces = [self._space(handle) for handle in message.handles]
+        hashes = m.split_hashes(message.hashes)
+        settled, lease = self._node.acquire_now(self.owner, spaces, hashes)
+        if not settled and len(self._acquires) >= ACQUIRES_IN_FLIGHT_MAX:
+            self._node.counters["acquires_refused_total"] += 1
+            settled = True
+        if settled:
+            self._acquired(message.call, lease)
+            return
+        deadline_ms = min(message.deadline_ms, DEADLINE_MS_MAX)
+        deadline_ns = self._clock.monotonic_ns() + deadline_ms * 1_000_000
+        call = message.call
+        work = partial(self._acquire_slowly, call, spaces, hashes, deadline_ns)
+        self._acquires[call] = task = self._node.spawn(work, "acquire")
+        task.add_done_callback(partial(self._acquire_over, call))
+
+    async def _acquire_slowly(
+        self, call: int, spaces: list[Space], hashes: tuple[bytes, ...], deadline_ns: int
+    ) -> None:
+        lease = await self._node.acquire(self.owner, spaces, hashes, deadline_ns)
+        if not self._over:
+            self._acquired(call, lease)
+        elif lease is not None:
+            self._node.host.release(lease.lease_id, self.owner)
+
+    def _acquire_over(self, call: int, task: asyncio.Task[None]) -> None:
+        """Answer a miss if the task could not: it may have been cancelled before its first step."""
+        if self._acquires.get(call) is not task:
+            return
+        self._node.counters["acquires_cancelled_total"] += 1
+        if not self._over:
+            self._acquired(call, None)
+
+    def _acquired(self, call: int, lease: Lease | None) -> None:
+        self._acquires.pop(call, None)
+        if lease is None:
+            self._send(m.Acquired(call, 0, 0, b"", 0))
+            return
+        blob = b"".join(m.pack_slots(slots) for _, slots in lease.parts)
+        count = len(lease.parts[0][1])
+        self._send(m.Acquired(call, lease.lease_id, count, blob, lease.expires_ns))
+
+
+class Server:
+    """Accepts clients on a listening unix socket and runs their sessions."""
+
+    def __init__(self, node: Node, clock: Clock, allow_uids: frozenset[int]) -> None:
+        self._node = node
+        self._clock = clock
+        self._allow_uids = allow_uids
+        self._owners = itertools.count(1)
+        self._transports: set[SocketTransport] = set()
+        self._refused: set[SocketTransport] = set()
+        self._listener: socket.socket | None = None
+
+    def listen(self, listener: socket.socket) -> None:
+        """Start accepting; the listener is this object's from now on."""
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    def stop_listening(self) -> None:
+        """Accept nobody any more; idempotent."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+
+    def close(self) -> None:
+        """End all sessions."""
+        self.stop_listening()
+        for transport in [*self._transports, *self._refused]:
+            transport.close()
+
+    @property
+    def sessions(self) -> int:
+        """Connected clients."""
+        return len(self._transports)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # EMFILE and the like: clients wait in the backlog and try again by themselves.
+            self._node.counters["accept_failed_total"] += 1
+            log.warning("cannot accept a client, next try in %d s: %s", ACCEPT_PAUSE_S, error)
+            loop, fd = asyncio.get_running_loop(), self._listener.fileno()
+            loop.remove_reader(fd)
+            loop.call_later(ACCEPT_PAUSE_S, self._resume)
+            return
+        pid, uid = _peer_credentials(sock)
+        if uid not in self._allow_uids:
+            self._refuse(
+                sock, pid, f"uid {uid} may not connect: see allow_uids in the configuration"
+            )
+        elif len(self._transports) >= SESSIONS_MAX:
+            self._refuse(sock, pid, f"{SESSIONS_MAX} clients are connected already")
+        else:
+            self.adopt(sock, f"pid {pid}")
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def adopt(self, sock: socket.socket, peer: str) -> Session:
+        """Run a session on a connected socket."""
+        session = Session(next(self._owners), self._node, self._clock, peer)
+        transport: SocketTransport
+
+        def closed() -> None:
+            self._transports.discard(transport)
+            session.closed()
+
+        transport = SocketTransport(sock, session.data, closed)
+        session.transport = transport
+        self._transports.add(transport)
+        return session
+
+    def _refuse(self, sock: socket.socket, pid: int, reason: str) -> None:
+        self._node.counters["clients_refused_total"] += 1
+        log.warning("client with pid %d refused: %s", pid, reason)
+        if len(self._refused) >= REFUSED_MAX:
+            sock.close()
+            return
+        # Closed at once, with its greeting unread, it would reset the peer before it has
+        # read the reason.
+        transport = SocketTransport(sock, lambda _: None, lambda: self._refused.discard(transport))
+        self._refused.add(transport)
+        transport.send(encode(m.Error(0, reason)))
+        transport.finish()
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def default_allow_uids() -> frozenset[int]:
+    """Root and the daemon's own user."""
+    return frozenset({0, os.getuid()})

@@ -1,0 +1,143 @@
+"""One client's socket, driven by the event loop: bytes in, frames and descriptors out.
+
+The other side may stop reading, send garbage or die; none of that reaches anything
+but its own session. The socket is closed only once the peer has closed its end,
+because until then its threads may still be writing to slots that it reserved.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from tierd.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES
+
+RECEIVE_BYTES: Final = 256 << 10
+"""Bytes taken by one read; a larger frame takes several turns of the loop."""
+
+OUTBOUND_BYTES_MAX: Final = 2 * (FRAME_BYTES_MAX + HEAD_BYTES)
+"""Replies waiting for a client that does not read: two frames of the largest size."""
+
+
+class Transport(Protocol):
+    """What a session needs of its connection; a socket, or a simulated one."""
+
+    def send(self, data: bytes, fd: int | None = None) -> None:
+        """Queue one frame, with at most one descriptor, which stays the caller's."""
+
+    def finish(self) -> None:
+        """Send what is queued, then nothing more; what still arrives is thrown away."""
+
+
+class SocketTransport:
+    """A connected unix stream socket on the running loop."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        on_data: Callable[[memoryview], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._sock = sock
+        self._on_data = on_data
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[memoryview, int | None]] = deque()
+        self._queued_bytes = 0
+        self._finishing = False
+        self._closed = False
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._readable)
+
+    # One buffer serves all sockets: a read is consumed before the next one starts.
+    _buffer = memoryview(bytearray(RECEIVE_BYTES))
+
+    def send(self, data: bytes, fd: int | None = None) -> None:
+        """Send at once if the socket takes it, else queue within OUTBOUND_BYTES_MAX."""
+        if self._closed or self._finishing:
+            return
+        if fd is None and not self._queue:
+            # Nearly always: the reply goes out whole, at once.
+            try:
+                sent = self._sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.close()
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+        if self._queued_bytes + len(data) > OUTBOUND_BYTES_MAX:
+            self._queue.clear()
+            self._queued_bytes = 0
+            self.finish()
+            return
+        # The descriptor number stays valid: the arena closes segments only at exit.
+        self._queue.append((memoryview(data), fd))
+        self._queued_bytes += len(data)
+        if len(self._queue) == 1:
+            self._flush()
+
+    def finish(self) -> None:
+        """Half-close after what is queued; on_closed comes when the peer has closed too."""
+        self._finishing = True
+        if not self._queue and not self._closed:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close at once; only for a daemon that is going away."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._on_closed()
+
+    def _flush(self) -> None:
+        while self._queue:
+            data, fd = self._queue[0]
+            control = (
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                if fd is not None
+                else []
+            )
+            try:
+                sent = self._sock.sendmsg([data], control)
+            except BlockingIOError:
+                self._loop.add_writer(self._sock.fileno(), self._writable)
+                return
+            except OSError:
+                self.close()
+                return
+            self._queued_bytes -= sent
+            if sent == len(data):
+                self._queue.popleft()
+            else:
+                # The descriptor went with the first byte.
+                self._queue[0] = (data[sent:], None)
+        if self._finishing:
+            self.finish()
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._sock.fileno())
+        self._flush()
+
+    def _readable(self) -> None:
+        try:
+            count = self._sock.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if count == 0:
+            self.close()
+        elif not self._finishing:
+            self._on_data(self._buffer[:count])

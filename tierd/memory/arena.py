@@ -1,0 +1,116 @@
+"""The memory of L2: memfd segments and the ledger that describes their slots.
+
+Acts on what `tierd.core.host` decides. Segments are sealed against resizing, so that
+neither side can turn the other's access into a SIGBUS. A hollow segment keeps its
+descriptor and its mappings, here and in the clients: only its memory is given back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+
+from tierd.core.host import Space
+from tierd.errors import ConfigError
+from tierd.mapping import SharedMapping
+from tierd.memory.ledger import Ledger
+
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL_SHRINK_GROW = 0x1 | 0x2 | 0x4
+
+
+class Segment:
+    """One memfd and this process's mapping of it, with its part of the ledger."""
+
+    __slots__ = ("fd", "ledger", "mapping")
+
+    def __init__(self, name: str, size_bytes: int, ledger: Ledger) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SEAL_SHRINK_GROW)
+            self.mapping = SharedMapping(self.fd, size_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self.ledger = ledger
+
+
+class Arena:
+    """All segments, by space and index."""
+
+    def __init__(self) -> None:
+        self._segments: dict[bytes, list[Segment]] = {}
+
+    def create(self, space: Space, index: int) -> Segment:
+        """Make segment `index` usable: a new one, or the hollow one as it is.
+
+        Raises OSError, and nothing has changed then.
+        """
+        segments = self._segments.setdefault(space.digest, [])
+        if index == len(segments):
+            name = f"tierd-{space.digest.hex()[:12]}-{index}"
+            ledger = Ledger(space.digest, index, space.slots_per_segment, space.slot_bytes)
+            segments.append(Segment(name, space.segment_bytes, ledger))
+        return segments[index]
+
+    def hollow(self, space: Space, index: int) -> None:
+        """Give the memory of a segment back to the system."""
+        self._segments[space.digest][index].mapping.give_back()
+
+    def keep_hollow(self, space: Space) -> None:
+        """Give back what clients that faulted hollow segments in have made them hold again."""
+        for live, segment in zip(space.live, self.segments(space), strict=True):
+            if not live and os.fstat(segment.fd).st_blocks:
+                segment.mapping.give_back()
+
+    def move(self, space: Space, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks and their records from slot to slot; nobody may hold either slot."""
+        segments, per = self._segments[space.digest], space.slots_per_segment
+        for slot, target in pairs:
+            self.view(space, target)[:] = self.view(space, slot)
+            there = segments[target // per].ledger
+            segments[slot // per].ledger.move(slot % per, there, target % per)
+
+    def forget(self, space: Space, slots: Sequence[int]) -> None:
+        """Take evicted slots out of the ledger, before their bytes change."""
+        by_segment: dict[int, list[int]] = {}
+        for slot in slots:
+            index, place = divmod(slot, space.slots_per_segment)
+            by_segment.setdefault(index, []).append(place)
+        for index, places in by_segment.items():
+            self._segments[space.digest][index].ledger.forget(places)
+
+    def segments(self, space: Space) -> Sequence[Segment]:
+        """The segments of a space, hollow ones included, by index."""
+        return self._segments.get(space.digest, ())
+
+    def view(self, space: Space, slot: int) -> memoryview:
+        """All bytes of one slot."""
+        index, place = divmod(slot, space.slots_per_segment)
+        start = place * space.slot_bytes
+        return self._segments[space.digest][index].mapping.view[start : start + space.slot_bytes]
+
+    @property
+    def populated_bytes(self) -> int:
+        """Bytes whose pages have been faulted in ahead of use."""
+        return sum(s.mapping.populated_bytes for many in self._segments.values() for s in many)
+
+    def close(self) -> None:
+        """Close the descriptors; the mappings go with the process."""
+        for many in self._segments.values():
+            for segment in many:
+                os.close(segment.fd)
+                os.close(segment.ledger.fd)
+        self._segments.clear()
+
+
+def check_capacity(capacity_bytes: int) -> None:
+    """Raise ConfigError if this machine's memory cannot hold `capacity_bytes`."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if capacity_bytes > total * 0.95:
+        raise ConfigError(
+            f"host.capacity is {capacity_bytes} bytes, but this machine has {total} bytes of "
+            "memory: lower host.capacity, and leave room for the engine"
+        )
