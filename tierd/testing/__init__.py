@@ -1,0 +1,17 @@
+"""For those who write a storage tier: the checks that it has to pass."""
+
+import pytest
+
+# Before the import: the suite's asserts then say what they compared.
+pytest.register_assert_rewrite("tierd.testing.suite")
+
+from tierd.testing.suite import (  # noqa: E402
+    BackendSuite,
+    Block,
+    Damage,
+    Slots,
+    make_block,
+    make_chain,
+)
+
+__all__ = ["BackendSuite", "Block", "Damage", "Slots", "make_block", "make_chain"]

@@ -1,0 +1,380 @@
+"""A storage tier in memory that fails on purpose, in every way that the contract allows.
+
+With no faults it is a sound backend and passes BackendSuite. With faults it does what
+disks, servers and their clients do on bad days, drawn from a seed; it never breaks the
+contract itself: a HIT is verified, and a cancelled call has let go of its views.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from tierd.backend import (
+    HEADER_BYTES,
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    checksum,
+    pack_header,
+    unpack_header,
+    verify_block,
+)
+from tierd.chain import ChainIndex
+from tierd.errors import BackendError, ConfigError
+from tierd.types import BlockKey
+
+
+class Fault(enum.Enum):
+    """What may go wrong; the counter `fault_NAME_total` says how often it did."""
+
+    HANG = "hang"
+    """A call never ends; only cancelling it does."""
+    FAIL_CALL = "fail_call"
+    """A call raises BackendError, before it did anything or after it did everything."""
+    LINGER = "linger"
+    """A cancelled call takes its time to end, and uses its views until then."""
+    FAIL_BLOCK = "fail_block"
+    """A block's outcome is ERROR, and nothing was done for it."""
+    TORN_READ = "torn_read"
+    """A block's outcome is ERROR, after noise was written into its view."""
+    VANISH = "vanish"
+    """A block is gone when it is read, as if another process had deleted it."""
+    FLIP_PAYLOAD = "flip_payload"
+    """A bit of the stored payload has changed when the block is read."""
+    FLIP_HEADER = "flip_header"
+    """A bit of the stored header has changed when the block is read."""
+    SWAP = "swap"
+    """The block and another one lie under each other's keys when it is read."""
+    TRUNCATE = "truncate"
+    """The stored payload has lost its end when the block is read."""
+    LOSE_WRITE = "lose_write"
+    """A block is reported as STORED and is not there: a disk that lies about its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """How often each fault strikes: its chance, 0 to 1, per call or per block.
+
+    `latency_s` is the mean of an exponential delay before each block, in its middle
+    and once a call; with 0 no call ever waits, so that it cannot be raced or cancelled.
+    """
+
+    chances: Mapping[Fault, float] = field(default_factory=dict)
+    latency_s: float = 0.0
+
+
+NO_FAULTS = FaultPlan()
+
+
+class StoredBlock(NamedTuple):
+    """What the tier holds of a block; a test may put anything here behind the tier's back."""
+
+    header: bytes
+    payload: bytes
+
+
+class _Held(NamedTuple):
+    key: BlockKey
+    size: int
+
+
+_NOTHING = _Held(BlockKey(b"", b""), 0)
+
+
+class MemoryOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Options of MemoryBackend."""
+
+    capacity: int | None = None
+    """Most bytes of headers and payloads, or no bound."""
+
+
+class MemoryBackend(Backend):
+    """Blocks in a dict, which outlives the backend as a disk does: `blocks`.
+
+    `plan` may be replaced at any time, as when a dead server comes back. The counter
+    `torn_writes_total` counts blocks whose bytes no longer had their checksum while
+    they were being stored: the caller reused a slot too early.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]] = MemoryOptions
+
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        plan: FaultPlan = NO_FAULTS,
+        seed: int = 0,
+        blocks: dict[BlockKey, StoredBlock] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.blocks = {} if blocks is None else blocks
+        self.counters = {"corrupt_total": 0, "evicted_blocks_total": 0, "torn_writes_total": 0}
+        self.counters |= {f"fault_{fault.value}_total": 0 for fault in Fault}
+        self._capacity_bytes = capacity_bytes
+        self._random = Random(f"memory backend {seed}")
+        self._index = ChainIndex()
+        self._held: list[_Held] = []
+        self._free: list[int] = []
+        self._used_bytes = 0
+        self._pinned: Counter[bytes] = Counter()
+        self._opened = False
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> MemoryBackend:
+        assert isinstance(options, MemoryOptions)
+        if options.capacity is not None and options.capacity < 1:
+            raise ConfigError(f"capacity is {options.capacity}; it must be at least 1 byte")
+        return cls(options.capacity)
+
+    async def open(self) -> None:
+        assert not self._opened
+        for key, stored in list(self.blocks.items()):
+            header = unpack_header(stored.header)
+            if header is None or header.key != key or not self._find_room(_size(stored)):
+                del self.blocks[key]
+            else:
+                self._admit(key, header.parent, _size(stored))
+        self._opened = True
+
+    async def close(self) -> None:
+        self._opened = False
+        await self._idle.wait()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        async with self._call():
+            return [namespace + block_hash in self._index for block_hash in hashes]
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        async with self._call(gets=requests):
+            return [await self._get(BlockKey(namespace, r.block_hash), r) for r in requests]
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        # What a batch builds on must outlast it, or its tail would be stored behind a hole.
+        pins = [namespace + r.block_hash for r in requests]
+        pins += [namespace + r.parent for r in requests]
+        self._pinned.update(pins)
+        try:
+            async with self._call(puts=requests):
+                outcomes: dict[bytes, Outcome] = {}
+                answer = []
+                for request in requests:
+                    orphaned = outcomes.get(request.parent) is Outcome.REFUSED
+                    outcome = Outcome.REFUSED
+                    if not orphaned:
+                        outcome = await self._put(BlockKey(namespace, request.block_hash), request)
+                    outcomes[request.block_hash] = outcome
+                    answer.append(outcome)
+                return answer
+        finally:
+            self._pinned.subtract(pins)
+            self._pinned = +self._pinned
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        dropped = 0
+        async with self._call():
+            for block_hash in hashes:
+                await self._delay()
+                dropped += self._drop(BlockKey(namespace, block_hash))
+        return dropped
+
+    async def scan(self) -> AsyncIterator[BlockHeader]:
+        for key in list(self.blocks):
+            await self._delay()
+            stored = self.blocks.get(key)
+            header = unpack_header(stored.header) if stored is not None else None
+            if header is not None and header.key == key:
+                yield header
+
+    def stats(self) -> BackendStats:
+        return BackendStats(
+            blocks=len(self._index),
+            used_bytes=self._used_bytes,
+            capacity_bytes=self._capacity_bytes or 0,
+        )
+
+    @asynccontextmanager
+    async def _call(
+        self, *, gets: Sequence[GetRequest] = (), puts: Sequence[PutRequest] = ()
+    ) -> AsyncIterator[None]:
+        """Around each call: what strikes it as a whole, and what close() waits for."""
+        if not self._opened:
+            raise BackendError("the memory tier is not open")
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            await self._delay()
+            if self._strikes(Fault.HANG):
+                await asyncio.get_running_loop().create_future()
+            fails = self._strikes(Fault.FAIL_CALL)
+            if fails and self._random.random() < 0.5:
+                raise BackendError("simulated: the tier failed at once")
+            yield
+            if fails:
+                raise BackendError("simulated: the tier failed at the end")
+        except asyncio.CancelledError:
+            if self._strikes(Fault.LINGER):
+                await self._delay()
+                for request in gets:
+                    self._scribble(request.view)
+                for put in puts:
+                    self._check_payload(put, bytes(put.view[: put.length]))
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _get(self, key: BlockKey, request: GetRequest) -> GetResult:
+        await self._delay()
+        if self._strikes(Fault.FAIL_BLOCK):
+            return GetResult(Outcome.ERROR)
+        item = self._index.items.get(key.namespace + key.block_hash)
+        if item is None:
+            return GetResult(Outcome.MISS)
+        if key not in self.blocks or self._strikes(Fault.VANISH):
+            self._drop(key)
+            return GetResult(Outcome.MISS)
+        self._index.touch([item])
+        self._damage(key)
+        stored = self.blocks[key]
+        # Bytes land in the slot before they are verified, and not all at once.
+        size = min(len(stored.payload), len(request.view))
+        request.view[: size // 2] = stored.payload[: size // 2]
+        await self._delay()
+        if self._strikes(Fault.TORN_READ):
+            self._scribble(request.view)
+            return GetResult(Outcome.ERROR)
+        request.view[size // 2 : size] = stored.payload[size // 2 : size]
+        header = verify_block(stored.header, key, request.view, request.length)
+        if header is None or len(stored.payload) != request.length:
+            self.counters["corrupt_total"] += 1
+            if self.blocks.get(key) is stored:
+                self._drop(key)
+            return GetResult(Outcome.CORRUPT)
+        return GetResult(Outcome.HIT, header)
+
+    async def _put(self, key: BlockKey, request: PutRequest) -> Outcome:
+        await self._delay()
+        if self._strikes(Fault.FAIL_BLOCK):
+            return Outcome.ERROR
+        half = request.length // 2
+        payload = bytes(request.view[:half])
+        await self._delay()
+        payload += bytes(request.view[half : request.length])
+        self._check_payload(request, payload)
+        item = self._index.items.get(key.namespace + key.block_hash)
+        if item is not None:
+            self._index.touch([item])
+            return Outcome.PRESENT
+        if self._strikes(Fault.LOSE_WRITE):
+            return Outcome.STORED
+        header = BlockHeader(key, request.parent, request.length, request.checksum)
+        stored = StoredBlock(pack_header(header), payload)
+        if not self._find_room(_size(stored)):
+            return Outcome.REFUSED
+        self.blocks[key] = stored
+        self._admit(key, request.parent, _size(stored))
+        return Outcome.STORED
+
+    def _check_payload(self, request: PutRequest, payload: bytes) -> None:
+        if checksum(payload) != request.checksum:
+            self.counters["torn_writes_total"] += 1
+
+    def _admit(self, key: BlockKey, parent: bytes, size: int) -> None:
+        if not self._free:
+            self._free.append(len(self._held))
+            self._held.append(_NOTHING)
+        item = self._free.pop()
+        self._held[item] = _Held(key, size)
+        self._used_bytes += size
+        self._index.insert(item, key.namespace + key.block_hash, key.namespace + parent)
+
+    def _drop(self, key: BlockKey) -> bool:
+        item = self._index.items.get(key.namespace + key.block_hash)
+        if item is None:
+            return False
+        self._index.remove(item)
+        self._release(item)
+        return True
+
+    def _find_room(self, size: int) -> bool:
+        """Evict until `size` more bytes fit; False if they cannot."""
+        if self._capacity_bytes is None:
+            return True
+        if size > self._capacity_bytes:
+            return False
+        while self._used_bytes + size > self._capacity_bytes:
+            evicted = self._index.evict(1, self._is_pinned)
+            if not evicted:
+                return False
+            self._release(evicted[0])
+            self.counters["evicted_blocks_total"] += 1
+        return True
+
+    def _release(self, item: int) -> None:
+        """Forget a block that has left the index."""
+        key, size = self._held[item]
+        self.blocks.pop(key, None)
+        self._used_bytes -= size
+        self._free.append(item)
+
+    def _is_pinned(self, item: int) -> bool:
+        key = self._held[item].key
+        return key.namespace + key.block_hash in self._pinned
+
+    def _strikes(self, fault: Fault) -> bool:
+        chance = self.plan.chances.get(fault, 0.0)
+        # No draw for what cannot happen: adding a kind of fault keeps old seeds.
+        if not chance or self._random.random() >= chance:
+            return False
+        self.counters[f"fault_{fault.value}_total"] += 1
+        return True
+
+    async def _delay(self) -> None:
+        if self.plan.latency_s:
+            await asyncio.sleep(self._random.expovariate(1 / self.plan.latency_s))
+
+    def _scribble(self, view: memoryview) -> None:
+        """Overwrite some beginning of a view with noise."""
+        size = self._random.randint(1, len(view))
+        view[:size] = self._random.randbytes(size)
+
+    def _damage(self, key: BlockKey) -> None:
+        """Change what is stored of a block, as far as the plan has it."""
+        header, payload = self.blocks[key]
+        if payload and self._strikes(Fault.TRUNCATE):
+            payload = payload[: self._random.randrange(len(payload))]
+        if payload and self._strikes(Fault.FLIP_PAYLOAD):
+            payload = self._flip(payload)
+        if self._strikes(Fault.FLIP_HEADER):
+            header = self._flip(header)
+        self.blocks[key] = StoredBlock(header, payload)
+        others = [other for other in self.blocks if other != key]
+        if others and self._strikes(Fault.SWAP):
+            other = self._random.choice(others)
+            self.blocks[key], self.blocks[other] = self.blocks[other], self.blocks[key]
+
+    def _flip(self, data: bytes) -> bytes:
+        changed = bytearray(data)
+        changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        return bytes(changed)
+
+
+def _size(stored: StoredBlock) -> int:
+    return HEADER_BYTES + len(stored.payload)

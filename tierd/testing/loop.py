@@ -1,0 +1,352 @@
+"""An event loop whose time is virtual and whose every choice comes from a seed.
+
+When nothing is ready the clock jumps to the next timer, so a simulated hour costs
+what its callbacks cost. The same seed gives the same run, in any process, as long as
+the code under test reads no other clock, draws no other random number and does not
+act in the iteration order of a set of str or bytes (tasks and futures in sets are
+fine here). It knows no sockets: code that opens one fails with NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+from random import Random
+from types import CoroutineType
+from typing import Final, NamedTuple, TypeVar, TypeVarTuple, cast
+from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+EPOCH_NS: Final = 1_000 * 10**9
+"""Where the clock starts: not at 0, which code may take for "never"."""
+
+HORIZON_NS: Final = 2**23 * 10**9
+"""Where it ends, after 97 days: beyond, a float of seconds no longer resolves a nanosecond,
+and asyncio would not find a timer due that is.
+"""
+
+STEPS_MAX: Final = 1_000_000
+"""Iterations after which a run counts as endless: tens of seconds of real time."""
+
+DEFAULT_WORKERS: Final = 8
+"""Threads of the default executor, and of an executor that does not say how many it has."""
+
+WORK_MEAN_S: Final = 0.0005
+"""Mean of the exponential delay before a thread's work takes effect, and again after it."""
+
+_PENDING_SHOWN: Final = 20
+
+
+class SimulationError(Exception):
+    """The simulated program did something that no sound program does."""
+
+
+class SimulationDeadlock(SimulationError):  # noqa: N818  # it names a state
+    """Nothing is ready and no timer is set: whatever is pending will never end."""
+
+
+class SimulationLoop(asyncio.BaseEventLoop):
+    """A single-threaded loop on virtual time.
+
+    `random` is the scenario's own stream. With `shuffle`, ready callbacks run in an
+    order drawn from the seed instead of first in, first out: a task may lose any race
+    that it could lose in production. Functions handed to an executor run on the loop
+    thread at a drawn instant, with the order and parallelism of that executor's
+    workers; one that has been picked up runs even if its caller was cancelled, as on a
+    thread. `errors` collects what reaches the loop's exception handler.
+    """
+
+    def __init__(self, seed: int, *, shuffle: bool = True, steps_max: int = STEPS_MAX) -> None:
+        super().__init__()
+        self.random = Random(f"scenario {seed}")
+        self.now_ns = EPOCH_NS
+        self.steps = 0
+        self.steps_max = steps_max
+        self.errors: list[dict[str, object]] = []
+        self.serials = itertools.count(1)
+        self._shuffle = shuffle
+        self._thread = threading.get_ident()
+        self._choices = Random(f"loop {seed}")
+        self._pool: list[asyncio.Handle] = []
+        self._pool_context = contextvars.Context()
+        self._names = itertools.count(1)
+        self._default_threads = _Threads(self, DEFAULT_WORKERS)
+        self._threads: WeakKeyDictionary[Executor, _Threads] = WeakKeyDictionary()
+        self._selector = _VirtualSelector(self)
+        self.set_exception_handler(_collect_error)
+
+    def time(self) -> float:
+        return self.now_ns / 1e9
+
+    def create_future(self) -> asyncio.Future[T]:
+        return _Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Generator[asyncio.Future[object] | None, None, T] | Coroutine[object, object, T],
+        *,
+        name: object = None,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Task[T]:
+        # asyncio's own default names go on counting from one loop to the next.
+        given = f"Task-{next(self._names)}" if name is None else str(name)
+        return _Task(coro, loop=self, name=given, context=context)
+
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        if not self._shuffle:
+            return super().call_soon(callback, *args, context=context)
+        # Each callback puts one ticket in the loop's queue; a ticket runs any of them.
+        super().call_soon(self._run_any, context=self._pool_context)
+        handle = asyncio.Handle(callback, args, self, context)
+        self._pool.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        if threading.get_ident() != self._thread:
+            raise SimulationError("a real thread called into a simulation: no seed repeats that")
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        threads = self._default_threads
+        if executor is not None:
+            # Not public, so not relied on: an executor without them has the defaults.
+            if getattr(executor, "_shutdown", False):
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            workers = getattr(executor, "_max_workers", DEFAULT_WORKERS)
+            threads = self._threads.setdefault(executor, _Threads(self, workers))
+        future: asyncio.Future[T] = self.create_future()
+        call = partial(func, *args)
+        threads.submit(_Work(future.cancelled, partial(_take_effect, future, call)))
+        return future
+
+    def work_delay_s(self) -> float:
+        """How long the next stage of a thread's work takes."""
+        return self._choices.expovariate(1 / WORK_MEAN_S)
+
+    def cancel_all(self) -> None:
+        """Cancel what is pending and run until it has ended, as asyncio.run does.
+
+        SimulationError if it does not end.
+        """
+        self.steps_max += self.steps
+        pending = asyncio.all_tasks(self)
+        for task in pending:
+            task.cancel()
+        if pending:
+            self.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        for task in pending:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                message = f"{task.get_name()} failed while it was cancelled"
+                self.errors.append({"message": message, "exception": error})
+        self.run_until_complete(self.shutdown_asyncgens())
+
+    def close(self) -> None:
+        super().close()
+        self._pool.clear()
+
+    def advance(self, timeout_s: float | None) -> None:
+        """Begin an iteration: jump to the next timer, `timeout_s` ahead, if nothing is ready."""
+        self.steps += 1
+        if timeout_s is None:
+            raise SimulationDeadlock(f"nothing is ready, no timer is set; {self._pending()}")
+        if self.steps > self.steps_max:
+            raise SimulationError(f"no end after {self.steps_max} steps; {self._pending()}")
+        if timeout_s > 0:
+            # Rounded, so that sleeps add up; at least 1, so that the clock cannot stick.
+            self.now_ns += max(1, round(timeout_s * 1e9))
+            if self.now_ns > HORIZON_NS:
+                raise SimulationError(f"no end after 97 virtual days; {self._pending()}")
+
+    def _run_any(self) -> None:
+        pool = self._pool
+        index = int(self._choices.random() * len(pool))
+        pool[index], pool[-1] = pool[-1], pool[index]
+        handle = pool.pop()
+        if not handle.cancelled():
+            handle._run()
+        # A failed task's traceback keeps this frame, and would through it keep the task.
+        del handle
+
+    def _pending(self) -> str:
+        tasks = sorted(asyncio.all_tasks(self), key=hash)
+        shown = ", ".join(_place(task) for task in tasks[:_PENDING_SHOWN])
+        more = f" and {len(tasks) - _PENDING_SHOWN} more" if len(tasks) > _PENDING_SHOWN else ""
+        return f"pending: {shown or 'no task'}{more}"
+
+    def _process_events(self, event_list: list[object]) -> None:
+        """BaseEventLoop's hook for I/O events, of which there are none."""
+
+    def _write_to_self(self) -> None:
+        """BaseEventLoop's hook to wake a waiting selector: this one never waits."""
+
+
+class VirtualClock:
+    """A `tierd.clock.Clock` that reads a simulation's time."""
+
+    def __init__(self, loop: SimulationLoop) -> None:
+        self._loop = loop
+
+    def monotonic_ns(self) -> int:
+        """Nanoseconds on the scale of the loop's time()."""
+        return self._loop.now_ns
+
+
+def run_simulation(
+    seed: int,
+    scenario: Callable[[SimulationLoop], Awaitable[T]],
+    *,
+    shuffle: bool = True,
+    steps_max: int = STEPS_MAX,
+) -> T:
+    """Run `scenario` on a fresh loop and return its result.
+
+    Whatever it raises carries a note with the seed. SimulationDeadlock and
+    SimulationError as said there; SimulationError also if a callback failed or a task's
+    exception was never looked at. Tasks that are left are cancelled and must end.
+    """
+    loop = SimulationLoop(seed, shuffle=shuffle, steps_max=steps_max)
+    try:
+        try:
+            result = loop.run_until_complete(scenario(loop))
+        except BaseException:
+            # What a failed run leaves behind may not end; the first failure counts.
+            with suppress(SimulationError):
+                loop.cancel_all()
+            raise
+        loop.cancel_all()
+        for context in loop.errors:
+            cause = context.get("exception")
+            assert cause is None or isinstance(cause, BaseException)
+            raise SimulationError(str(context.get("message"))) from cause
+    except BaseException as error:
+        hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+        error.add_note(
+            f"simulation seed {seed} (PYTHONHASHSEED {hash_seed}), "
+            f"step {loop.steps}, {(loop.now_ns - EPOCH_NS) / 1e9:.9f} s in"
+        )
+        raise
+    finally:
+        loop.close()
+    return result
+
+
+class _VirtualSelector:
+    """What BaseEventLoop waits on: instead of waiting, the clock moves."""
+
+    def __init__(self, loop: SimulationLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout_s: float | None) -> list[object]:
+        self._loop.advance(timeout_s)
+        return []
+
+
+# Sets of tasks and futures (TaskGroup and asyncio.wait keep some) are iterated by hash,
+# which is an address by default: numbers in order of first use repeat from run to run.
+
+
+class _Future(asyncio.Future[T]):
+    _serial = 0
+
+    def __hash__(self) -> int:
+        if not self._serial:
+            self._serial = next(cast(SimulationLoop, self.get_loop()).serials)
+        return self._serial
+
+
+class _Task(asyncio.Task[T]):
+    _serial = 0
+
+    def __hash__(self) -> int:
+        if not self._serial:
+            self._serial = next(cast(SimulationLoop, self.get_loop()).serials)
+        return self._serial
+
+
+def _collect_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    cast(SimulationLoop, loop).errors.append(context)
+
+
+def _place(task: asyncio.Task[object]) -> str:
+    """The task's name and the line that it waits at."""
+    innermost: object = task.get_coro()
+    while isinstance(innermost, CoroutineType) and isinstance(innermost.cr_await, CoroutineType):
+        innermost = innermost.cr_await
+    if not isinstance(innermost, CoroutineType) or innermost.cr_frame is None:
+        return task.get_name()
+    frame = innermost.cr_frame
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"{task.get_name()} ({innermost.__qualname__}, {file}:{frame.f_lineno})"
+
+
+class _Work(NamedTuple):
+    """A function handed to an executor: whether its caller gave up, and how to run it.
+
+    `run` answers with the call that tells the caller.
+    """
+
+    cancelled: Callable[[], bool]
+    run: Callable[[], Callable[[], None]]
+
+
+class _Threads:
+    """The workers of one executor: first come first served, `workers` at a time."""
+
+    def __init__(self, loop: SimulationLoop, workers: int) -> None:
+        self._loop = loop
+        self._idle = workers
+        self._queue: deque[_Work] = deque()
+
+    def submit(self, work: _Work) -> None:
+        self._queue.append(work)
+        self._pick_up()
+
+    def _pick_up(self) -> None:
+        while self._idle and self._queue:
+            work = self._queue.popleft()
+            if not work.cancelled():
+                self._idle -= 1
+                # A thread starts with an empty context.
+                context = contextvars.Context()
+                self._loop.call_later(self._loop.work_delay_s(), self._run, work, context=context)
+
+    def _run(self, work: _Work) -> None:
+        answer = work.run()
+        self._loop.call_later(self._loop.work_delay_s(), _deliver, work, answer)
+        self._idle += 1
+        self._pick_up()
+
+
+def _take_effect(future: asyncio.Future[T], func: Callable[[], T]) -> Callable[[], None]:
+    try:
+        result = func()
+    except Exception as error:  # noqa: BLE001  # the future carries it, as an executor's does
+        return partial(future.set_exception, error)
+    return partial(future.set_result, result)
+
+
+def _deliver(work: _Work, answer: Callable[[], None]) -> None:
+    if not work.cancelled():
+        answer()

@@ -1,0 +1,315 @@
+"""The daemon's production code, on virtual time, among engines and disks that misbehave.
+
+`simulate(seed)` draws one world, runs it to its end, and raises Violation if the daemon
+broke a promise on the way: wrong bytes, slots used by two, leases cut short, calls
+without an answer, anything left behind by clients that are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Final
+
+from tierd.backend import verify_block
+from tierd.daemon.node import HOUSEKEEPING_S
+from tierd.daemon.tier import CALL_S_MAX
+from tierd.testing.backend import NO_FAULTS, Fault, FaultPlan
+from tierd.testing.engine import Engine, Habits, Link
+from tierd.testing.life import Life
+from tierd.testing.loop import SimulationLoop, run_simulation
+from tierd.testing.world import Account, Plan, Violation, World
+from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
+from tierd.wire import messages as m
+
+__all__ = ["Violation", "run_world", "simulate"]
+
+ROOT: Final = hashlib.sha256(b"simulation").digest()
+
+QUIET_S: Final = CALL_S_MAX + 5.0
+"""Virtual time for every deadline of a storage call to pass."""
+
+_ROT: Final = (
+    Fault.FLIP_PAYLOAD,
+    Fault.FLIP_HEADER,
+    Fault.SWAP,
+    Fault.TRUNCATE,
+    Fault.TORN_READ,
+    Fault.VANISH,
+)
+"""What goes wrong on a disk whose calls all answer."""
+
+
+def draw_plan(random: Random, world: World) -> Plan:
+    """A world: few slots and short chains, so that everything collides with everything."""
+    slots = random.randint(12, 40)
+    pages = random.choice((1, 1, 2, 4))
+    kind = random.choice(("sound", "slow", "faulty", "broken", "rotten"))
+    latency_s = 0.0 if kind == "sound" else random.choice((1e-4, 2e-3, 2e-2))
+    chances: dict[Fault, float] = {}
+    if kind in ("faulty", "broken", "rotten"):
+        for fault in _ROT if kind == "rotten" else Fault:
+            if random.random() < 0.5:
+                chances[fault] = random.random() * (0.05 if kind == "faulty" else 0.3)
+    elif random.random() < 0.5:
+        chances[Fault.LINGER] = 0.5
+    world.network_s = random.choice((1e-5, 2e-4, 2e-3, 1e-2))
+    _draw_chains(random, world)
+    models = [
+        [
+            _namespace(model, rank, ranks, (pages if rank == 0 else 1) * PAGE_BYTES - shorter)
+            for rank in range(ranks)
+        ]
+        for model in range(random.randint(1, 2))
+        for ranks in (random.randint(1, 3),)
+        for shorter in (random.choice((0, 16, 1000)),)
+    ]
+    world.disks = [{} for _ in range(random.choice((0, 1, 1, 1, 1, 2, 3)))]
+    total = slots * pages * PAGE_BYTES
+    return Plan(
+        capacity_bytes=total,
+        segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
+        lease_ttl_ms=random.choice((50, 200, 2000)),
+        disk_bytes=random.choice((None, None, total // 2)),
+        faults=FaultPlan(chances, latency_s),
+        engines=[random.choice(models) for _ in range(random.randint(1, 4))],
+        habits=_draw_habits(random),
+        sessions=random.randint(1, 4),
+        requests=random.randint(5, 15),
+        restarts=random.choice((0, 1, 1, 2)),
+        kills=random.random() < 0.5,
+    )
+
+
+def _draw_habits(random: Random) -> Habits:
+    pace_s = random.choice((0.001, 0.01, 0.1, 0.5))
+    if random.random() < 0.7:
+        return Habits(pace_s)
+    return Habits(pace_s, die=0, garbage=0, meddle=0, cancel=0, pause=0, forget=0.1, break_off=0.1)
+
+
+def _draw_chains(random: Random, world: World) -> None:
+    """Chains of hashes that share prefixes, as conversations do."""
+    for number in range(random.randint(4, 8)):
+        trunk = random.choice(world.chains) if world.chains and random.random() < 0.6 else []
+        chain = trunk[: random.randint(0, len(trunk))]
+        parent = chain[-1] if chain else ROOT
+        for place in range(len(chain), random.randint(len(chain) + 1, len(chain) + 8)):
+            block_hash = hashlib.sha256(parent + f"{number}/{place}".encode()).digest()
+            assert len(block_hash) == HASH_BYTES
+            world.parents[block_hash] = parent
+            chain = [*chain, block_hash]
+            parent = block_hash
+        world.chains.append(chain)
+    if random.random() < 0.2:
+        # A client that lies: no sound hash chain bites its own tail.
+        ring = [random.randbytes(HASH_BYTES) for _ in range(random.randint(1, 4))]
+        world.parents |= zip(ring, [ring[-1], *ring], strict=False)
+        world.liars |= set(ring)
+        world.chains.append(ring)
+
+
+def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace:
+    return Namespace(
+        model=f"model-{model}",
+        weights="1",
+        kv_dtype="bfloat16",
+        block_tokens=16,
+        block_bytes=block_bytes,
+        layout="simulated",
+        groups=("full",),
+        platform="simulated",
+        tp_rank=rank,
+        tp_size=ranks,
+        pp_rank=0,
+        pp_size=1,
+        cp_rank=0,
+        cp_size=1,
+        hash_scheme="opaque-simulated",
+        hash_root=ROOT,
+        format_version=1,
+    )
+
+
+async def run_world(loop: SimulationLoop, seed: int) -> Account:
+    """One world to its end. Raises Violation."""
+    random = Random(f"world {seed}")
+    world = World(loop, seed, random)
+    plan = draw_plan(random, world)
+    harmful = set(plan.faults.chances) - {Fault.LINGER}
+    world.lossless = bool(world.disks) and plan.disk_bytes is None and not harmful
+    work = loop.create_task(_history(world, plan), name="world")
+    await world.supervise(work)
+    return world.account()
+
+
+async def _history(world: World, plan: Plan) -> None:
+    life = world.life = Life(world, plan, plan.faults)
+    while not life.accepting:
+        await asyncio.sleep(0.001)
+    async with asyncio.TaskGroup() as group:
+        over = asyncio.Event()
+        group.create_task(_restart(world, plan, over))
+        async with asyncio.TaskGroup() as engines:
+            for number, ranks in enumerate(plan.engines):
+                random = Random(f"engine {number} of {world.seed}")
+                engine = Engine(world, f"engine-{number}", ranks, plan.habits, random)
+                engines.create_task(engine.run(plan.sessions, plan.requests))
+        over.set()
+    await _settle(world, plan)
+    await _audit(world, plan)
+
+
+async def _restart(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """Stop or kill the daemon now and then, and start another one on the same disks."""
+    for _ in range(plan.restarts):
+        await asyncio.sleep(world.random.expovariate(1 / 0.1))
+        # Just after a commit, when checksums, backups and the index have most to lose.
+        stored = world.counts["stored_blocks"]
+        while world.counts["stored_blocks"] == stored and not over.is_set():
+            await asyncio.sleep(0.002)
+        if over.is_set():
+            return
+        await _next_life(world, plan, plan.faults, plan.kills)
+
+
+async def _next_life(world: World, plan: Plan, faults: FaultPlan, kill: bool) -> None:
+    life = world.life
+    assert life is not None
+    world.life = None
+    world.counts["restarts"] += 1
+    if kill:
+        await life.kill()
+    elif await life.stop(drain_s=1.0) == 0:
+        world.check_promises()
+    # What was still on its way to the disks is lost.
+    world.promised = {key for key in world.promised if world.on_disk(key)}
+    world.life = Life(world, plan, faults)
+    while not world.life.accepting:
+        await asyncio.sleep(0.001)
+
+
+async def _settle(world: World, plan: Plan) -> None:
+    """With all clients gone and the disks well, nothing may be left of them."""
+    while world.life is None or not world.life.accepting:
+        await asyncio.sleep(0.01)
+    world.life.calm()
+    await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + QUIET_S)
+    world.life.check_quiet()
+
+
+async def _audit(world: World, plan: Plan) -> None:
+    """What lies sound on the disks is found by the next life, and is right."""
+    await _next_life(world, plan, NO_FAULTS, kill=False)
+    life = world.life
+    assert life is not None
+    if world.disks:
+        for ranks in {rank.digest: rank for engine in plan.engines for rank in engine}.values():
+            await _audit_rank(world, ranks)
+    await life.stop(drain_s=1.0)
+
+
+async def _audit_rank(world: World, rank: Namespace) -> None:
+    connection = world.connect("auditor", world.random)
+    assert connection is not None
+    link = Link(connection, world, world.random)
+    link.send(m.Hello(m.PROTOCOL_VERSION, "auditor"))
+    registered = await link.answer(
+        link.ask(m.Register(link.next_call(), rank.to_fields(), True)), m.Registered
+    )
+    if registered is None:
+        world.fail("the auditor cannot register")
+        return
+    assert world.life is not None
+    host = world.life.node.host
+    space = host.spaces[rank.digest]
+    room = host.capacity_bytes // space.segment_bytes * space.slots_per_segment
+    for chain in world.chains:
+        sound = min(_sound_prefix(world, rank, chain), room)
+        # A damaged copy in one tier hides a sound one in the next until it has been read.
+        for _ in range(1 + len(chain) * len(world.disks)):
+            found = await _audit_chain(world, link, rank, chain)
+            if found >= sound:
+                break
+        else:
+            world.fail(f"a restarted daemon finds {found} of {sound} stored blocks")
+        world.counts["audited_blocks"] += found
+    link.close(torn=False)
+    # What it held is free for the next rank once the daemon has seen the end.
+    await asyncio.sleep(1.0)
+
+
+async def _audit_chain(world: World, link: Link, rank: Namespace, chain: Sequence[bytes]) -> int:
+    """How many blocks of a chain the daemon finds; they are verified."""
+    handle = link.numbers[0]
+    asked = link.ask(m.Acquire(link.next_call(), [handle], b"".join(chain), 10_000))
+    acquired = await link.answer(asked, m.Acquired)
+    if acquired is None or not acquired.lease:
+        return 0
+    for block_hash, slot in zip(chain, m.unpack_slots(acquired.slots), strict=False):
+        view = link.view(handle, slot)
+        if view is not None and view[: rank.block_bytes] != world.payload(rank, block_hash):
+            world.fail("a restarted daemon serves wrong bytes")
+    link.send(m.Release(acquired.lease))
+    return acquired.blocks
+
+
+def _sound_prefix(world: World, rank: Namespace, chain: Sequence[bytes]) -> int:
+    """Blocks of a chain, from its start, that lie sound on some disk."""
+    for count, block_hash in enumerate(chain):
+        key = BlockKey(rank.digest, block_hash)
+        for disk in world.disks:
+            stored = disk.get(key)
+            if stored is not None and verify_block(
+                stored.header, key, memoryview(stored.payload), rank.block_bytes
+            ):
+                break
+        else:
+            return count
+    return len(chain)
+
+
+class _LogTap(logging.Handler):
+    """Keeps what the daemon logs as errors, to be shown with a failure."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one record."""
+        self.lines.append(self.format(record))
+
+
+@contextmanager
+def _log_kept() -> Iterator[list[str]]:
+    log, tap = logging.getLogger("tierd"), _LogTap()
+    level, propagate = log.level, log.propagate
+    log.addHandler(tap)
+    log.setLevel(logging.ERROR)
+    log.propagate = False
+    try:
+        yield tap.lines
+    finally:
+        log.removeHandler(tap)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def simulate(seed: int) -> Account:
+    """Run one world. Raises Violation, or whatever else went wrong, noted with the seed."""
+    with _log_kept() as lines:
+        try:
+            return run_simulation(seed, lambda loop: run_world(loop, seed))
+        except BaseException as error:
+            for line in lines[-3:]:
+                error.add_note(line)
+            raise
+        finally:
+            # Mappings hold descriptors, and what refers to them is full of cycles.
+            gc.collect()
