@@ -1,0 +1,179 @@
+"""The directory of a file tier: whose it is, which version wrote it, what lies in it.
+
+    LOCK                    held by flock while a process owns the directory; holds its pid
+    FORMAT                  name and version of this layout
+    <namespace hex>/        one folder a namespace
+        00000001.slab       records; see _slab.py
+        00000001.index
+
+Anything else is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+from pathlib import Path
+
+from tierd.errors import ConfigError
+from tierd.types import DIGEST_BYTES, PAGE_BYTES
+
+_UNBOUNDED_BYTES = 1 << 62
+"""Free space of a file system that, like ramfs, has no size."""
+
+_FORMAT = "tierd file store 1\n"
+_FOLDER = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
+_SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
+
+_log = logging.getLogger("tierd_backends.file")
+
+
+class StoreDirectory:
+    """An owned directory. Calls are blocking and belong into a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.read_only = False
+        """The file system refuses writes; found out by open()."""
+        self._lock_fd = -1
+
+    def open(self) -> None:
+        """Take the directory, made if missing; ConfigError if another process has it or
+        another version wrote it. OSError as it comes. Nothing stays held after a raise."""
+        assert self._lock_fd < 0
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock_fd = self._open_lock()
+        try:
+            self._take_lock()
+            self._check_format()
+            if not self.read_only:
+                os.ftruncate(self._lock_fd, 0)
+                os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the directory up; idempotent."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def folders(self) -> dict[Path, list[int]]:
+        """Slab numbers by namespace folder, of whole and of half slabs. Names what is not ours."""
+        found: dict[Path, list[int]] = {}
+        foreign = []
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    found[Path(entry.path)] = []
+                elif entry.name not in ("LOCK", "FORMAT"):
+                    foreign.append(entry.name)
+        for folder, numbers in found.items():
+            names = os.listdir(folder)
+            matches = [_SLAB_FILE.fullmatch(name) for name in names]
+            numbers.extend(sorted({int(match[1]) for match in matches if match}))
+            foreign.extend(
+                f"{folder.name}/{name}"
+                for name, match in zip(names, matches, strict=True)
+                if not match
+            )
+        if foreign:
+            _log.warning(
+                "%s: %d entries are not tierd's and are left alone, such as %s",
+                self.path,
+                len(foreign),
+                foreign[0],
+            )
+        return found
+
+    def folder(self, namespace: bytes) -> Path:
+        """Where a namespace's slabs lie; may not exist yet."""
+        return self.path / namespace.hex()
+
+    def free_bytes(self) -> int:
+        """What the file system lets an unprivileged writer still allocate."""
+        found = os.statvfs(self.path)
+        if not found.f_blocks:
+            return _UNBOUNDED_BYTES
+        return found.f_bavail * found.f_frsize
+
+    def total_bytes(self) -> int:
+        """Size of the file system."""
+        found = os.statvfs(self.path)
+        return found.f_blocks * found.f_frsize
+
+    def takes_direct(self) -> bool:
+        """Whether O_DIRECT works here, tried on the FORMAT file: open and read can refuse it."""
+        try:
+            fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                os.preadv(fd, [page], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def _open_lock(self) -> int:
+        try:
+            return os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+        self.read_only = True
+        return os.open(self.path / "LOCK", os.O_RDONLY)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
+            raise ConfigError(
+                f"{self.path} is in use by process {holder or 'unknown'}; "
+                "each tierd needs a directory of its own"
+            ) from error
+
+    def _check_format(self) -> None:
+        path = self.path / "FORMAT"
+        temporary = self.path / "FORMAT.tmp"
+        try:
+            found = path.read_bytes()
+        except FileNotFoundError:
+            # A lost FORMAT is written anew: each index file carries its version as well.
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.write(fd, _FORMAT.encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            temporary.rename(path)
+            self._sync()
+            return
+        if found != _FORMAT.encode():
+            raise ConfigError(
+                f"{path} says {found[:64]!r}, this tierd writes {_FORMAT!r}; "
+                "name another directory or remove this one"
+            )
+        if not self.read_only:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+
+    def _sync(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,441 @@
+"""The file tier: blocks in preallocated slabs on a local disk.
+
+This module follows a batch through the tier. How a slab lies on disk is _slab.py's, who
+gets room _space.py's, which record a block takes and what is evicted _shelf.py's.
+Everything in memory belongs to the event loop; a record is pinned from before a thread
+gets it until after the thread is done with it, whoever gave up waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tierd.backend import (
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+)
+from tierd.errors import BackendError, ConfigError
+from tierd.sizes import parse_size, parse_size_of
+from tierd.types import BlockKey, slot_bytes_for
+from tierd_backends._directory import StoreDirectory
+from tierd_backends._restart import open_slabs, read_indexes
+from tierd_backends._shelf import Shelf
+from tierd_backends._space import Space
+from tierd_backends._threads import DiskThreads, Job
+
+SLABS_MAX = 2048
+"""Slabs grow with the capacity so that there are about this many: each holds two open files."""
+
+SLABS_MIN = 8
+"""A small tier has smaller slabs, so that it can still be shared by the slab."""
+
+THREADS_MAX = 64
+"""Far above what a device gains from; a typing error should not start thousands."""
+
+_log = logging.getLogger("tierd_backends.file")
+
+
+class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Keys of a `[[storage]]` table of type "file"."""
+
+    path: Annotated[
+        str, Meta(description="Directory of the tier, made if missing; one tierd owns it.")
+    ]
+    capacity: Annotated[
+        int | str, Meta(description='Most bytes that its files may occupy, such as "400GiB".')
+    ]
+    slab: Annotated[
+        int | str,
+        Meta(description="Size of a slab file; less in a small tier, more above 2048 slabs."),
+    ] = "256MiB"
+    reserve_free: Annotated[
+        int | str,
+        Meta(description="Bytes, or a percentage, of the file system that stay free."),
+    ] = "1GiB"
+    direct: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="O_DIRECT: where it works; or refuse to start without; or never."),
+    ] = "auto"
+    threads: Annotated[int, Meta(description="I/O threads to read, and as many to write.")] = 4
+
+
+class FileBackend(Backend):
+    """Blocks in slabs of equal records under one directory."""
+
+    Options: ClassVar[type[msgspec.Struct]] = FileOptions
+
+    def __init__(self, options: FileOptions) -> None:
+        """Raises ConfigError for an option of a wrong form; touches nothing."""
+        if not 1 <= options.threads <= THREADS_MAX:
+            raise ConfigError(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
+        parse_size_of(options.reserve_free, 0)
+        self._options = options
+        self._capacity_bytes = parse_size(options.capacity)
+        self._slab_bytes = max(
+            min(parse_size(options.slab), self._capacity_bytes // SLABS_MIN),
+            self._capacity_bytes // SLABS_MAX,
+        )
+        self._directory = StoreDirectory(Path(options.path).expanduser())
+        self.counters = {
+            "corrupt_total": 0,
+            "evicted_blocks_total": 0,
+            "evicted_slabs_total": 0,
+            "io_errors_total": 0,
+            "lost_slabs_total": 0,
+            "refused_no_space_total": 0,
+        }
+        self._opened = False
+        self._threads: DiskThreads
+        self._space: Space
+        self._indexing: asyncio.Task[None]
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> FileBackend:
+        assert isinstance(options, FileOptions)
+        return cls(options)
+
+    @property
+    def direct(self) -> bool:
+        """Whether slabs are open with O_DIRECT; once open."""
+        return self._space.direct
+
+    async def open(self) -> None:
+        assert not self._opened
+        self._threads = DiskThreads(self._options.threads)
+        self._space = Space(
+            directory=self._directory,
+            threads=self._threads,
+            counters=self.counters,
+            capacity_bytes=self._capacity_bytes,
+            slab_bytes=self._slab_bytes,
+        )
+        try:
+            await self._threads.result(self._threads.readers, self._open_files)
+        except (PermissionError, NotADirectoryError, FileExistsError) as error:
+            await self._shut()
+            raise ConfigError(f"{self._directory.path} cannot be used: {error}") from error
+        except OSError as error:
+            await self._shut()
+            raise BackendError(f"{self._directory.path} cannot be opened: {error}") from error
+        except BaseException:
+            await self._shut()
+            raise
+        self._opened = True
+        self._indexing = asyncio.create_task(
+            read_indexes(self._space, self._threads, self.counters)
+        )
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        self._indexing.cancel()
+        await asyncio.wait([self._indexing])
+        if not self._indexing.cancelled() and (error := self._indexing.exception()):
+            _log.error("%s: reading the index failed", self._directory.path, exc_info=error)
+        await self._space.close()
+        await self._shut()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        self._check_open()
+        shelf = self._space.shelves.get(namespace)
+        if shelf is None:
+            return [False] * len(hashes)
+        return [block_hash in shelf.index for block_hash in hashes]
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        self._check_open()
+        results = [GetResult(Outcome.MISS)] * len(requests)
+        shelf = self._space.shelves.get(namespace)
+        if shelf is None:
+            return results
+        jobs = []
+        for position, (block_hash, view, length) in enumerate(requests):
+            item = shelf.find(block_hash)
+            if item is not None:
+                jobs.append(self._job(shelf, item, position, block_hash, view, length))
+        cancelled = await self._threads.run(self._threads.readers, _read, jobs, abandon=True)
+        hits = []
+        for job in jobs:
+            if job.header is not None:
+                results[job.position] = GetResult(Outcome.HIT, job.header)
+                if shelf.find(job.block_hash) == job.item:
+                    job.slab.mark_used(job.item, job.use)
+                    hits.append(job.item)
+            elif job.error is not None:
+                results[job.position] = GetResult(Outcome.ERROR)
+                shelf.retire(job.item, job.block_hash)
+            elif job.done:
+                results[job.position] = GetResult(Outcome.CORRUPT)
+                shelf.retire(job.item, job.block_hash)
+                self._note_corrupt(job)
+        shelf.index.touch(hits)
+        for job in jobs:
+            shelf.unpin(job.item)
+        self._note_errors("read", jobs)
+        if cancelled is not None:
+            raise cancelled
+        self._space.save_uses_soon()
+        return results
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        self._check_open()
+        if not requests:
+            return []
+        if not self._space.writable:
+            return [Outcome.ERROR] * len(requests)
+        shelf = self._space.shelves.get(namespace)
+        if shelf is None:
+            shelf = Shelf(namespace, slot_bytes_for(len(requests[0].view)))
+            self._space.shelves[namespace] = shelf
+        # No room is made by evicting what this batch names or is chained to.
+        needed = [h for request in requests for h in (request.block_hash, request.parent)]
+        shelf.need(needed)
+        try:
+            wanted = {r.block_hash for r in requests if r.length <= shelf.slot_bytes}
+            missing = sum(h not in shelf.index and h not in shelf.writing for h in wanted)
+            await self._space.make_room(shelf, missing)
+            self._check_open()
+            outcomes, leaders = await self._put_new(shelf, requests)
+        finally:
+            shelf.unneed(needed)
+        for position, leader in leaders.items():
+            # Somebody else was writing this block, or this batch names it twice.
+            await asyncio.wait([leader])
+            outcome = leader.result()
+            if outcome is None:
+                [outcome] = await self.put_many(namespace, [requests[position]])
+            outcomes[position] = Outcome.PRESENT if outcome is Outcome.STORED else outcome
+        return outcomes
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        self._check_open()
+        await self._indexed()
+        shelf = self._space.shelves.get(namespace)
+        if shelf is None:
+            return 0
+        wanted = set(hashes)
+        writes = [shelf.writing[h] for h in wanted if h in shelf.writing]
+        if writes:
+            await asyncio.wait(writes)
+            self._check_open()
+        jobs = []
+        for block_hash in wanted:
+            item = shelf.find(block_hash)
+            if item is not None:
+                jobs.append(self._job(shelf, item, 0, block_hash, memoryview(b""), 0))
+                shelf.retire(item, block_hash)
+        cancelled = await self._threads.run(self._threads.writers, _clear, jobs, abandon=False)
+        for job in jobs:
+            shelf.unpin(job.item)
+        failed = self._note_errors("clear", jobs)
+        if cancelled is not None:
+            raise cancelled
+        if failed:
+            raise BackendError(
+                f"{len(failed)} deleted blocks may come back at the next start: {failed[0]}"
+            ) from failed[0]
+        return len(jobs)
+
+    async def scan(self) -> AsyncIterator[BlockHeader]:
+        self._check_open()
+        await self._indexed()
+        for shelf in list(self._space.shelves.values()):
+            for slab in list(shelf.slabs.values()):
+                if slab.number not in shelf.slabs:
+                    continue
+                self._check_open()
+                slab.pins += 1
+                try:
+                    entries = await self._threads.result(self._threads.readers, slab.entries)
+                except OSError as error:
+                    raise BackendError(f"slab {slab.number} cannot be scanned: {error}") from error
+                finally:
+                    slab.pins -= 1
+                for entry in entries:
+                    if shelf.find(entry.header.key.block_hash) == slab.item(entry.record):
+                        yield entry.header
+
+    def stats(self) -> BackendStats:
+        if not self._opened:
+            return BackendStats(capacity_bytes=self._capacity_bytes)
+        return BackendStats(
+            blocks=sum(len(shelf.index) for shelf in self._space.shelves.values()),
+            used_bytes=self._space.used_bytes,
+            capacity_bytes=self._capacity_bytes,
+            index_complete=self._space.indexed,
+        )
+
+    def _job(
+        self,
+        shelf: Shelf,
+        item: int,
+        position: int,
+        block_hash: bytes,
+        view: memoryview,
+        length: int,
+    ) -> Job:
+        """A job with its record pinned; unpin it when the threads are done."""
+        shelf.pin(item)
+        self._space.uses += 1
+        slab = shelf.slab_of(item)
+        return Job(
+            slab=slab,
+            record=slab.record(item),
+            item=item,
+            position=position,
+            block_hash=block_hash,
+            view=view,
+            length=length,
+            use=self._space.uses,
+        )
+
+    async def _put_new(
+        self, shelf: Shelf, requests: Sequence[PutRequest]
+    ) -> tuple[list[Outcome], dict[int, asyncio.Future[Outcome | None]]]:
+        """Write what the shelf lacks; outcomes, and by position whose write decides one."""
+        outcomes = [Outcome.REFUSED] * len(requests)
+        fresh: dict[bytes, int] = {}
+        again: list[tuple[int, bytes]] = []
+        present: list[int] = []
+        for position, request in enumerate(requests):
+            block_hash = request.block_hash
+            item = shelf.find(block_hash)
+            if item is not None:
+                outcomes[position] = Outcome.PRESENT
+                present.append(item)
+            elif block_hash in shelf.writing or block_hash in fresh:
+                again.append((position, block_hash))
+            elif request.length <= shelf.slot_bytes:
+                fresh[block_hash] = position
+        shelf.index.touch(present)
+        items, evicted = shelf.take(len(fresh))
+        self.counters["evicted_blocks_total"] += evicted
+        self.counters["refused_no_space_total"] += len(fresh) - len(items)
+        jobs: list[Job] = []
+        for item, position in zip(items, fresh.values(), strict=False):
+            block_hash, parent, digest, view, length = requests[position]
+            job = self._job(shelf, item, position, block_hash, view, length)
+            job.header = BlockHeader(BlockKey(shelf.namespace, block_hash), parent, length, digest)
+            job.first_in_slab = not jobs or jobs[-1].slab is not job.slab
+            jobs.append(job)
+            shelf.writing[block_hash] = asyncio.get_running_loop().create_future()
+        leaders = {p: shelf.writing[h] for p, h in again if h in shelf.writing}
+        cancelled = await self._threads.run(self._threads.writers, _write, jobs, abandon=True)
+        for job in jobs:
+            outcome: Outcome | None = None
+            if job.error is not None or job.slab.unlinked:
+                outcome = outcomes[job.position] = Outcome.ERROR
+                shelf.give_back(job.item)
+            elif job.done:
+                outcome = outcomes[job.position] = Outcome.STORED
+                shelf.store(job.item, job.block_hash, requests[job.position].parent, job.use)
+            else:
+                shelf.give_back(job.item)
+            shelf.unpin(job.item)
+            shelf.writing.pop(job.block_hash).set_result(outcome)
+        self._note_errors("write", jobs)
+        if any(job.slab.unlinked for job in jobs):
+            await self._space.drop_unlinked(shelf)
+        if cancelled is not None:
+            raise cancelled
+        return outcomes, leaders
+
+    def _note_errors(self, action: str, jobs: Sequence[Job]) -> list[OSError]:
+        """Count a batch's errors, with one line in the log."""
+        failed = [job for job in jobs if job.error is not None]
+        errors = [job.error for job in failed if job.error is not None]
+        for error in errors:
+            self._space.note_error(error)
+        if errors:
+            where = f"{failed[0].slab.folder}/{failed[0].slab.number:08d}.slab"
+            _log.warning("cannot %s %d blocks, in %s: %s", action, len(errors), where, errors[0])
+        return errors
+
+    def _note_corrupt(self, job: Job) -> None:
+        self.counters["corrupt_total"] += 1
+        where = f"{job.slab.folder}/{job.slab.number:08d}.slab"
+        wanted = job.block_hash.hex()
+        _log.warning("record %d of %s is not block %s; dropped", job.record, where, wanted)
+
+    def _open_files(self) -> None:
+        """In a thread, before anything else runs."""
+        directory, space = self._directory, self._space
+        directory.open()
+        space.reserve_bytes = parse_size_of(self._options.reserve_free, directory.total_bytes())
+        if self._options.direct != "off":
+            space.direct = directory.takes_direct()
+            if not space.direct and self._options.direct == "on":
+                raise ConfigError(f"{directory.path} does not take O_DIRECT; set direct to 'auto'")
+        _allow_open_files(2 * (self._capacity_bytes // max(1, self._slab_bytes) + SLABS_MIN))
+        open_slabs(directory, space, self.counters)
+        _log.info(
+            "%s: %d slabs, %d of %d bytes, %s%s",
+            directory.path,
+            sum(len(shelf.slabs) for shelf in space.shelves.values()),
+            space.used_bytes,
+            space.capacity_bytes,
+            "O_DIRECT" if space.direct else "through the page cache",
+            ", read-only" if directory.read_only else "",
+        )
+
+    async def _indexed(self) -> None:
+        await asyncio.wait([self._indexing])
+        self._check_open()
+        self._indexing.result()
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise BackendError(f"{self._directory.path} is not open")
+
+    async def _shut(self) -> None:
+        await self._threads.close()
+        for shelf in self._space.shelves.values():
+            for slab in shelf.slabs.values():
+                slab.close()
+        self._space.shelves.clear()
+        self._directory.close()
+
+
+def _read(job: Job) -> None:
+    key = BlockKey(job.slab.namespace, job.block_hash)
+    job.header = job.slab.read(job.record, key, job.view, job.length)
+
+
+def _write(job: Job) -> None:
+    assert job.header is not None
+    if job.first_in_slab:
+        job.slab.find_unlinked()
+    job.slab.write(job.record, job.header, job.view, job.use)
+
+
+def _clear(job: Job) -> None:
+    job.slab.clear(job.record)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit so that `count` more files can be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + count + 256
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"{count} slab files may be open at once but the limit is {hard}: "
+            "raise LimitNOFILE, or `slab`"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
