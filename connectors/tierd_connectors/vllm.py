@@ -1,0 +1,454 @@
+"""TierdConnector: attaches a vLLM engine to the tierd daemon of its node.
+
+Start the engine with
+
+    --prefix-caching-hash-algo sha256_cbor
+    --kv-transfer-config '{"kv_connector": "TierdConnector", "kv_role": "kv_both"}'
+
+vLLM makes one object in its scheduler and one in each worker. This module translates
+vLLM's hooks; what they decide is in `vllm_scheduler`, what they copy in `vllm_mover`.
+
+Only asynchronous loads are used. Stores read the engine's blocks after their step, also
+once their request has ended; blocks are not held back for that, instead every step names
+the blocks that get a new owner and no stale read survives that (`vllm_mover.fence`).
+So a request's end frees its blocks at once, as without a connector.
+
+Written for, and run with, vLLM 0.29 to 0.32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from tierd.client import Client
+from tierd.errors import ConfigError
+from tierd_connectors.vllm_guard import Boundary, guarded, nothing
+from tierd_connectors.vllm_mover import FinishedLoad, Mover
+from tierd_connectors.vllm_namespace import (
+    HASH_SCHEME_UNTAGGED,
+    RefusedError,
+    check_engine,
+    hash_root_in_use,
+    namespace_of,
+    page_map,
+)
+from tierd_connectors.vllm_options import parse
+from tierd_connectors.vllm_scheduler import SchedulerSide, scheduled_requests
+from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
+from tierd_connectors.vllm_work import Load, RankInfo, StepWork, of_generation
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from tierd.types import Namespace
+
+logger = logging.getLogger("vllm.tierd")
+
+IDLE_WAIT_S = 0.005
+"""Waited for a load in a step that computes nothing. Without it the engine spins, takes the
+GIL at every turn and makes a load of 10 ms last seconds."""
+
+START_WAIT_S = 0.2
+"""Waited once, at start, so that the log can say whether there is a daemon."""
+
+DRAIN_S = 0.5
+"""Given to queued stores when the engine ends."""
+
+
+@dataclass
+class TierdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """A worker's namespace on its way to the scheduler."""
+
+    info: RankInfo
+
+
+@dataclass
+class TierdMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """A step's work on its way to the workers."""
+
+    work: StepWork
+
+
+class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's hooks, in the order in which vLLM declares them: worker's, then scheduler's."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_role != "kv_both":
+            raise ConfigError(f"kv_role is {transfer.kv_role!r}; TierdConnector needs 'kv_both'")
+        self.boundary = Boundary()
+        self._options = parse(transfer.kv_connector_extra_config)
+        self._errors_told = 0
+        self._scheduler: SchedulerSide | None = None
+        self._mover: Mover | None = None
+        self._info = RankInfo(None, "its KV caches were never registered")
+        self._generation = ""
+        self._unfit: list[FinishedLoad] = []
+        self._failed_blocks: set[int] = set()
+        self._root_checked = False
+        self._untagged = False
+        if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads the policy after it has made its connector. With "fail" a load
+            # that fails would fail the user's request.
+            transfer.kv_load_failure_policy = "recompute"
+            logger.info('tierd: kv_load_failure_policy set to "recompute"')
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing over: what it drops is computed again."""
+        return False
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the blocks lie, and start the copying thread."""
+        self._info = RankInfo(None, "an error, see its log")
+        self._start_worker(kv_caches)
+
+    @guarded(nothing)
+    def _start_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        config, kv = self._vllm_config, self._kv_cache_config
+        groups = importlib.import_module("vllm.distributed.parallel_state")
+        rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
+        try:
+            check_engine(config, kv)
+            pages = page_map(kv_caches, kv)
+            namespace = namespace_of(config, kv, pages, rank=rank, weights=self._options.weights)
+        except (RefusedError, ConfigError, OSError) as error:
+            self._info = RankInfo(None, str(error))
+            return
+        index = rank[0] * namespace.tp_size + rank[1]
+        client = Client(self._options.socket, name=f"vllm-worker-{index}")
+        self._mover = Mover(client, namespace, pages, index, self.boundary)
+        self._info = RankInfo(namespace)
+
+    def get_handshake_metadata(self) -> TierdHandshake:
+        """This worker's namespace, for the scheduler."""
+        return TierdHandshake(self._info)
+
+    def handle_preemptions(self, kv_connector_metadata: TierdMetadata) -> None:
+        """Before blocks are overwritten: no store may read what this step hands out."""
+        self._fence(kv_connector_metadata.work)
+
+    def bind_connector_metadata(self, connector_metadata: TierdMetadata) -> None:
+        """The step's work, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        # Also here: not every version calls handle_preemptions in every step.
+        self._fence(connector_metadata.work)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        """Queue this step's loads."""
+        work = self._get_connector_metadata().work
+        self._enter_generation(work.generation)
+        for load in work.loads:
+            if not self._submit_load(load):
+                self._unfit.append(FinishedLoad(load.request_id, load.blocks))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request computes only once its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: object,
+    ) -> None:
+        """Nothing: blocks are stored whole, after the step."""
+
+    @guarded(nothing)
+    def wait_for_save(self) -> None:
+        """Queue this step's stores; its forward pass is done."""
+        stores = self._get_connector_metadata().work.stores
+        if stores and self._mover is not None and not self.boundary.off:
+            self._mover.submit_stores(stores)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended, each exactly once."""
+        finished, self._unfit = self._unfit, []
+        if self._mover is not None:
+            if self.has_connector_metadata() and self._get_connector_metadata().work.idle:
+                self._mover.wait_finished(IDLE_WAIT_S)
+            finished += self._mover.take_finished()
+        for load in finished:
+            self._failed_blocks.update(load.failed_blocks)
+        return None, {load.request_id for load in finished} or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the loads just reported that hold no KV."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    @guarded(lambda: False)
+    def _submit_load(self, load: Load) -> bool:
+        if self._mover is None:
+            return False
+        self._mover.submit_load(load)
+        return True
+
+    @guarded(lambda: False)
+    def _try_fence(self, work: StepWork) -> bool:
+        if self._mover is not None and work.reused:
+            self._mover.fence(frozenset(work.reused))
+        return not work.reused_unknown
+
+    def _fence(self, work: StepWork) -> None:
+        if not self._try_fence(work) and self._mover is not None:
+            self._mover.forget_stores()
+
+    @guarded(nothing)
+    def _enter_generation(self, generation: str) -> None:
+        if generation == self._generation or self._mover is None:
+            return
+        assert self._info.namespace is not None
+        self._generation = generation
+        self._mover.use(of_generation(self._info.namespace, generation))
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, TierdHandshake]) -> None:
+        """The workers' namespaces, from a vLLM that knows no pipeline ranks here."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): handshake for rank, handshake in metadata.items()}
+        )
+
+    @guarded(nothing)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], TierdHandshake]
+    ) -> None:
+        """The workers' namespaces: with all of them the connector is on, else it is off."""
+        namespaces: list[Namespace] = []
+        for rank, handshake in sorted(metadata.items()):
+            if handshake.info.namespace is None:
+                self.boundary.switch_off(f"worker {rank} (pp, tp): {handshake.info.refusal}")
+                return
+            namespaces.append(handshake.info.namespace)
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        if len(namespaces) != ranks:
+            self.boundary.switch_off(f"{len(namespaces)} of {ranks} workers gave a namespace")
+            return
+        self._untagged = namespaces[0].hash_scheme == HASH_SCHEME_UNTAGGED
+        client = Client(self._options.socket, name="vllm-scheduler", map_segments=False)
+        self._scheduler = SchedulerSide(
+            client,
+            namespaces,
+            deadline_ms=self._options.prefetch_deadline_ms,
+            boundary=self.boundary,
+        )
+        client.wait(START_WAIT_S)
+        logger.info(
+            "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes a rank, %s, %s",
+            namespaces[0].digest.hex(),
+            ranks,
+            namespaces[0].block_tokens,
+            namespaces[0].block_bytes,
+            self._options.socket,
+            "connected" if client.connected else "no daemon yet",
+        )
+
+    @guarded(nothing)
+    def on_new_request(self, request: Request) -> None:
+        """Start to look the request up."""
+        if self._scheduler is None or self.boundary.off or not self._serves(request):
+            return
+        if not self._root_checked:
+            self._check_root()
+        if not self.boundary.off:
+            self._scheduler.add(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What can be loaded beyond the engine's own hit; None while that is not known."""
+        if self._scheduler is None or self.boundary.off:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request.request_id, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request has its blocks; plan the load of its external tokens."""
+        if self._scheduler is None:
+            return
+        planned = self._plan_load(request.request_id, blocks, num_external_tokens)
+        if num_external_tokens and not planned:
+            self._scheduler.doom(request.request_id, blocks.get_block_ids()[0])
+
+    @guarded(lambda: False)
+    def _plan_load(self, request_id: str, blocks: KVCacheBlocks, external_tokens: int) -> bool:
+        assert self._scheduler is not None
+        table = blocks.get_block_ids()[0] if external_tokens else ()
+        self._scheduler.allocated(request_id, table, external_tokens)
+        return True
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        """Every block comes from host memory, where storage has been read into."""
+        if num_external_tokens == 0:
+            return {}
+        sources = importlib.import_module("vllm.v1.metrics.cache_hit_source")
+        return {sources.CacheHitSource.HOST: num_external_tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierdMetadata:
+        """This step's work."""
+        if self._scheduler is None:
+            return TierdMetadata(StepWork())
+        work = self._build(scheduler_output)
+        return TierdMetadata(work if work is not None else self._scheduler.build_after_error())
+
+    @guarded(nothing)
+    def _build(self, scheduler_output: SchedulerOutput) -> StepWork | None:
+        assert self._scheduler is not None
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        return self._scheduler.build(
+            scheduled_requests(
+                [
+                    (new.req_id, new.block_ids[0], new.num_computed_tokens)
+                    for new in scheduler_output.scheduled_new_reqs
+                ],
+                [
+                    (request_id, request_id in resumed, blocks[0] if blocks else (), computed)
+                    for request_id, blocks, computed in zip(
+                        cached.req_ids,
+                        cached.new_block_ids,
+                        cached.num_computed_tokens,
+                        strict=True,
+                    )
+                ],
+                scheduler_output.num_scheduled_tokens,
+            ),
+            scheduler_output.preempted_req_ids or (),
+            idle=scheduler_output.total_num_scheduled_tokens == 0,
+        )
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Loads that every rank has finished."""
+        if self._scheduler is not None:
+            self._scheduler.finished_loads(
+                connector_output.finished_recving or (), connector_output.invalid_block_ids
+            )
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request has ended; its blocks may be freed."""
+        self._finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[Sequence[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request has ended; its blocks may be freed."""
+        self._finish(request.request_id)
+        return False, None
+
+    @guarded(nothing)
+    def _finish(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.finish(request_id)
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool:
+        """Asked for with the engine's own cache reset, when stored KV must not come back.
+
+        The daemon keeps what it has, for other engines; this one goes on in a namespace
+        of its own.
+        """
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # Both
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """Leave the daemon; what is queued to be stored has half a second."""
+        if self._mover is not None:
+            self._mover.stop(DRAIN_S)
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> TierdStats | None:
+        """What this side counted since the last call."""
+        counted: dict[str, float] = {}
+        for side in (self._mover, self._scheduler):
+            if side is not None:
+                counted.update(side.tally.drain())
+        if self.boundary.errors > self._errors_told:
+            counted["errors"] = self.boundary.errors - self._errors_told
+            self._errors_told = self.boundary.errors
+        return TierdStats(counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, float] | None = None) -> TierdStats:
+        """Sums as they arrive in the process that logs them."""
+        return TierdStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> TierdPromMetrics:
+        """The counters on the engine's metrics endpoint."""
+        return TierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Inside
+
+    def _serves(self, request: Request) -> bool:
+        """Whether the request's hashes name its KV for certain, and it wants a cache at all.
+
+        A LoRA is named in the hash by name and path, and both can stay while its weights
+        change. A resumable session can take back tokens that it had computed. vLLM before
+        0.31, known by its untagged keys, leaves all images but the last one out of a
+        block that generated tokens complete.
+        """
+        return not (
+            request.lora_request is not None
+            or (self._untagged and getattr(request, "mm_features", None))
+            or getattr(request, "resumable", False)
+            or getattr(request, "skip_reading_prefix_cache", False)
+        )
+
+    def _check_root(self) -> None:
+        """The workers computed the hash root; the core has one of its own by now."""
+        assert self._scheduler is not None
+        root = hash_root_in_use()
+        self._root_checked = root is not None
+        if root is not None and root != self._scheduler.hash_root:
+            self.boundary.switch_off(
+                "the engine's hash root differs from its workers': set PYTHONHASHSEED to the "
+                "same value in all of its processes"
+            )

@@ -1,0 +1,53 @@
+"""The connector's own settings: `kv_connector_extra_config` of vLLM's --kv-transfer-config."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from tierd.errors import ConfigError
+
+DEFAULT_SOCKET = "/run/tierd/tierd.sock"
+DEFAULT_DEADLINE_MS = 2000
+DEADLINE_MS_MAX = 600_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Each field is a key of the extra config, documented below it."""
+
+    socket: str = DEFAULT_SOCKET
+    """The daemon's unix socket. The environment variable TIERD_SOCKET changes the default."""
+
+    prefetch_deadline_ms: int = DEFAULT_DEADLINE_MS
+    """How long a request may wait for its prefix to be brought from storage into host memory."""
+
+    weights: str | None = None
+    """Names the model's weights where tierd cannot identify them, or where copies of the
+    same files on several nodes are to share KV. Two different weights must never be given
+    one name."""
+
+
+def parse(given: Mapping[str, object]) -> Options:
+    """Settings from the extra config. Raises ConfigError that names the key and the remedy."""
+    known = [f.name for f in fields(Options)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
+    socket = given.get("socket", os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET))
+    if not isinstance(socket, str) or not socket:
+        raise ConfigError("kv_connector_extra_config 'socket' must be the path of a unix socket")
+    deadline_ms = given.get("prefetch_deadline_ms", DEFAULT_DEADLINE_MS)
+    if type(deadline_ms) is not int or not 0 <= deadline_ms <= DEADLINE_MS_MAX:
+        raise ConfigError(
+            "kv_connector_extra_config 'prefetch_deadline_ms' must be an integer from 0 to "
+            f"{DEADLINE_MS_MAX}"
+        )
+    weights = given.get("weights")
+    if weights is not None and (not isinstance(weights, str) or not weights):
+        raise ConfigError("kv_connector_extra_config 'weights' must be a non-empty string")
+    return Options(socket=socket, prefetch_deadline_ms=deadline_ms, weights=weights)

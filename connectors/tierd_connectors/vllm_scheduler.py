@@ -1,0 +1,399 @@
+"""The scheduler's side of the vLLM connector: what to look up, load and store.
+
+It knows requests, block hashes and leases, and never a tensor. No method waits: lookups
+are answered from the client's memory, and one that has no answer yet is asked again in
+the next step, until its deadline. A lease is given back on every way out.
+
+Life of a request: looked up when it arrives -> offered (a lease is held) -> loading (the
+worker copies; the lease is held until every rank is done) -> computing, during which each
+block is stored once it is full. A preemption starts it again; nothing else makes a request
+be looked up twice, least of all a failed load, so that none can go round in circles.
+
+Which blocks may be stored: KV exists for the positions below `num_computed_tokens` plus
+what this step computes, but both count tokens that are not known yet (placeholders of
+asynchronous scheduling) or may be rejected (drafts). Block hashes exist for known tokens
+only, and the KV of the last known token is computed at the latest in this step, so a block
+is final when it lies below both counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tierd_connectors.vllm_guard import Boundary
+from tierd_connectors.vllm_work import Load, StepWork, StoreItem, Tally, of_generation
+
+if TYPE_CHECKING:
+    from tierd.client import Client, Handle, Lease, PendingAcquire
+    from tierd.types import Namespace
+
+logger = logging.getLogger("vllm.tierd")
+
+GRACE_MS = 100
+"""Waited beyond a lookup's deadline for an answer that is on its way."""
+
+SILENCE_MS, SILENCE_MS_MAX = 1_000, 30_000
+"""Pause in lookups after one that the daemon did not answer at all, doubled each time: a
+daemon that hangs costs its deadline now and then, not once a request."""
+
+LEASE_RESERVE = 4
+"""A lease is replaced in the last 1/4 of its life, so that the load that follows fits."""
+
+IDLE_WAIT_S = 0.002
+"""Waited in a step that has nothing to do but lookups, where the engine would spin."""
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's Request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+
+
+class Scheduled(NamedTuple):
+    """A request that computes in this step.
+
+    `blocks` are new in the request's block table; they replace it if `restarted`.
+    `computed` are the tokens whose KV exists before the step.
+    """
+
+    request_id: str
+    restarted: bool
+    blocks: Sequence[int]
+    computed: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request: EngineRequest
+    pending: PendingAcquire | None = None
+    give_up_ns: int = 0
+    lease: Lease | None = None
+    renew_ns: int = 0
+    asked: bool = False
+    running: bool = False
+    local_blocks: int = 0
+    loaded: range = range(0)
+    table: list[int] = field(default_factory=list)
+    stored: int = 0
+
+
+@dataclass(slots=True)
+class _Loading:
+    lease: Lease
+    blocks: frozenset[int]
+    failed: bool = False
+
+
+class SchedulerSide:
+    """Decides each step's loads and stores. Lives in the engine's scheduler thread only."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespaces: Sequence[Namespace],
+        *,
+        deadline_ms: int,
+        boundary: Boundary,
+    ) -> None:
+        self.boundary = boundary
+        self.tally = Tally()
+        self._client = client
+        self._namespaces = list(namespaces)
+        self._block_tokens = namespaces[0].block_tokens
+        self.hash_root = namespaces[0].hash_root
+        self._deadline_ms = deadline_ms
+        self._generation = ""
+        self._handles: list[Handle] = [client.register(n) for n in namespaces]
+        self._tracked: dict[str, _Tracked] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._planned: list[Load] = []
+        self._silent_until_ns = 0
+        self._silence_ms = 0
+        self._connected: bool | None = None
+        self._refusals: set[str] = set()
+
+    # Lookups
+
+    def add(self, request: EngineRequest) -> None:
+        """A new request: start to look up its prefix."""
+        self._client.poll()
+        tracked = _Tracked(request)
+        self._tracked[request.request_id] = tracked
+        self._look_up(tracked)
+
+    def matched_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """Tokens past `computed_tokens` that can be loaded; None: ask again in the next step.
+
+        May be asked in every step and changes nothing that a repetition would notice.
+        """
+        tracked = self._tracked.get(request_id)
+        if tracked is None or request_id in self._loading:
+            return 0
+        if tracked.running:
+            # Asked about a request that had computed: it was preempted.
+            self._restart(tracked)
+        if not tracked.asked:
+            self._look_up(tracked)
+        now_ns = time.monotonic_ns()
+        if tracked.pending is not None:
+            self._client.poll()
+            if not tracked.pending.done:
+                if now_ns < tracked.give_up_ns:
+                    return None
+                self._let_go(tracked)
+                self._note_silence(now_ns)
+                return 0
+            self._take_answer(tracked, now_ns)
+        if tracked.lease is None:
+            return 0
+        stale = self._client.connected and tracked.lease.epoch != self._client.epoch
+        if stale or now_ns >= tracked.renew_ns:
+            self._let_go(tracked)
+            self._look_up(tracked)
+            return None if tracked.pending is not None else 0
+        tracked.local_blocks = computed_tokens // self._block_tokens
+        found = min(tracked.lease.blocks, self._useful_blocks(tracked.request))
+        if found <= tracked.local_blocks:
+            self._let_go(tracked)
+            return 0
+        return (found - tracked.local_blocks) * self._block_tokens
+
+    def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
+        """The engine gave the request its blocks and wants `external_tokens` of it loaded."""
+        tracked = self._tracked.get(request_id)
+        if external_tokens == 0:
+            # Either the second call, after a load, or the engine did not take the offer.
+            if tracked is not None:
+                self._let_go(tracked)
+            return
+        first = tracked.local_blocks if tracked is not None else 0
+        wanted = range(first, first + external_tokens // self._block_tokens)
+        into = list(blocks[wanted.start : wanted.stop])
+        lease = tracked.lease if tracked is not None else None
+        if tracked is None or lease is None or len(into) != len(wanted):
+            self.doom(request_id, blocks)
+            return
+        slots = [list(rank[wanted.start : wanted.stop]) for rank in lease.slots]
+        load = Load(request_id, lease.epoch, lease.expires_ns, into, slots)
+        self._loading[request_id] = _Loading(lease, frozenset(into))
+        tracked.lease = None
+        tracked.loaded = wanted
+        # Last: after an error before this the load is doomed, and none may be sent twice.
+        self._planned.append(load)
+
+    def doom(self, request_id: str, blocks: Sequence[int]) -> None:
+        """The engine waits for a load that is not to be had: have the workers say so."""
+        self._planned.append(Load(request_id, b"", 0, list(blocks), []))
+
+    # Steps
+
+    def build(
+        self, scheduled: Iterable[Scheduled], preempted: Iterable[str], *, idle: bool
+    ) -> StepWork:
+        """This step's work for the workers."""
+        for request_id in preempted:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.running:
+                self._restart(tracked)
+        work = StepWork(generation=self._generation, idle=idle)
+        for load in self._planned:
+            work.reused.extend(load.blocks)
+        for step in scheduled:
+            tracked = self._tracked.get(step.request_id)
+            if tracked is not None:
+                self._track(tracked, step, work)
+            else:
+                work.reused.extend(step.blocks)
+        self._look_after_client(idle=idle)
+        work.loads, self._planned = self._planned, []
+        return work
+
+    def build_after_error(self) -> StepWork:
+        """What must reach the workers even if build() failed: the loads, and to read no block."""
+        work = StepWork(generation=self._generation, loads=self._planned, reused_unknown=True)
+        self._planned = []
+        return work
+
+    def finished_loads(self, request_ids: Iterable[str], invalid_blocks: Iterable[int]) -> None:
+        """Every rank has finished these loads; `invalid_blocks` were not filled by some rank."""
+        invalid = frozenset(invalid_blocks)
+        if invalid:
+            for request_id, loading in self._loading.items():
+                if not invalid.isdisjoint(loading.blocks):
+                    loading.failed = True
+                    self._load_failed(request_id)
+        for request_id in request_ids:
+            done = self._loading.pop(request_id, None)
+            if done is None:
+                # A load that was doomed.
+                self._load_failed(request_id)
+                continue
+            self._client.release(done.lease)
+            if not done.failed:
+                tokens = len(done.blocks) * self._block_tokens
+                self.tally.add(loaded_tokens=tokens)
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended. A load that is under way keeps its lease until it is done."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None:
+            self._let_go(tracked)
+
+    def reset(self) -> None:
+        """Forget all that is stored: from now on another namespace is used, empty at first."""
+        for tracked in self._tracked.values():
+            self._let_go(tracked)
+        # What they have computed may be of old weights: it is not stored either.
+        self._tracked.clear()
+        self._generation = secrets.token_hex(8)
+        fresh = [of_generation(namespace, self._generation) for namespace in self._namespaces]
+        self._handles = [self._client.register(namespace) for namespace in fresh]
+        logger.info(
+            "tierd: caches were reset; this engine goes on in a namespace of its own, %s",
+            fresh[0].digest.hex(),
+        )
+
+    def close(self) -> None:
+        """Give back every lease and leave the daemon."""
+        for tracked in self._tracked.values():
+            self._let_go(tracked)
+        for loading in self._loading.values():
+            self._client.release(loading.lease)
+        self._client.close()
+
+    @property
+    def epoch(self) -> bytes:
+        """The life of the daemon that has accepted every rank's namespace; empty if none has."""
+        return self._client.epoch if all(handle.ready for handle in self._handles) else b""
+
+    @property
+    def leases_held(self) -> int:
+        """Leases not given back yet, for tests and for status."""
+        held = sum(tracked.lease is not None for tracked in self._tracked.values())
+        return held + len(self._loading)
+
+    # Inside
+
+    def _useful_blocks(self, request: EngineRequest) -> int:
+        """Blocks worth loading: at least one token must be left to compute."""
+        return min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
+
+    def _look_up(self, tracked: _Tracked) -> None:
+        tracked.asked = True
+        now_ns = time.monotonic_ns()
+        count = self._useful_blocks(tracked.request)
+        if count <= 0 or self.boundary.off or not self._client.connected:
+            return
+        if now_ns < self._silent_until_ns:
+            return
+        hashes = list(tracked.request.block_hashes[:count])
+        tracked.pending = self._client.begin_acquire(self._handles, hashes, self._deadline_ms)
+        tracked.give_up_ns = now_ns + (self._deadline_ms + GRACE_MS) * 1_000_000
+        self.tally.add(lookups=1)
+
+    def _note_silence(self, now_ns: int) -> None:
+        self.tally.add(lookup_timeouts=1)
+        if now_ns >= self._silent_until_ns:
+            self._silence_ms = min(max(2 * self._silence_ms, SILENCE_MS), SILENCE_MS_MAX)
+            self._silent_until_ns = now_ns + self._silence_ms * 1_000_000
+
+    def _take_answer(self, tracked: _Tracked, now_ns: int) -> None:
+        assert tracked.pending is not None
+        self._silence_ms = 0
+        tracked.lease, tracked.pending = tracked.pending.lease, None
+        if tracked.lease is not None:
+            life_ns = tracked.lease.expires_ns - now_ns
+            tracked.renew_ns = tracked.lease.expires_ns - life_ns // LEASE_RESERVE
+            if life_ns <= 0:
+                self._let_go(tracked)
+
+    def _let_go(self, tracked: _Tracked) -> None:
+        """Give back the lease, also one that has not arrived yet."""
+        if tracked.lease is not None:
+            self._client.release(tracked.lease)
+            tracked.lease = None
+        if tracked.pending is not None:
+            self._client.cancel(tracked.pending)
+            tracked.pending = None
+
+    def _load_failed(self, request_id: str) -> None:
+        """The engine computes these blocks; they are stored again, and not asked for again."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            self._let_go(tracked)
+            tracked.loaded = range(0)
+
+    def _restart(self, tracked: _Tracked) -> None:
+        """After a preemption: the blocks are gone, and what is stored may bring them back."""
+        self._let_go(tracked)
+        tracked.asked = tracked.running = False
+        tracked.loaded = range(0)
+        tracked.table = []
+        tracked.stored = 0
+
+    def _track(self, tracked: _Tracked, step: Scheduled, work: StepWork) -> None:
+        if step.restarted or not tracked.running:
+            self._let_go(tracked)
+            tracked.running = True
+            tracked.table = list(step.blocks)
+            tracked.stored = 0
+            work.reused.extend(tracked.table[step.computed // self._block_tokens :])
+        else:
+            tracked.table.extend(step.blocks)
+            work.reused.extend(step.blocks)
+        hashes = tracked.request.block_hashes
+        computed = (step.computed + step.tokens) // self._block_tokens
+        final = min(computed, len(hashes), len(tracked.table))
+        if final <= tracked.stored or self.boundary.off:
+            return
+        for index in range(tracked.stored, final):
+            if index not in tracked.loaded:
+                parent = hashes[index - 1] if index else self.hash_root
+                work.stores.append(StoreItem(hashes[index], parent, tracked.table[index]))
+        tracked.stored = final
+
+    def _look_after_client(self, *, idle: bool) -> None:
+        if idle and any(t.pending is not None for t in self._tracked.values()):
+            self._client.wait(IDLE_WAIT_S)
+        else:
+            self._client.poll()
+        for handle in self._handles:
+            if handle.refusal is not None and handle.refusal not in self._refusals:
+                self._refusals.add(handle.refusal)
+                logger.warning("tierd: the daemon refuses this engine: %s", handle.refusal)
+        if self._client.connected != self._connected:
+            if self._connected is not None:
+                state = "is back" if self._client.connected else "is lost; every lookup misses"
+                logger.warning("tierd: the connection to the daemon %s", state)
+            self._connected = self._client.connected
+
+
+def scheduled_requests(
+    new: Iterable[tuple[str, Sequence[int], int]],
+    cached: Iterable[tuple[str, bool, Sequence[int], int]],
+    tokens: Mapping[str, int],
+) -> list[Scheduled]:
+    """The step's requests from the engine's lists of new and of known ones.
+
+    A new one carries its id, block table and computed tokens, a known one also whether
+    its table is replaced.
+    """
+    steps = [Scheduled(i, True, blocks, computed, tokens[i]) for i, blocks, computed in new]
+    steps += [
+        Scheduled(i, restarted, blocks, computed, tokens[i])
+        for i, restarted, blocks, computed in cached
+    ]
+    return steps

@@ -1,0 +1,94 @@
+"""What the scheduler side tells the worker side each step, and what both count.
+
+Plain picklable values: they cross process boundaries with the engine's own messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tierd.types import Namespace
+
+
+class StoreItem(NamedTuple):
+    """One block to store: its hash, its parent's hash and the engine's block id."""
+
+    block_hash: bytes
+    parent: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy leased slots into the engine's blocks, for one request.
+
+    `slots` has one list a rank, in the order of the handshake, each as long as `blocks`;
+    it is empty for a load that could not be planned and must be reported as failed.
+    `expires_ns` is CLOCK_MONOTONIC: a copy that ended later counts as failed.
+    """
+
+    request_id: str
+    epoch: bytes
+    expires_ns: int
+    blocks: list[int]
+    slots: list[list[int]]
+
+
+@dataclass(slots=True)
+class StepWork:
+    """One step's work for every worker.
+
+    `reused` are the block ids that get a new owner in this step: whatever else they held
+    must not be read any more. `reused_unknown` stands for any block. `idle` says that no
+    token is computed in this step.
+    """
+
+    generation: str = ""
+    idle: bool = False
+    loads: list[Load] = field(default_factory=list)
+    stores: list[StoreItem] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+    reused_unknown: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """A worker's part of the handshake: its namespace, or why it takes no part."""
+
+    namespace: Namespace | None
+    refusal: str = ""
+
+
+def of_generation(namespace: Namespace, generation: str) -> Namespace:
+    """The namespace that an engine uses once its caches were reset by hand.
+
+    A reset says that what was stored is no longer what the engine computes (its weights
+    may have been replaced in place), so neither side may see the other's blocks again.
+    """
+    if not generation:
+        return namespace
+    values = namespace.to_fields()
+    values["weights"] = f"{namespace.weights}+reset-{generation}"
+    return Namespace.from_fields(values)
+
+
+class Tally:
+    """Counters that several threads add to and one drains."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+
+    def add(self, **amounts: float) -> None:
+        """Add to each named counter."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._values[name] = self._values.get(name, 0) + amount
+
+    def drain(self) -> dict[str, float]:
+        """What was counted since the last call."""
+        with self._lock:
+            values, self._values = self._values, {}
+        return values

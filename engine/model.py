@@ -1,0 +1,127 @@
+"""Llama models without files: a config.json, and weights made while loading.
+
+Runs in the engine's python. Weights are a function of each tensor's name, so they are the
+same in every process, and whole tensors are handed to vLLM, which gives each rank its own
+part. The output head is not tied to the embeddings: tied, such a model only repeats its
+last token, and could not notice wrong KV.
+
+`model.py DIRECTORY SHAPE` writes such a model with files, as users have them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+LOAD_FORMAT = "seeded"
+
+_COMMON = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 16000,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "initializer_range": 0.02,
+}
+
+SHAPES: dict[str, dict[str, int]] = {
+    # 16 KiB of KV a token and layer pair: 128 KiB a block of 32, starts fastest.
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    # 222 M parameters, 64 KiB of KV a token: computing a prefix costs seconds on two cores.
+    "demo": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+}
+
+
+def write_config(directory: Path, shape: str) -> None:
+    """Make `directory` a model of one of SHAPES, without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**_COMMON, **SHAPES[shape]}, indent=1, sort_keys=True)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+
+
+def write_weights(directory: Path, shape: str) -> None:
+    """Make `directory` a model with its weights and a tokenizer of words w0, w1 and so on."""
+    save_file = importlib.import_module("safetensors.torch").save_file
+    tokenizers = importlib.import_module("tokenizers")
+    transformers = importlib.import_module("transformers")
+
+    write_config(directory, shape)
+    config = SimpleNamespace(**_COMMON, **SHAPES[shape])
+    save_file(dict(_weights(config)), directory / "model.safetensors", {"format": "pt"})
+    words = {f"w{i}": i for i in range(config.vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2"
+    ).save_pretrained(directory)
+
+
+def register() -> None:
+    """Make LOAD_FORMAT known to vLLM in this process."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class SeededLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is untyped here
+        def download_model(self, model_config):
+            """Nothing to fetch."""
+
+        def load_weights(self, model, model_config):
+            model.load_weights(_weights(model_config.hf_config))
+
+
+def _weights(config):
+    """(name, tensor) of every weight of a Llama, by its published name."""
+    import torch
+
+    def normal(name, rows, columns, gain):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return name, torch.randn(rows, columns, generator=generator) * gain
+
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    yield normal("model.embed_tokens.weight", config.vocab_size, hidden, 1.0)
+    yield normal("lm_head.weight", config.vocab_size, hidden, hidden**-0.5)
+    yield "model.norm.weight", torch.ones(hidden)
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}."
+        yield layer + "input_layernorm.weight", torch.ones(hidden)
+        yield layer + "post_attention_layernorm.weight", torch.ones(hidden)
+        attention = layer + "self_attn."
+        yield normal(attention + "q_proj.weight", queries, hidden, 2 * hidden**-0.5)
+        yield normal(attention + "k_proj.weight", keys, hidden, 2 * hidden**-0.5)
+        yield normal(attention + "v_proj.weight", keys, hidden, 2 * hidden**-0.5)
+        yield normal(attention + "o_proj.weight", hidden, queries, 2 * queries**-0.5)
+        yield normal(layer + "mlp.gate_proj.weight", inner, hidden, hidden**-0.5)
+        yield normal(layer + "mlp.up_proj.weight", inner, hidden, hidden**-0.5)
+        yield normal(layer + "mlp.down_proj.weight", hidden, inner, inner**-0.5)
+
+
+if __name__ == "__main__":
+    write_weights(Path(sys.argv[1]), sys.argv[2])

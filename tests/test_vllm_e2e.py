@@ -1,0 +1,290 @@
+"""A real vLLM and a real tierd: the same tokens wherever KV comes from, and whatever breaks.
+
+Greedy tokens of a float32 model with random weights are compared: they change when one
+element of the KV is wrong. Each test starts few engines, because each takes long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cbor2
+import pytest
+
+from engine.model import write_config
+from engine.process import EngineProcess
+from tests.daemon_process import DaemonProcess
+from tierd.backend import HEADER_BYTES, unpack_header
+from tierd.types import PAGE_BYTES
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 32
+
+# One unbound thread: threads that spin on barriers crawl on a machine that does other work.
+THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+def prompt(length: int, tag: object) -> list[int]:
+    """The same pseudo-random tokens for the same tag."""
+    source = random.Random(str(tag))
+    return [source.randrange(10, 15990) for _ in range(length)]
+
+
+def whole_blocks(length: int) -> int:
+    """Tokens of a prompt that can be cached: whole blocks that leave one token to compute."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def block_hashes(tokens: list[int]) -> list[bytes]:
+    """What vLLM hashes, under PYTHONHASHSEED=0, written out here once more."""
+    parent = hashlib.sha256(cbor2.dumps("0")).digest()
+    hashes = []
+    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        block = [parent, tokens[start : start + BLOCK_TOKENS], None]
+        parent = hashlib.sha256(cbor2.dumps(block, canonical=True)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_config(tmp_path / "model", "tiny")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[type[EngineProcess]]:
+    """Starts engines, and stops those that a failed test left behind."""
+    started: list[EngineProcess] = []
+
+    class Engine(EngineProcess):
+        def __init__(self, socket: str, **settings: object) -> None:
+            environment = {**THREADS, **settings.pop("env", {})}  # type: ignore[dict-item]  # a dict
+            given = {"model": str(model), "socket": socket, "env": environment, **settings}
+            super().__init__(given, tmp_path / "vllm.log")
+            started.append(self)
+
+        def reset(self) -> None:
+            """Empty the engine's own cache; fails if any block is still in use."""
+            assert self.call("reset")["reset"]
+
+        def wait_connected(self, daemon: DaemonProcess) -> None:
+            """Until both sides of the connector have found the present daemon."""
+            epoch = daemon.status()["epoch"]
+            end = time.monotonic() + 20
+            while set(self.call("stats")["epochs"]) != {epoch}:
+                assert time.monotonic() < end
+                self.generate([prompt(8, time.monotonic())], tokens=2)
+
+        def wait_stored(self, daemon: DaemonProcess, blocks: int) -> None:
+            """Until the daemon holds so many blocks."""
+            end = time.monotonic() + 20
+            while daemon.status()["host"]["blocks"] < blocks:
+                assert time.monotonic() < end, daemon.status()
+
+    yield Engine
+    for engine in started:
+        if engine._process.poll() is None:
+            engine.kill()
+
+
+def settled(engine: EngineProcess) -> dict:
+    """The engine's counters, once nothing is left of any request."""
+    stats = engine.call("stats")
+    assert stats["off"] == "", stats
+    assert stats["errors"] == 0, stats
+    assert stats["leases"] == 0, stats
+    assert stats["blocks_in_use"] == 0, stats
+    return stats
+
+
+def find_records(store: Path) -> dict[bytes, tuple[Path, int, int]]:
+    """Slab, offset and size of each block's record in a file tier."""
+    found = {}
+    for slab in store.glob("*/*.slab"):
+        head = slab.with_suffix(".index").read_bytes()[:64]
+        record_bytes = PAGE_BYTES + int.from_bytes(head[16:24], "little")
+        raw = slab.read_bytes()
+        for at in range(0, len(raw), record_bytes):
+            header = unpack_header(raw[at : at + HEADER_BYTES])
+            if header is not None:
+                found[header.key.block_hash] = (slab, at, record_bytes)
+    return found
+
+
+def swap(one: tuple[Path, int, int], other: tuple[Path, int, int]) -> None:
+    """Exchange two records, headers included."""
+    contents = []
+    for slab, at, size in (one, other):
+        contents.append(slab.read_bytes()[at : at + size])
+    for (slab, at, _), content in zip((one, other), reversed(contents), strict=True):
+        with slab.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+
+def flip(record: tuple[Path, int, int]) -> None:
+    """Change one bit of a record's payload."""
+    slab, at, _ = record
+    with slab.open("r+b") as file:
+        file.seek(at + PAGE_BYTES + 1000)
+        byte = file.read(1)[0]
+        file.seek(at + PAGE_BYTES + 1000)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start) -> None:
+    """A user would get another answer because a prefix was cached, moved, damaged or lost."""
+    lengths = (330, 331, 352, 500)
+    prompts = [prompt(length, length) for length in lengths]
+    full = [whole_blocks(length) for length in lengths]
+    stored = sum(length // BLOCK_TOKENS for length in lengths)
+
+    with start("") as engine:
+        gold = engine.generate(prompts, tokens=12)["tokens"]
+
+    with start(daemon.socket) as engine:
+        cold = engine.generate(prompts, tokens=12)
+        assert (cold["tokens"], cold["cached"]) == (gold, [0] * 4)
+        engine.reset()
+        loaded = engine.generate(prompts, tokens=12)
+        assert (loaded["tokens"], loaded["cached"]) == (gold, full)
+        stats = settled(engine)
+        assert stats["loaded_tokens"] == sum(full)
+        assert stats["store_blocks"] >= stored
+        assert stats["load_failures"] == 0
+        engine.reset()
+        engine.call("fail_loads", count=3)
+        assert engine.generate(prompts, tokens=12)["tokens"] == gold, "after failed loads"
+        assert settled(engine)["load_failures"] == 3
+        engine.reset()
+        loaded = engine.generate(prompts, tokens=12)
+        assert (loaded["tokens"], loaded["cached"]) == (gold, full), "they are offered again"
+        # Another tenant's salt must not find them.
+        salted = engine.generate(prompts[:1], tokens=12, salts=["tenant"])
+        assert salted["cached"] == [0]
+
+    daemon.wait_backed_up()
+    with start(daemon.socket) as engine:
+        again = engine.generate(prompts, tokens=12)
+        assert (again["tokens"], again["cached"]) == (gold, full), "from memory, after a restart"
+        daemon.stop()
+        daemon.start()
+        engine.reset()
+        engine.wait_connected(daemon)
+        again = engine.generate(prompts, tokens=12)
+        assert (again["tokens"], again["cached"]) == (gold, full), "from storage"
+        daemon.wait_backed_up()
+
+        daemon.stop()
+        records = find_records(daemon.store)
+        chains = [block_hashes(tokens) for tokens in prompts]
+        flip(records[chains[0][5]])
+        swap(records[chains[1][3]], records[chains[1][7]])
+        daemon.start()
+        engine.reset()
+        engine.wait_connected(daemon)
+        damaged = engine.generate(prompts, tokens=12)
+        assert damaged["tokens"] == gold
+        assert damaged["cached"] == [5 * 32, 3 * 32, full[2], full[3]]
+        assert daemon.status()["storage"][0]["counters"]["corrupt_total"] >= 2
+        daemon.wait_backed_up()
+
+        daemon.stop()
+        for slab in daemon.store.glob("*/*.slab"):
+            with slab.open("r+b") as file:
+                file.truncate(slab.stat().st_size // 2 + 1)
+        daemon.start()
+        engine.reset()
+        engine.wait_connected(daemon)
+        cut = engine.generate(prompts, tokens=12)
+        assert cut["tokens"] == gold
+        settled(engine)
+
+
+def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
+    """tierd absent, killed in a load or a store, or restarted would lose or change answers."""
+    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    prompts = [prompt(400 + 40 * i, i) for i in range(8)]
+    full = [whole_blocks(len(tokens)) for tokens in prompts]
+    try:
+        with start(daemon.socket) as engine:
+            gold = engine.generate(prompts)["tokens"]
+            daemon.start()
+            engine.wait_connected(daemon)
+            source = random.Random(7)
+            for turn in range(10):
+                # Empty at first, so these are stores; loads from the second half on.
+                engine.reset()
+                engine.call("start", prompts=prompts, tokens=16)
+                time.sleep(source.random() * 0.4)
+                daemon.kill()
+                result = engine.call("join")
+                assert result["tokens"] == gold, f"killed in turn {turn}"
+                assert set(result["finish"]) == {"length"}
+                daemon.start()
+                if turn % 2:
+                    engine.wait_connected(daemon)
+                    engine.reset()
+                    assert engine.generate(prompts)["tokens"] == gold
+            # Connected, and silent: requests wait for one deadline at most.
+            assert daemon.process is not None
+            daemon.process.send_signal(signal.SIGSTOP)
+            for _ in range(3):
+                engine.reset()
+                assert engine.generate(prompts)["tokens"] == gold
+            daemon.process.send_signal(signal.SIGCONT)
+            daemon.kill()
+            daemon.start()
+            for steps in (1, 2, 3, 5, 8):
+                engine.reset()
+                engine.wait_connected(daemon)
+                assert engine.call("abort", prompts=prompts, steps=steps)["left"] == 0
+            engine.reset()
+            engine.generate(prompts)
+            engine.reset()
+            last = engine.generate(prompts)
+            assert (last["tokens"], last["cached"]) == (gold, full), "it works as before"
+            assert engine.call("reset", external=True)["reset"]
+            fresh = engine.generate(prompts)
+            assert (fresh["tokens"], fresh["cached"]) == (gold, [0] * 8), "a reset is a reset"
+            settled(engine)
+            assert daemon.status()["host"]["leases"] == 0
+    finally:
+        daemon.stop()
+
+
+def test_preemption_under_pressure(l2_daemon: DaemonProcess, start) -> None:
+    """Blocks that change owner while they are stored would be published with others' KV."""
+    prompts = [prompt(40 + 9 * i, i) for i in range(10)]
+    with start("") as engine:
+        gold = engine.generate(prompts, tokens=160)["tokens"]
+    with start(
+        l2_daemon.socket, llm={"num_gpu_blocks_override": 24, "max_model_len": 512}
+    ) as engine:
+        for _ in range(3):
+            assert engine.generate(prompts, tokens=160)["tokens"] == gold
+        stats = settled(engine)
+        assert stats["preemptions"] > 0
+        assert stats["loaded_tokens"] > 0
+        assert stats["store_blocks"] > 0
+
+
+def test_two_ranks(l2_daemon: DaemonProcess, start) -> None:
+    """A rank would load the other's half, or a block that only one of them stored."""
+    prompts = [prompt(100 + 40 * i, i) for i in range(2)]
+    full = [whole_blocks(len(tokens)) for tokens in prompts]
+    with start(l2_daemon.socket, processes=True, llm={"tensor_parallel_size": 2}) as engine:
+        cold = engine.generate(prompts, tokens=6)
+        assert cold["cached"] == [0, 0]
+        engine.wait_stored(l2_daemon, 2 * sum(length // BLOCK_TOKENS for length in full))
+        engine.reset()
+        loaded = engine.generate(prompts, tokens=6)
+        assert (loaded["tokens"], loaded["cached"]) == (cold["tokens"], full)
+    assert len(l2_daemon.status()["namespaces"]) == 2
