@@ -1,0 +1,100 @@
+"""What every benchmark shares: fair rounds, the machine's description, the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROUNDS = 7
+"""Rounds of every case: their median shrugs off a neighbour that takes the core twice."""
+
+_HERE = Path(__file__).parent
+
+Json = Mapping[str, "Json"] | list["Json"] | str | int | float | None
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
+) -> dict[str, float]:
+    """Median seconds of each case. All cases take turns, so that a slow minute hits them alike."""
+    assert rounds >= 5
+    for case in cases.values():
+        case()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def raw_ping_pong() -> Callable[[], None]:
+    """A round trip with a child process that echoes; it ends with this process."""
+    near, far = socket.socketpair()
+    if os.fork() == 0:
+        near.close()
+        while data := far.recv(4096):
+            far.send(data)
+        os._exit(0)
+    far.close()
+    message = bytes(60)
+
+    def trip() -> None:
+        near.send(message)
+        near.recv(4096)
+
+    return trip
+
+
+def write_result(name: str, results: Json) -> None:
+    """Write bench/results/NAME.json: the results, where they were measured and at which load."""
+    report: Json = {
+        "benchmark": name,
+        "commit": _commit(),
+        "machine": _machine(),
+        "load_average_1m": round(os.getloadavg()[0], 2),
+        "results": results,
+    }
+    folder = _HERE / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written: bench/results/{name}.json")
+
+
+def _machine() -> Json:
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(_field("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def _field(path: str, name: str) -> str:
+    """Value of the first line `NAME: VALUE` of a /proc file."""
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "unknown 0"
+
+
+def _commit() -> str:
+    """The commit measured, with a mark if the tree differs from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=_HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "uncommitted"
