@@ -2,8 +2,9 @@
 
 Two small pools, one to read and one to write, so that a burst of writes does not hold up
 reads. A batch costs one hop a thread, not one a block: each thread takes the batch's next
-job until none is left. Whoever waits gets control back only when no thread has any of its
-jobs, cancelled or not: the memory belongs to the caller again after that.
+run of neighbouring records until none is left. Whoever waits gets control back only when
+no thread has any of its jobs, cancelled or not: the memory belongs to the caller again
+after that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tierd.backend import BlockHeader
-from tierd_backends._slab import Slab
+from tierd.types import slot_bytes_for
+from tierd_backends._slab import RUN_RECORDS_MAX, Slab
+
+RUN_BYTES_MAX = 1 << 20
+"""Bytes of a run: a quarter of a prefetch's batch, so that every thread has a part of it."""
 
 _T = TypeVar("_T")
 
@@ -52,19 +57,19 @@ class DiskThreads:
     async def run(
         self,
         pool: ThreadPoolExecutor,
-        work: Callable[[Job], None],
+        work: Callable[[list[Job]], None],
         jobs: Sequence[Job],
         *,
         abandon: bool,
     ) -> asyncio.CancelledError | None:
-        """Do `work` on each job; OSErrors are left in the jobs.
+        """Do `work` on the jobs, in runs of neighbours; it leaves OSErrors in the jobs.
 
         A cancellation is returned, for the caller to raise once its state is in order;
         with `abandon` the jobs that no thread had begun by then stay undone.
         """
-        queue = deque(jobs)
+        queue = deque(_runs(jobs))
         loop = asyncio.get_running_loop()
-        workers = min(len(jobs), self._count)
+        workers = min(len(queue), self._count)
         futures = [loop.run_in_executor(pool, _work, work, queue) for _ in range(workers)]
         cancelled = await self._settle(futures, queue.clear if abandon else None)
         for future in futures:
@@ -113,14 +118,40 @@ class DiskThreads:
         return cancelled
 
 
-def _work(work: Callable[[Job], None], queue: deque[Job]) -> None:
+def _runs(jobs: Sequence[Job]) -> list[list[Job]]:
+    """The jobs in the order of their places, neighbours together.
+
+    A prefix is mostly stored in neighbouring records, and small blocks move twice as fast
+    together: fewer calls, and fewer times that a thread waits for the GIL.
+    """
+    runs: list[list[Job]] = []
+    for job in sorted(jobs, key=lambda job: (job.slab.number, job.record)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and last.slab is job.slab
+            and last.record + 1 == job.record
+            and len(runs[-1]) < min(RUN_RECORDS_MAX, RUN_BYTES_MAX // job.slab.slot_bytes)
+            and _fills_record(last)
+            and _fills_record(job)
+        ):
+            runs[-1].append(job)
+        else:
+            runs.append([job])
+    return runs
+
+
+def _fills_record(job: Job) -> bool:
+    slot_bytes = job.slab.slot_bytes
+    return len(job.view) == slot_bytes == slot_bytes_for(job.length)
+
+
+def _work(work: Callable[[list[Job]], None], queue: deque[list[Job]]) -> None:
     while True:
         try:
-            job = queue.popleft()
+            run = queue.popleft()
         except IndexError:
             return
-        try:
-            work(job)
-        except OSError as error:
-            job.error = error
-        job.done = True
+        work(run)
+        for job in run:
+            job.done = True

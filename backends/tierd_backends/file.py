@@ -327,7 +327,8 @@ class FileBackend(Backend):
         self.counters["evicted_blocks_total"] += evicted
         self.counters["refused_no_space_total"] += len(fresh) - len(items)
         jobs: list[Job] = []
-        for item, position in zip(items, fresh.values(), strict=False):
+        # In order, so that a prefix lies in neighbouring records and moves in few calls.
+        for item, position in zip(sorted(items), fresh.values(), strict=False):
             block_hash, parent, digest, view, length = requests[position]
             job = self._job(shelf, item, position, block_hash, view, length)
             job.header = BlockHeader(BlockKey(shelf.namespace, block_hash), parent, length, digest)
@@ -411,20 +412,53 @@ class FileBackend(Backend):
         self._directory.close()
 
 
-def _read(job: Job) -> None:
-    key = BlockKey(job.slab.namespace, job.block_hash)
-    job.header = job.slab.read(job.record, key, job.view, job.length)
+def _read(run: list[Job]) -> None:
+    if len(run) > 1:
+        headers = run[0].slab.read_run(
+            run[0].record,
+            [BlockKey(job.slab.namespace, job.block_hash) for job in run],
+            [job.view for job in run],
+            [job.length for job in run],
+        )
+        if headers is not None:
+            for job, header in zip(run, headers, strict=True):
+                job.header = header
+            return
+    for job in run:
+        key = BlockKey(job.slab.namespace, job.block_hash)
+        try:
+            job.header = job.slab.read(job.record, key, job.view, job.length)
+        except OSError as error:
+            job.error = error
 
 
-def _write(job: Job) -> None:
-    assert job.header is not None
-    if job.first_in_slab:
-        job.slab.find_unlinked()
-    job.slab.write(job.record, job.header, job.view, job.use)
+def _write(run: list[Job]) -> None:
+    if any(job.first_in_slab for job in run):
+        run[0].slab.find_unlinked()
+    headers = [job.header for job in run if job.header is not None]
+    assert len(headers) == len(run)
+    if len(run) > 1:
+        views, uses = [job.view for job in run], [job.use for job in run]
+        try:
+            run[0].slab.write_run(run[0].record, headers, views, uses)
+        except OSError:
+            # Which of them cannot be written shows one by one.
+            pass
+        else:
+            return
+    for job, header in zip(run, headers, strict=True):
+        try:
+            job.slab.write(job.record, header, job.view, job.use)
+        except OSError as error:
+            job.error = error
 
 
-def _clear(job: Job) -> None:
-    job.slab.clear(job.record)
+def _clear(run: list[Job]) -> None:
+    for job in run:
+        try:
+            job.slab.clear(job.record)
+        except OSError as error:
+            job.error = error
 
 
 def _allow_open_files(count: int) -> None:
