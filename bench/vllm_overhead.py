@@ -16,8 +16,8 @@ from engine.model import write_config
 from engine.process import EngineProcess
 from tests.daemon_process import DaemonProcess
 
-TURNS = 12
-REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 96
+TURNS = 10
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64
 TARGET = 0.98
 
 
