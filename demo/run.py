@@ -86,8 +86,9 @@ def replay(result: Pass, scratch: Path, daemon: DaemonProcess, say: Callable[[st
     say(f"{result.name}: starting vLLM")
     settings = {"model": str(scratch / "model"), "socket": daemon.socket, "kv_gib": 2}
     with EngineProcess(settings, scratch / "vllm.log") as engine:
-        # The first long prompt of a process is slower; it must not flatter the comparison.
-        engine.generate([tokens("warm-up " + result.name, 2000)], tokens=1)
+        # The first prompt of more than one chunk is slower in a process; it must not flatter
+        # the comparison.
+        engine.generate([tokens("warm-up " + result.name, 600)], tokens=1)
         before = (loaded(engine), storage_hits(daemon))
         talks = [
             tokens("system", SYSTEM_TOKENS) + tokens(f"document {i}", DOCUMENT_TOKENS)

@@ -9,9 +9,6 @@ import threading
 from pathlib import Path
 
 HERE = Path(__file__).parent
-MARK = "@tierd "
-"""What run_engine.py begins its result lines with."""
-
 READY_S = 180.0
 ANSWER_S = 300.0
 
@@ -111,10 +108,10 @@ class EngineProcess:
         watchdog = threading.Timer(timeout_s, self._process.kill)
         watchdog.start()
         try:
-            for line in self._process.stdout:
-                if line.startswith(MARK):
-                    answer: dict = json.loads(line.removeprefix(MARK))
-                    return answer
+            line = self._process.stdout.readline()
+            if line:
+                answer: dict = json.loads(line)
+                return answer
         finally:
             watchdog.cancel()
         self._process.wait(30)

@@ -24,13 +24,16 @@ import threading
 import time
 from pathlib import Path
 
-MARK = "@tierd "
-"""Begins each result line, among whatever else the engine prints."""
+# Results have this process's standard output to themselves: whatever the engine prints, from
+# whichever thread, goes to standard error.
+_results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 
 
 def say(result: dict) -> None:
     """Print one result."""
-    print(MARK + json.dumps(result), flush=True)
+    _results.write(json.dumps(result) + "\n")
+    _results.flush()
 
 
 def environment(settings: dict) -> None:
