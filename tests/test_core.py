@@ -756,3 +756,21 @@ def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
     host.check()
     assert len(store(host, space, 2, "later")) == 2
     host.check()
+
+
+def test_room_made_ahead_spares_what_is_leased() -> None:
+    """A block would be evicted under the engine that copies it, before anybody needs its slot."""
+    host, space = tier(256, segment_slots=16)
+    hashes = store(host, space, 256, "full")
+    held = lease(host, space, hashes)
+    assert host.make_room_ahead(space, 16) == []
+    host.check()
+    assert len(host.prefix(space, hashes)) == 256
+    assert host.release(held.lease_id, 1)
+    # Then two of 256 slots, from the end of the chain, and no more when asked again.
+    assert [
+        effect.slots for effect in host.make_room_ahead(space, 16) if isinstance(effect, Forget)
+    ]
+    assert host.make_room_ahead(space, 16) == []
+    assert len(host.prefix(space, hashes)) == 254
+    host.check()

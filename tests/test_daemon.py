@@ -22,13 +22,14 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
 from tierd.clock import SystemClock
 from tierd.core.host import HostTier
-from tierd.daemon.node import Node
+from tierd.daemon.node import SPACES_MAX, Node
 from tierd.daemon.promotion import Waiter
 from tierd.daemon.tier import StorageTier
 from tierd.errors import DisconnectedError
 from tierd.testing.backend import MemoryBackend
 from tierd.types import BlockKey
 from tierd.wire import messages as m
+from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd.wire.session import encode
 
 pytestmark = pytest.mark.slow
@@ -943,3 +944,50 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
         or (tier.counters["get_failed_total"])
     )
     await backend.close()
+
+
+def test_a_status_of_many_long_namespaces_fits_a_frame() -> None:
+    """One engine with long names would end every `tierd status`, when it is needed most."""
+    node = Node(
+        capacity_bytes=1 << 20,
+        lease_ttl_ms=1000,
+        tiers=[],
+        clock=SystemClock(),
+        epoch=bytes(8),
+    )
+    long = "\N{GRINNING FACE}" * 4096
+    for number in range(SPACES_MAX):
+        node.register(
+            blocks.namespace(
+                model=f"{number}{long[:-4]}",
+                groups=(long,) * 64,
+                hash_scheme=f"opaque-{long[:-7]}",
+                weights=long,
+                kv_dtype=long,
+                layout=long,
+                platform=long,
+            )
+        )
+    frame = encode(m.StatusReply(1, node.status()))
+    assert len(frame) <= FRAME_BYTES_MAX
+    node.arena.close()
+
+
+def test_a_copy_that_outlived_its_lease_is_thrown_away(
+    l2_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot may have got another block meanwhile: its bytes would be served as this one."""
+    space = blocks.namespace()
+    client = l2_daemon.client()
+    handle = client.register(space)
+    hashes, parents = blocks.chain(2)
+    stored = [(h, p, blocks.payload(space, h)) for h, p in zip(hashes, parents, strict=True)]
+    assert all(client.put(handle, stored))
+    assert len(client.get(handle, hashes, 1000)) == 2
+    # A copy that takes longer than any lease: the clock has gone on when it is done.
+    late_ns = time.monotonic_ns() + 3_600_000_000_000
+    monkeypatch.setattr("tierd.client.time.monotonic_ns", lambda: late_ns)
+    assert client.get(handle, hashes, 1000) == []
+    monkeypatch.undo()
+    assert len(client.get(handle, hashes, 1000)) == 2
+    client.close()

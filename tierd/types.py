@@ -34,6 +34,9 @@ FORMAT_VERSION = 1
 BLOCK_BYTES_MAX = 1 << 30
 """Largest block that a namespace may declare: above it a slot would not fit any segment."""
 
+GROUPS_MAX = 64
+"""KV cache groups in a namespace; hybrid models have a handful."""
+
 HASH_SCHEMES = frozenset({"vllm-sha256-cbor-tagged", "vllm-sha256-cbor-untagged", "sglang-sha256"})
 """Reproducible hash schemes; `opaque-NAME` is accepted as well for other engines."""
 
@@ -113,11 +116,11 @@ class Namespace:
                 raise NamespaceError(f"namespace field '{axis}_rank' is not below '{axis}_size'")
         if self.block_bytes > BLOCK_BYTES_MAX:
             raise NamespaceError(f"namespace field 'block_bytes' exceeds {BLOCK_BYTES_MAX}")
-        if type(self.groups) is not tuple or not self.groups:
-            raise NamespaceError("namespace field 'groups' must be a non-empty list of strings")
+        if type(self.groups) is not tuple or not 1 <= len(self.groups) <= GROUPS_MAX:
+            raise NamespaceError(f"namespace field 'groups' must be a list of 1 to {GROUPS_MAX}")
         for group in self.groups:
-            if type(group) is not str or len(group) > 1 << 16:
-                raise NamespaceError("namespace field 'groups' must be a non-empty list of strings")
+            if type(group) is not str or len(group) > 1 << 14:
+                raise NamespaceError("namespace field 'groups' must be a list of strings")
         if type(self.hash_root) is not bytes or len(self.hash_root) != HASH_BYTES:
             raise NamespaceError(f"namespace field 'hash_root' must be {HASH_BYTES} bytes")
         if self.hash_scheme not in HASH_SCHEMES and not self.hash_scheme.startswith("opaque-"):

@@ -56,6 +56,9 @@ HOUSEKEEPING_S: Final = 1.0
 SPACES_MAX: Final = 1024
 """Namespaces with slots; each costs a few KiB even when empty."""
 
+SHOWN_CHARS_MAX: Final = 100
+"""Of a namespace's text in STATUS; a field that differs further on still has another digest."""
+
 _T = TypeVar("_T")
 SegmentListener = Callable[[Space, int, Segment], None]
 
@@ -642,8 +645,7 @@ class Node:
             "namespaces": [
                 {
                     "digest": space.digest.hex(),
-                    **space.namespace.to_fields(),
-                    "hash_root": space.namespace.hash_root.hex(),
+                    **_shown(space.namespace),
                     "blocks": len(space.chain),
                     "sessions": space.sessions,
                 }
@@ -662,6 +664,16 @@ class Node:
                     assert space.chain.items.get(record.block_hash) == slot
                     assert space.checksums[slot] == record.checksum
                     assert space.generations[slot] == record.generation
+
+
+def _shown(namespace: Namespace) -> dict[str, object]:
+    """A namespace's fields for STATUS, cut so that SPACES_MAX of them fit one frame."""
+    shown = {**namespace.to_fields(), "hash_root": namespace.hash_root.hex()}
+    shown["groups"] = " ".join(namespace.groups)
+    return {
+        name: value[:SHOWN_CHARS_MAX] if isinstance(value, str) else value
+        for name, value in shown.items()
+    }
 
 
 def _checksums(views: Sequence[memoryview]) -> list[bytes]:
