@@ -129,28 +129,39 @@ def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
     return BlockHeader(BlockKey(namespace, block_hash), parent, length, digest)
 
 
+def match_header(
+    raw_header: bytes | memoryview, key: BlockKey, length: int, digest: bytes
+) -> BlockHeader | None:
+    """The header if it belongs to `key` and to `length` bytes of checksum `digest`, else None."""
+    header = unpack_header(raw_header)
+    if header is None or header.key != key or header.length != length:
+        return None
+    return header if header.checksum == digest else None
+
+
 def verify_block(
     raw_header: bytes | memoryview, key: BlockKey, payload: memoryview, length: int
 ) -> BlockHeader | None:
     """The header if it belongs to `key` and `payload[:length]` has its checksum, else None."""
-    header = unpack_header(raw_header)
-    if header is None or header.key != key or header.length != length:
-        return None
-    if checksum(payload[:length]) != header.checksum:
-        return None
-    return header
+    return match_header(raw_header, key, length, checksum(payload[:length]))
 
 
 class Backend(ABC):
     """A storage tier. Methods are called from one event loop, concurrently.
 
     Per-block trouble is an Outcome of that block and touches no other. BackendError
-    is for the tier as a whole. A call that is cancelled returns only when it no
-    longer touches the views it was given: the caller owns them again after that.
+    is for the tier as a whole. Views lie in a `tierd.mapping.SharedMapping`. A call that
+    is cancelled returns only when it no longer touches the views it was given: the caller
+    owns them again after that. Deadlines are the caller's, who cancels: a backend that
+    talks to a peer must let go soon, however silent the peer is.
     """
 
     Options: ClassVar[type[msgspec.Struct]]
     """Keys of this backend's `[[storage]]` table, beside the common ones."""
+
+    in_worker: ClassVar[bool] = False
+    """Whether the daemon runs it in a process of its own: for clients that burn Python's CPU,
+    whose threads would hold up the daemon's loop."""
 
     counters: dict[str, int]
     """What happened since the start, by name; each name ends in `_total` and is always there."""
@@ -164,7 +175,8 @@ class Backend(ABC):
     async def open(self) -> None:
         """Make ready; long scans go on in the background.
 
-        Raises ConfigError for what the operator must change, BackendError for the world.
+        Raises ConfigError for what only a restart can mend (the daemon does not start), and
+        BackendError for all else: the daemon serves without the tier and opens it again later.
         """
 
     @abstractmethod
@@ -173,7 +185,12 @@ class Backend(ABC):
 
     @abstractmethod
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """For each hash whether get_into would probably hit. Never touches the disk per hash."""
+        """For each hash whether get_into would probably hit. Never touches the disk per hash.
+
+        Hashes come in prefix order, parents first; a tier that pays for each question may
+        answer a long list by bisecting it. A server that does not answer is a BackendError,
+        never a False: that would be a fact about the block.
+        """
 
     @abstractmethod
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:

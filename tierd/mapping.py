@@ -8,21 +8,52 @@ both sides populate ahead of use. `mmap.madvise` holds the GIL for the whole ran
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
+from typing import NamedTuple
 
 _MADV_REMOVE = 9
+_MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
 
 POPULATE_CHUNK_BYTES = 16 << 20
 """Bytes populated by one call: about 10 ms, so that a stop or a request waits no longer."""
 
+_serials = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+class Place(NamedTuple):
+    """Where a view lies, for a process that maps the same memfd."""
+
+    serial: int
+    """Names the mapping in this process, never used again; the descriptor's number may be."""
+    fd: int
+    size_bytes: int
+    offset: int
+
+
+class _SharedMmap(mmap.mmap):
+    """A mapping that knows its file, so that any view of it can be found in another process."""
+
+    serial: int
+    fd: int
+    address: int
+
+
+def place_of(view: memoryview) -> Place:
+    """The place of a writable view that was cut from a `SharedMapping.view`."""
+    shared = view.obj
+    assert isinstance(shared, _SharedMmap)
+    offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - shared.address
+    return Place(shared.serial, shared.fd, len(shared), offset)
+
+
 class SharedMapping:
-    """A read-write shared mapping of `size_bytes` of a memfd. Owns the mapping, not the fd."""
+    """A read-write shared mapping of `size_bytes` of a memfd. Owns the mapping, not the fd,
+    which must stay open as long as the mapping is used."""
 
     __slots__ = ("_address", "_mmap", "populated_bytes", "size_bytes", "view")
 
@@ -30,11 +61,16 @@ class SharedMapping:
         if os.fstat(fd).st_size < size_bytes:
             # Touching a page past the end of the file would be a SIGBUS.
             raise ValueError(f"segment is shorter than the {size_bytes} bytes declared")
-        self._mmap = mmap.mmap(fd, size_bytes)
+        self._mmap = _SharedMmap(fd, size_bytes)
         self.size_bytes = size_bytes
         self.view = memoryview(self._mmap)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self._mmap.serial = next(_serials)
+        self._mmap.fd = fd
+        self._mmap.address = self._address
         self.populated_bytes = 0
+        # A crash would write the arena into a core file, and hold its slots for minutes.
+        self._advise(0, size_bytes, _MADV_DONTDUMP)
 
     def populate_next(self) -> bool:
         """Fault in the next chunk without the GIL; True while more remains.

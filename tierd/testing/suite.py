@@ -17,8 +17,9 @@ import asyncio
 import contextlib
 import enum
 import hashlib
-import mmap
+import os
 import random
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -37,6 +38,7 @@ from tierd.backend import (
     PutRequest,
     checksum,
 )
+from tierd.mapping import SharedMapping
 from tierd.types import DIGEST_BYTES, HASH_BYTES, PAGE_BYTES, BlockKey, slot_bytes_for
 
 ROOT = bytes(HASH_BYTES)
@@ -46,6 +48,9 @@ NAMESPACE = hashlib.sha256(b"suite").digest()[:DIGEST_BYTES]
 OTHER_NAMESPACE = hashlib.sha256(b"other suite").digest()[:DIGEST_BYTES]
 
 _CANARY = 0xA5
+
+_ASK_MAX = 16
+"""Hashes asked for at once: a tier may answer a long list as if it were a whole prefix."""
 
 
 class Damage(enum.Enum):
@@ -103,7 +108,11 @@ class Slots:
         assert slot_bytes % PAGE_BYTES == 0
         self.count = count
         self.slot_bytes = slot_bytes
-        self._memory = memoryview(mmap.mmap(-1, count * (slot_bytes + PAGE_BYTES) + PAGE_BYTES))
+        size_bytes = count * (slot_bytes + PAGE_BYTES) + PAGE_BYTES
+        fd = os.memfd_create("tierd-suite", os.MFD_CLOEXEC)
+        os.ftruncate(fd, size_bytes)
+        self._memory = SharedMapping(fd, size_bytes).view
+        weakref.finalize(self, os.close, fd)
         self._memory[:] = bytes([_CANARY]) * len(self._memory)
 
     def view(self, slot: int) -> memoryview:
@@ -171,9 +180,13 @@ def check_result(block: Block, result: GetResult, view: memoryview) -> None:
 
 
 async def contains(backend: Backend, blocks: Sequence[Block]) -> list[bool]:
-    """contains_many for blocks of one namespace."""
+    """contains_many for blocks of one namespace, in lists that no tier bisects."""
+    namespace = blocks[0].key.namespace
     hashes = [block.key.block_hash for block in blocks]
-    return await backend.contains_many(blocks[0].key.namespace, hashes)
+    held: list[bool] = []
+    for at in range(0, len(hashes), _ASK_MAX):
+        held += await backend.contains_many(namespace, hashes[at : at + _ASK_MAX])
+    return held
 
 
 def _slots_for(blocks: Sequence[Block], slot_bytes: int) -> Slots:
