@@ -1,0 +1,269 @@
+"""The worker process: one backend on an event loop of its own, driven over a socket.
+
+It lives as long as the daemon has the other end. Signals that end a service are the daemon's
+to act on. Run as `python -m tierd.storage._worker_process DESCRIPTOR MODULE:CLASS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
+from typing import Final, assert_never
+
+import msgspec
+import uvloop
+
+from tierd.backend import Backend, BlockHeader
+from tierd.config import convert
+from tierd.errors import BackendError, ConfigError
+from tierd.mapping import SharedMapping
+from tierd.storage._worker_stream import Stream
+from tierd.storage._worker_wire import (
+    SCAN_BATCH,
+    Cancel,
+    Close,
+    Contains,
+    Delete,
+    End,
+    EndScan,
+    Get,
+    Map,
+    Open,
+    Put,
+    Reply,
+    Report,
+    Request,
+    Scan,
+    Unmap,
+    pack_headers,
+    pack_outcomes,
+    pack_results,
+    unpack_gets,
+    unpack_hashes,
+    unpack_puts,
+)
+
+NICE: Final = 10
+"""With both cores full, I/O at the loop's own priority pushes its p99 to 3-10 ms."""
+
+REPORT_S: Final = 1.0
+"""How often changes that no call has brought about are told to the daemon."""
+
+INDEXING_REPORT_S: Final = 0.05
+"""The same while the index is not complete: somebody may wait for it."""
+
+ERROR_CHARS_MAX: Final = 4000
+"""Of an error's text; some clients put whole replies into it."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+log = logging.getLogger("tierd.worker")
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+
+_Call = Open | Close | Contains | Get | Put | Delete | Scan
+
+
+class Worker:
+    """The backend, the calls in flight, and the daemon's mappings."""
+
+    def __init__(self, sock: socket.socket, target: str) -> None:
+        self._target = target
+        self._backend: Backend | None = None
+        self._tasks: dict[int, asyncio.Task[bytes | int]] = {}
+        self._scans: dict[int, AsyncIterator[BlockHeader]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._mappings: dict[int, memoryview] = {}
+        self._reported: Report | None = None
+        self._closed = asyncio.Event()
+        self._stream = Stream(sock, self._take, _leave)
+
+    async def run(self) -> None:
+        """Serve until the daemon has closed the backend."""
+        reporting = asyncio.create_task(self._report_changes())
+        await self._closed.wait()
+        reporting.cancel()
+        await self._stream.flush()
+
+    def _take(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
+        request = _requests.decode(payload)
+        match request.ask:
+            case Map(serial, size_bytes):
+                [fd] = fds
+                # The mapping has a descriptor of its own.
+                self._mappings[serial] = SharedMapping(fd, size_bytes).view
+                os.close(fd)
+            case Unmap(serials):
+                for serial in serials:
+                    del self._mappings[serial]
+            case Cancel(number):
+                if number in self._tasks:
+                    self._tasks[number].cancel()
+            case EndScan(scan):
+                self._end_scan(scan)
+            case call:
+                task = asyncio.create_task(self._run(call))
+                self._tasks[request.call] = task
+                task.add_done_callback(partial(self._answer, request.call, call))
+
+    async def _run(self, call: _Call) -> bytes | int:
+        if isinstance(call, Open):
+            logging.getLogger().setLevel(call.log_level)
+            opening = _make(self._target, call.options)
+            await opening.open()
+            self._backend = opening
+            return b""
+        backend = self._backend
+        assert backend is not None
+        match call:
+            case Contains(namespace, hashes):
+                answers = await backend.contains_many(namespace, unpack_hashes(hashes))
+                return bytes(answers)
+            case Get(namespace, blocks):
+                gets = unpack_gets(blocks, self._mappings)
+                return pack_results(await backend.get_into(namespace, gets))
+            case Put(namespace, blocks):
+                puts = unpack_puts(blocks, self._mappings)
+                return pack_outcomes(await backend.put_many(namespace, puts))
+            case Delete(namespace, hashes):
+                return await backend.delete_many(namespace, unpack_hashes(hashes))
+            case Scan(scan):
+                return await self._scan(backend, scan)
+            case Close():
+                await backend.close()
+                return b""
+            case _:
+                assert_never(call)
+
+    async def _scan(self, backend: Backend, scan: int) -> bytes:
+        if scan not in self._scans:
+            self._scans[scan] = backend.scan()
+        batch: list[BlockHeader] = []
+        async for header in self._scans[scan]:
+            batch.append(header)
+            if len(batch) == SCAN_BATCH:
+                break
+        return pack_headers(batch)
+
+    def _end_scan(self, scan: int) -> None:
+        headers = self._scans.pop(scan, None)
+        if isinstance(headers, AsyncGenerator):
+            task = asyncio.create_task(_end(headers))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def _answer(self, number: int, call: _Call, task: asyncio.Task[bytes | int]) -> None:
+        """A call has ended, and has let go of its views."""
+        del self._tasks[number]
+        reply = Reply(number)
+        if task.cancelled():
+            reply.end = End.CANCELLED
+        elif (error := task.exception()) is None:
+            reply.value = task.result()
+        else:
+            reply.end, text = _explain(error)
+            # A name of a file may hold what UTF-8 has no bytes for; no answer would be a kill.
+            reply.text = text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
+        reply.report = self._changes()
+        self._stream.send(_encoder.encode(reply))
+        if isinstance(call, Close):
+            self._closed.set()
+
+    def _changes(self) -> Report | None:
+        """Stats and counters, if they are not what the daemon was told last."""
+        if self._backend is None:
+            return None
+        try:
+            stats = self._backend.stats()
+            report = Report(
+                stats.blocks,
+                stats.used_bytes,
+                stats.capacity_bytes,
+                stats.index_complete,
+                dict(self._backend.counters),
+            )
+        except Exception:  # it must not cost the answer that this goes with
+            log.exception("the backend cannot tell its stats")
+            return None
+        if report == self._reported:
+            return None
+        self._reported = report
+        return report
+
+    async def _report_changes(self) -> None:
+        while True:
+            last = self._reported
+            await asyncio.sleep(REPORT_S if last and last.index_complete else INDEXING_REPORT_S)
+            report = self._changes()
+            if report is not None:
+                self._stream.send(_encoder.encode(Reply(0, report=report)))
+
+
+def main() -> None:
+    """Serve the descriptor and the class that the command line names."""
+    # Also if the backend blocks the loop, which would not see the end of the socket.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s",
+    )
+    _, descriptor, target = sys.argv
+    sock = socket.socket(fileno=int(descriptor))
+    sock.set_inheritable(False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(sock, target))
+
+
+async def _serve(sock: socket.socket, target: str) -> None:
+    await Worker(sock, target).run()
+
+
+def _leave(why: str) -> None:
+    """The daemon has gone, or cannot be understood: at once, whatever threads still do."""
+    log.warning("ending: the daemon %s", why)
+    logging.shutdown()
+    os._exit(1)
+
+
+def _make(target: str, options: dict[str, object]) -> Backend:
+    module, _, name = target.partition(":")
+    try:
+        found: object = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        text = f"cannot import {target}: {type(error).__name__}: {error}"
+        raise ConfigError(text) from error
+    assert isinstance(found, type)
+    assert issubclass(found, Backend)
+    return found.from_options(convert(options, found.Options, ""))
+
+
+def _explain(error: BaseException) -> tuple[End, str]:
+    if isinstance(error, ConfigError):
+        return End.CONFIG_ERROR, str(error)
+    if isinstance(error, BackendError):
+        return End.BACKEND_ERROR, str(error)
+    log.error("the backend failed unexpectedly", exc_info=error)
+    return End.BUG, f"{type(error).__name__}: {error}"
+
+
+async def _end(headers: AsyncGenerator[BlockHeader]) -> None:
+    await headers.aclose()
+
+
+if __name__ == "__main__":
+    main()

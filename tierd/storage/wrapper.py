@@ -1,0 +1,71 @@
+"""A backend around another one; what a wrapper does not change goes straight through."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from tierd.backend import (
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+)
+
+
+class WrapperOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A wrapper is not configured as a tier; the daemon puts it around one."""
+
+
+class Wrapper(Backend):
+    """Passes every call on to `inner`, which it owns: open, close and counters included.
+
+    What a wrapper counts itself goes into `own_counters`.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]] = WrapperOptions
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.own_counters: dict[str, int] = {}
+
+    @property
+    def counters(self) -> dict[str, int]:  # type: ignore[override]  # a sum, so read-only
+        """Those of `inner`, which may replace its dict, and its own: a copy."""
+        merged = dict(self.inner.counters)
+        for name, value in self.own_counters.items():
+            merged[name] = merged.get(name, 0) + value
+        return merged
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> Wrapper:
+        raise NotImplementedError("a wrapper is made around a backend")
+
+    async def open(self) -> None:
+        await self.inner.open()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return await self.inner.contains_many(namespace, hashes)
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        return await self.inner.get_into(namespace, requests)
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        return await self.inner.put_many(namespace, requests)
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        return await self.inner.delete_many(namespace, hashes)
+
+    def scan(self) -> AsyncIterator[BlockHeader]:
+        return self.inner.scan()
+
+    def stats(self) -> BackendStats:
+        return self.inner.stats()
