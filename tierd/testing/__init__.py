@@ -1,10 +1,11 @@
-"""For those who write a storage tier: the checks that it has to pass."""
+"""For those who write a storage tier: the checks that it has to pass, and faults to try it with."""
 
 import pytest
 
 # Before the import: the suite's asserts then say what they compared.
 pytest.register_assert_rewrite("tierd.testing.suite")
 
+from tierd.testing.faulty import Fault, FaultPlan, FaultyBackend  # noqa: E402
 from tierd.testing.suite import (  # noqa: E402
     BackendSuite,
     Block,
@@ -14,4 +15,14 @@ from tierd.testing.suite import (  # noqa: E402
     make_chain,
 )
 
-__all__ = ["BackendSuite", "Block", "Damage", "Slots", "make_block", "make_chain"]
+__all__ = [
+    "BackendSuite",
+    "Block",
+    "Damage",
+    "Fault",
+    "FaultPlan",
+    "FaultyBackend",
+    "Slots",
+    "make_block",
+    "make_chain",
+]

@@ -7,12 +7,9 @@ contract itself: a HIT is verified, and a cancelled call has let go of its views
 
 from __future__ import annotations
 
-import asyncio
-import enum
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from random import Random
 from typing import ClassVar, NamedTuple
 
@@ -27,56 +24,16 @@ from tierd.backend import (
     GetResult,
     Outcome,
     PutRequest,
-    checksum,
     pack_header,
     unpack_header,
     verify_block,
 )
 from tierd.chain import ChainIndex
 from tierd.errors import BackendError, ConfigError
+from tierd.testing.faulty import NO_FAULTS, Fault, FaultPlan, Faults
 from tierd.types import BlockKey
 
-
-class Fault(enum.Enum):
-    """What may go wrong; the counter `fault_NAME_total` says how often it did."""
-
-    HANG = "hang"
-    """A call never ends; only cancelling it does."""
-    FAIL_CALL = "fail_call"
-    """A call raises BackendError, before it did anything or after it did everything."""
-    LINGER = "linger"
-    """A cancelled call takes its time to end, and uses its views until then."""
-    FAIL_BLOCK = "fail_block"
-    """A block's outcome is ERROR, and nothing was done for it."""
-    TORN_READ = "torn_read"
-    """A block's outcome is ERROR, after noise was written into its view."""
-    VANISH = "vanish"
-    """A block is gone when it is read, as if another process had deleted it."""
-    FLIP_PAYLOAD = "flip_payload"
-    """A bit of the stored payload has changed when the block is read."""
-    FLIP_HEADER = "flip_header"
-    """A bit of the stored header has changed when the block is read."""
-    SWAP = "swap"
-    """The block and another one lie under each other's keys when it is read."""
-    TRUNCATE = "truncate"
-    """The stored payload has lost its end when the block is read."""
-    LOSE_WRITE = "lose_write"
-    """A block is reported as STORED and is not there: a disk that lies about its cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
-    """How often each fault strikes: its chance, 0 to 1, per call or per block.
-
-    `latency_s` is the mean of an exponential delay before each block, in its middle
-    and once a call; with 0 no call ever waits, so that it cannot be raced or cancelled.
-    """
-
-    chances: Mapping[Fault, float] = field(default_factory=dict)
-    latency_s: float = 0.0
-
-
-NO_FAULTS = FaultPlan()
+__all__ = ["NO_FAULTS", "Fault", "FaultPlan", "MemoryBackend", "MemoryOptions", "StoredBlock"]
 
 
 class StoredBlock(NamedTuple):
@@ -104,7 +61,8 @@ class MemoryOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
 class MemoryBackend(Backend):
     """Blocks in a dict, which outlives the backend as a disk does: `blocks`.
 
-    `plan` may be replaced at any time, as when a dead server comes back. The counter
+    `plan` may be replaced at any time, as when a dead server comes back; its latency is
+    drawn once a call, before each block and in its middle. The counter
     `torn_writes_total` counts blocks whose bytes no longer had their checksum while
     they were being stored: the caller reused a slot too early.
     """
@@ -119,21 +77,25 @@ class MemoryBackend(Backend):
         seed: int = 0,
         blocks: dict[BlockKey, StoredBlock] | None = None,
     ) -> None:
-        self.plan = plan
         self.blocks = {} if blocks is None else blocks
-        self.counters = {"corrupt_total": 0, "evicted_blocks_total": 0, "torn_writes_total": 0}
-        self.counters |= {f"fault_{fault.value}_total": 0 for fault in Fault}
+        self.counters = {"corrupt_total": 0, "evicted_blocks_total": 0}
+        self._faults = Faults(self.counters, plan, Random(f"memory backend {seed}"))
         self._capacity_bytes = capacity_bytes
-        self._random = Random(f"memory backend {seed}")
         self._index = ChainIndex()
         self._held: list[_Held] = []
         self._free: list[int] = []
         self._used_bytes = 0
         self._pinned: Counter[bytes] = Counter()
         self._opened = False
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+
+    @property
+    def plan(self) -> FaultPlan:
+        """What goes wrong from now on."""
+        return self._faults.plan
+
+    @plan.setter
+    def plan(self, plan: FaultPlan) -> None:
+        self._faults.plan = plan
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> MemoryBackend:
@@ -154,7 +116,7 @@ class MemoryBackend(Backend):
 
     async def close(self) -> None:
         self._opened = False
-        await self._idle.wait()
+        await self._faults.ended()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         async with self._call():
@@ -189,13 +151,13 @@ class MemoryBackend(Backend):
         dropped = 0
         async with self._call():
             for block_hash in hashes:
-                await self._delay()
+                await self._faults.delay()
                 dropped += self._drop(BlockKey(namespace, block_hash))
         return dropped
 
     async def scan(self) -> AsyncIterator[BlockHeader]:
         for key in list(self.blocks):
-            await self._delay()
+            await self._faults.delay()
             stored = self.blocks.get(key)
             header = unpack_header(stored.header) if stored is not None else None
             if header is not None and header.key == key:
@@ -208,46 +170,21 @@ class MemoryBackend(Backend):
             capacity_bytes=self._capacity_bytes or 0,
         )
 
-    @asynccontextmanager
-    async def _call(
+    def _call(
         self, *, gets: Sequence[GetRequest] = (), puts: Sequence[PutRequest] = ()
-    ) -> AsyncIterator[None]:
-        """Around each call: what strikes it as a whole, and what close() waits for."""
+    ) -> AbstractAsyncContextManager[None]:
         if not self._opened:
             raise BackendError("the memory tier is not open")
-        self._in_flight += 1
-        self._idle.clear()
-        try:
-            await self._delay()
-            if self._strikes(Fault.HANG):
-                await asyncio.get_running_loop().create_future()
-            fails = self._strikes(Fault.FAIL_CALL)
-            if fails and self._random.random() < 0.5:
-                raise BackendError("simulated: the tier failed at once")
-            yield
-            if fails:
-                raise BackendError("simulated: the tier failed at the end")
-        except asyncio.CancelledError:
-            if self._strikes(Fault.LINGER):
-                await self._delay()
-                for request in gets:
-                    self._scribble(request.view)
-                for put in puts:
-                    self._check_payload(put, bytes(put.view[: put.length]))
-            raise
-        finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
+        return self._faults.call(gets=gets, puts=puts)
 
     async def _get(self, key: BlockKey, request: GetRequest) -> GetResult:
-        await self._delay()
-        if self._strikes(Fault.FAIL_BLOCK):
+        await self._faults.delay()
+        if self._faults.strikes(Fault.FAIL_BLOCK):
             return GetResult(Outcome.ERROR)
         item = self._index.items.get(key.namespace + key.block_hash)
         if item is None:
             return GetResult(Outcome.MISS)
-        if key not in self.blocks or self._strikes(Fault.VANISH):
+        if key not in self.blocks or self._faults.strikes(Fault.VANISH):
             self._drop(key)
             return GetResult(Outcome.MISS)
         self._index.touch([item])
@@ -256,9 +193,9 @@ class MemoryBackend(Backend):
         # Bytes land in the slot before they are verified, and not all at once.
         size = min(len(stored.payload), len(request.view))
         request.view[: size // 2] = stored.payload[: size // 2]
-        await self._delay()
-        if self._strikes(Fault.TORN_READ):
-            self._scribble(request.view)
+        await self._faults.delay()
+        if self._faults.strikes(Fault.TORN_READ):
+            self._faults.scribble(request.view)
             return GetResult(Outcome.ERROR)
         request.view[size // 2 : size] = stored.payload[size // 2 : size]
         header = verify_block(stored.header, key, request.view, request.length)
@@ -270,19 +207,19 @@ class MemoryBackend(Backend):
         return GetResult(Outcome.HIT, header)
 
     async def _put(self, key: BlockKey, request: PutRequest) -> Outcome:
-        await self._delay()
-        if self._strikes(Fault.FAIL_BLOCK):
+        await self._faults.delay()
+        if self._faults.strikes(Fault.FAIL_BLOCK):
             return Outcome.ERROR
         half = request.length // 2
         payload = bytes(request.view[:half])
-        await self._delay()
+        await self._faults.delay()
         payload += bytes(request.view[half : request.length])
-        self._check_payload(request, payload)
+        self._faults.check_payload(request, payload)
         item = self._index.items.get(key.namespace + key.block_hash)
         if item is not None:
             self._index.touch([item])
             return Outcome.PRESENT
-        if self._strikes(Fault.LOSE_WRITE):
+        if self._faults.strikes(Fault.LOSE_WRITE):
             return Outcome.STORED
         header = BlockHeader(key, request.parent, request.length, request.checksum)
         stored = StoredBlock(pack_header(header), payload)
@@ -291,10 +228,6 @@ class MemoryBackend(Backend):
         self.blocks[key] = stored
         self._admit(key, request.parent, _size(stored))
         return Outcome.STORED
-
-    def _check_payload(self, request: PutRequest, payload: bytes) -> None:
-        if checksum(payload) != request.checksum:
-            self.counters["torn_writes_total"] += 1
 
     def _admit(self, key: BlockKey, parent: bytes, size: int) -> None:
         if not self._free:
@@ -338,41 +271,24 @@ class MemoryBackend(Backend):
         key = self._held[item].key
         return key.namespace + key.block_hash in self._pinned
 
-    def _strikes(self, fault: Fault) -> bool:
-        chance = self.plan.chances.get(fault, 0.0)
-        # No draw for what cannot happen: adding a kind of fault keeps old seeds.
-        if not chance or self._random.random() >= chance:
-            return False
-        self.counters[f"fault_{fault.value}_total"] += 1
-        return True
-
-    async def _delay(self) -> None:
-        if self.plan.latency_s:
-            await asyncio.sleep(self._random.expovariate(1 / self.plan.latency_s))
-
-    def _scribble(self, view: memoryview) -> None:
-        """Overwrite some beginning of a view with noise."""
-        size = self._random.randint(1, len(view))
-        view[:size] = self._random.randbytes(size)
-
     def _damage(self, key: BlockKey) -> None:
         """Change what is stored of a block, as far as the plan has it."""
         header, payload = self.blocks[key]
-        if payload and self._strikes(Fault.TRUNCATE):
-            payload = payload[: self._random.randrange(len(payload))]
-        if payload and self._strikes(Fault.FLIP_PAYLOAD):
+        if payload and self._faults.strikes(Fault.TRUNCATE):
+            payload = payload[: self._faults.random.randrange(len(payload))]
+        if payload and self._faults.strikes(Fault.FLIP_PAYLOAD):
             payload = self._flip(payload)
-        if self._strikes(Fault.FLIP_HEADER):
+        if self._faults.strikes(Fault.FLIP_HEADER):
             header = self._flip(header)
         self.blocks[key] = StoredBlock(header, payload)
         others = [other for other in self.blocks if other != key]
-        if others and self._strikes(Fault.SWAP):
-            other = self._random.choice(others)
+        if others and self._faults.strikes(Fault.SWAP):
+            other = self._faults.random.choice(others)
             self.blocks[key], self.blocks[other] = self.blocks[other], self.blocks[key]
 
     def _flip(self, data: bytes) -> bytes:
         changed = bytearray(data)
-        changed[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        changed[self._faults.random.randrange(len(data))] ^= 1 << self._faults.random.randrange(8)
         return bytes(changed)
 
 

@@ -1,0 +1,285 @@
+"""A deadline and a circuit breaker around a storage tier.
+
+Every call is bounded. A tier that does not answer, is slow, or fails is no longer asked,
+so that an outage costs one deadline and not one a request; a probe finds out when it is
+back. Reads and writes are judged apart: a full disk still reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from random import Random
+from typing import Final, TypeVar
+
+from tierd.backend import Backend, BlockHeader, GetRequest, GetResult, Outcome, PutRequest
+from tierd.errors import BackendError
+from tierd.storage.circuit import Circuit
+from tierd.storage.wrapper import Wrapper
+from tierd.types import DIGEST_BYTES, HASH_BYTES
+
+PROBE_NAMESPACE: Final = bytes(DIGEST_BYTES)
+"""A digest that no namespace has: the probe asks for what cannot be there."""
+
+_MISS: Final = GetResult(Outcome.MISS)
+
+_T = TypeVar("_T")
+
+
+class BreakerBackend(Wrapper):
+    """Bounds every call by `deadline_s` and makes none that is unlikely to succeed.
+
+    Reads (contains_many, get_into) and writes (put_many) have a circuit each; `Circuit`
+    says when it opens, stalls and closes. What it refuses is answered at once, without
+    touching `inner`: False, MISS, REFUSED. delete_many and scan are bounded, scan step by
+    step, but neither refused nor judged: they are an operator's, who must be told what came
+    of them, and a long list of deletions may rightly take longer than a batch.
+
+    A call that misses its deadline is cancelled, and raises BackendError once `inner` has
+    let go of the views; the circuit opens at the deadline. All other exceptions, and a
+    cancellation, pass unchanged. open() and close() are not bounded.
+
+    Counters: `breaker_refused_reads_total` and `breaker_refused_writes_total` count the
+    blocks of refused calls, `breaker_read_deadlines_total` and `breaker_write_deadlines_total`
+    calls that missed it, `breaker_probes_total` and `breaker_probes_failed_total` probes.
+    """
+
+    def __init__(
+        self, inner: Backend, *, name: str, deadline_s: float, slow_s: float, probe_s: float
+    ) -> None:
+        assert deadline_s > 0
+        assert probe_s > 0
+        super().__init__(inner)
+        self._deadline_s = deadline_s
+        self._probe_s = probe_s
+        self._reads = Circuit(name, "reads", slow_s=slow_s)
+        self._writes = Circuit(name, "writes", slow_s=slow_s)
+        self._random = Random(f"probes of {name}")
+        self._changed = asyncio.Event()
+        self._prober: asyncio.Task[None] | None = None
+        self.own_counters = {
+            "breaker_refused_reads_total": 0,
+            "breaker_refused_writes_total": 0,
+            "breaker_read_deadlines_total": 0,
+            "breaker_write_deadlines_total": 0,
+            "breaker_probes_total": 0,
+            "breaker_probes_failed_total": 0,
+        }
+
+    @property
+    def reads_allowed(self) -> bool:
+        """Whether a read that begins now would be made. Asking changes nothing."""
+        return self._reads.allows(asyncio.get_running_loop().time())
+
+    @property
+    def writes_allowed(self) -> bool:
+        """Whether a write that begins now would be made. Asking changes nothing."""
+        return self._writes.allows(asyncio.get_running_loop().time())
+
+    def blame_reads(self) -> None:
+        """A request's own, shorter deadline has passed while it waited for reads.
+
+        To be called before the request gives up on them. No others are begun until one of
+        those in flight ends well; if all end otherwise, a probe is sent at once and decides.
+        Reads that have not yet taken as long as reads usually do are not concerned.
+        """
+        self._reads.blame(asyncio.get_running_loop().time())
+
+    def status(self) -> dict[str, dict[str, object]]:
+        """State, reason, age in seconds and number of openings of both circuits."""
+        now_s = asyncio.get_running_loop().time()
+        return {"reads": self._reads.status(now_s), "writes": self._writes.status(now_s)}
+
+    async def open(self) -> None:
+        await self.inner.open()
+        assert self._prober is None
+        self._prober = asyncio.create_task(self._probe_loop(), name="breaker probe")
+
+    async def close(self) -> None:
+        prober, self._prober = self._prober, None
+        if prober is not None:
+            prober.cancel()
+            await asyncio.wait([prober])
+        await self.inner.close()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        if not hashes:
+            return []
+        if not self.reads_allowed:
+            self.own_counters["breaker_refused_reads_total"] += len(hashes)
+            return [False] * len(hashes)
+        return await self._judged(
+            self._reads,
+            "breaker_read_deadlines_total",
+            self.inner.contains_many(namespace, hashes),
+            _judge_lookup,
+            lookup=True,
+        )
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        if not requests:
+            return []
+        if not self.reads_allowed:
+            self.own_counters["breaker_refused_reads_total"] += len(requests)
+            return [_MISS] * len(requests)
+        return await self._judged(
+            self._reads,
+            "breaker_read_deadlines_total",
+            self.inner.get_into(namespace, requests),
+            _judge_results,
+        )
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        if not requests:
+            return []
+        if not self.writes_allowed:
+            self.own_counters["breaker_refused_writes_total"] += len(requests)
+            return [Outcome.REFUSED] * len(requests)
+        return await self._judged(
+            self._writes,
+            "breaker_write_deadlines_total",
+            self.inner.put_many(namespace, requests),
+            _judge_outcomes,
+        )
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        async with self._bounded():
+            return await self.inner.delete_many(namespace, hashes)
+
+    async def scan(self) -> AsyncIterator[BlockHeader]:
+        steps = self.inner.scan()
+        try:
+            while True:
+                async with self._bounded():
+                    header = await anext(steps, None)
+                if header is None:
+                    return
+                yield header
+        finally:
+            if isinstance(steps, AsyncGenerator):
+                await steps.aclose()
+
+    async def _judged(
+        self,
+        circuit: Circuit,
+        deadlines: str,
+        work: Awaitable[_T],
+        judge: Callable[[_T], str | None],
+        *,
+        lookup: bool = False,
+    ) -> _T:
+        """Await one call, and tell its circuit how it went; `judge` says what failed, if much."""
+        loop = asyncio.get_running_loop()
+        call = circuit.begin(loop.time(), lookup=lookup)
+
+        def missed() -> None:
+            self.own_counters[deadlines] += 1
+            circuit.miss(loop.time(), self._no_answer)
+            self._wake(circuit)
+
+        try:
+            async with self._bounded(missed):
+                answer = await work
+            failure = judge(answer)
+        except Exception as error:
+            circuit.end(call, loop.time(), _text(error))
+            raise
+        except BaseException:
+            circuit.abandon(call, loop.time())
+            raise
+        else:
+            circuit.end(call, loop.time(), failure)
+            return answer
+        finally:
+            self._wake(circuit)
+
+    def _wake(self, circuit: Circuit) -> None:
+        """Have the prober look at a circuit that may have changed, if there is work for it."""
+        if circuit.is_open or circuit.in_doubt:
+            self._changed.set()
+
+    @asynccontextmanager
+    async def _bounded(self, missed: Callable[[], None] | None = None) -> AsyncIterator[None]:
+        """Cancel the body at the deadline and raise BackendError once it has ended.
+
+        `missed` is called at the deadline, however long the body then takes to end.
+        """
+        loop = asyncio.get_running_loop()
+
+        def expire() -> None:
+            if missed is not None:
+                missed()
+            scope.reschedule(loop.time())
+
+        timer = loop.call_later(self._deadline_s, expire)
+        try:
+            async with asyncio.timeout(None) as scope:
+                try:
+                    yield
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise BackendError(self._no_answer) from None
+
+    @property
+    def _no_answer(self) -> str:
+        return f"no answer within {self._deadline_s:g} s"
+
+    async def _probe_loop(self) -> None:
+        """Probe in every doubt at once, and every `probe_s` while a circuit is open."""
+        loop = asyncio.get_running_loop()
+        circuits = (self._reads, self._writes)
+        due_s: float | None = None
+        while True:
+            now_s = loop.time()
+            if any(circuit.in_doubt for circuit in circuits):
+                due_s = now_s
+            elif not any(circuit.is_open for circuit in circuits):
+                due_s = None
+            elif due_s is None:
+                due_s = now_s + self._probe_s
+            if due_s is not None and due_s <= now_s:
+                due_s = None
+                await self._probe(circuits)
+                continue
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await self._changed.wait()
+
+    async def _probe(self, circuits: Sequence[Circuit]) -> None:
+        self.own_counters["breaker_probes_total"] += 1
+        # A new one each time: no cache on the way can have the answer.
+        unknown = self._random.randbytes(HASH_BYTES)
+        failure = None
+        try:
+            async with self._bounded():
+                await self.inner.contains_many(PROBE_NAMESPACE, [unknown])
+        except Exception as error:  # noqa: BLE001  # a backend's bug is a failed probe, no more
+            self.own_counters["breaker_probes_failed_total"] += 1
+            failure = _text(error)
+        now_s = asyncio.get_running_loop().time()
+        for circuit in circuits:
+            circuit.probed(now_s, failure)
+
+
+def _judge_lookup(answers: Sequence[bool]) -> str | None:
+    """What a lookup that was answered says of the tier: nothing bad."""
+    return None
+
+
+def _judge_results(results: Sequence[GetResult]) -> str | None:
+    return _judge_outcomes([result.outcome for result in results])
+
+
+def _judge_outcomes(outcomes: Sequence[Outcome]) -> str | None:
+    """What failed, if at least half of the blocks did."""
+    errors = outcomes.count(Outcome.ERROR)
+    return f"{errors} of {len(outcomes)} blocks failed" if 2 * errors >= len(outcomes) else None
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, BackendError) else f"{type(error).__name__}: {error}"
