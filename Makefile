@@ -25,7 +25,7 @@ help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
-setup: .venv/.complete engine $(engine_site) ## Install the tools, the vLLM engine (2 min, 2.5 GB) and tierd for it
+setup: .venv/.complete servers engine $(engine_site) ## Install tools, servers, the vLLM engine (2 min, 2.5 GB), tierd for it
 
 .PHONY: lint
 lint: .venv/.complete ## Check style, types and the direction of imports
@@ -61,6 +61,11 @@ $(benches:%=bench-%): bench-%: .venv/.complete
 	@$(python) -m pip install -qq --no-deps -r requirements-dev.lock
 	@$(python) -m pip install -qq --no-deps --no-build-isolation -e .
 	@touch $@
+
+# The S3 servers are Python wheels of requirements-dev.lock; Redis comes from the system.
+.PHONY: servers
+servers:
+	@command -v redis-server >/dev/null || tests/install_redis.sh
 
 # The engine checks for itself whether it is complete: it lies outside of this checkout.
 .PHONY: engine

@@ -1,0 +1,132 @@
+"""The Redis tier's options, and what of them an operator may have got wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from tierd.errors import ConfigError
+
+PORT = 6379
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+"""Without what means something in a cluster's key ({}) or in a pattern (*?[])."""
+
+
+class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Keys of a `[[storage]]` table of type "redis"."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="redis://host:port/db, rediss:// for TLS, or unix:///path?db=0; "
+            "user:password@ may stand before the host. Of a cluster, any node."
+        ),
+    ]
+    username: Annotated[str, Meta(description="ACL user, if url names none.")] = ""
+    password: Annotated[str, Meta(description="Its password; better in password_file.")] = ""
+    password_file: Annotated[
+        str, Meta(description="File with the password, read at every connect.")
+    ] = ""
+    tls_ca: Annotated[
+        str, Meta(description="PEM file of the CAs to trust; empty: the system's.")
+    ] = ""
+    tls_cert: Annotated[
+        str, Meta(description="PEM file of the client's certificate, if the server wants one.")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its key; empty: it is in tls_cert.")] = ""
+    tls_verify_hostname: Annotated[
+        bool, Meta(description="Whether the certificate must name the host that is connected to.")
+    ] = True
+    cluster: Annotated[bool, Meta(description="Whether the server is a Redis Cluster.")] = False
+    prefix: Annotated[
+        str, Meta(description="First part of every key; nobody else may write below it.")
+    ] = "tierd"
+    ttl_s: Annotated[
+        int,
+        Meta(ge=0, le=1 << 31, description="Age at which the server drops a block; 0: none."),
+    ] = 0
+    connections: Annotated[
+        int, Meta(ge=1, le=64, description="Threads, and at most as many connections a server.")
+    ] = 8
+    timeout_ms: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=60_000,
+            description="Longest silence of a server, to connect, send or receive.",
+        ),
+    ] = 500
+
+
+class Target(NamedTuple):
+    """What `url` says, with the credentials that stand beside it. A unix socket has port 0."""
+
+    host: str
+    port: int
+    db: int
+    tls: bool
+    username: str
+    password: str
+
+
+def parse_target(options: RedisOptions) -> Target:
+    """The server to connect to; raises ConfigError, which never shows a password."""
+    if not _PREFIX.fullmatch(options.prefix):
+        raise ConfigError(
+            f"prefix is {options.prefix!r}; it must be 1 to 64 letters, digits, or any of _.:/-"
+        )
+    target = _parse_url(options)
+    passwords = [bool(target.password), bool(options.password), bool(options.password_file)]
+    if sum(passwords) > 1:
+        raise ConfigError("set the password once: in url, password or password_file")
+    if target.username and options.username:
+        raise ConfigError("set the user once: in url or username")
+    if options.cluster and not target.port:
+        raise ConfigError("a cluster's nodes are not reached by a unix socket; url must be TCP")
+    if options.cluster and target.db:
+        raise ConfigError("a cluster has no databases: remove the number from url")
+    if not target.tls and (options.tls_ca or options.tls_cert):
+        raise ConfigError("tls_ca and tls_cert need a url that begins with rediss://")
+    if options.tls_key and not options.tls_cert:
+        raise ConfigError("tls_key needs tls_cert")
+    return target._replace(
+        username=target.username or options.username,
+        password=target.password or options.password,
+    )
+
+
+def _parse_url(options: RedisOptions) -> Target:
+    known = "it must be like redis://host:6379/0, rediss://host:6379/0 or unix:///path"
+    try:
+        parts = urlsplit(options.url)
+        port, host = parts.port or PORT, parts.hostname or ""
+        query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        # The cause is not shown: it may quote a part of the password.
+        raise ConfigError(f"url is malformed; {known}") from None
+    unix = parts.scheme == "unix"
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"url has the scheme {parts.scheme!r}; {known}")
+    if unix and (host or not parts.path.startswith("/")):
+        raise ConfigError(f"url lacks the socket's absolute path; {known}")
+    if not unix and not host:
+        raise ConfigError(f"url lacks a host; {known}")
+    if set(query) - {"db"} or parts.fragment or (query and not unix):
+        raise ConfigError("url has parameters; set them as options of this table instead")
+    number = query.get("db", ["0"])[0] if unix else parts.path.strip("/") or "0"
+    if not re.fullmatch("[0-9]{1,6}", number):
+        # Not shown: after a password with a slash it is the rest of that.
+        raise ConfigError("url names a database that is not a number")
+    return Target(
+        host=unquote(parts.path) if unix else host,
+        port=0 if unix else port,
+        db=int(number),
+        tls=parts.scheme == "rediss",
+        username=unquote(parts.username or ""),
+        password=unquote(parts.password or ""),
+    )

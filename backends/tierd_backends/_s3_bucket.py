@@ -1,0 +1,450 @@
+"""Requests for a bucket's objects, as one thread makes them: signed, sent, understood, retried.
+
+Each takes the turn of the batch that it is for. Views are touched only inside `Turn.using`,
+so a call that is cancelled gets them back at once. Changes are let run to their end outside
+of it, in the background, because what becomes of a change that is cut off nobody can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from xml.etree import ElementTree
+
+import xxhash
+
+from tierd.backend import HEADER_BYTES, BlockHeader, unpack_header
+from tierd.errors import BackendError
+from tierd.types import DIGEST_BYTES, HASH_BYTES, BlockKey
+from tierd_backends._s3_failure import ERROR_BYTES_MAX, Kind, S3Error, code_of, failure
+from tierd_backends._s3_http import Connection, Head, PeerError, StalledError, UnreachableError
+from tierd_backends._s3_sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
+
+if TYPE_CHECKING:
+    from tierd_backends._s3_account import Account
+
+RETRIES_MAX: Final = 1
+"""Further tries of a request that a busy server refused: an error costs the engine only a
+recomputation, and more tries would feed the storm."""
+
+RETRY_S: Final = (0.02, 0.08)
+"""Wait before a retry, at random between these, so that threads do not come back together."""
+
+PIECE_BYTES: Final = 256 << 10
+"""A payload is received and hashed by pieces, while they are in the cache: one pass at the end
+costs 0.05 CPU seconds a GB more."""
+
+PAGE_BYTES_MAX: Final = 4 << 20
+"""Largest page of a listing: 1,000 names, which take 300 bytes each."""
+
+DRAIN_BYTES_MAX: Final = 64 << 10
+"""Unwanted rest of a body that is read to keep the connection; a new one costs less than more."""
+
+CHANGE_S_MAX: Final = 30.0
+"""A put or delete whose answer comes by drips is given up then; nobody else would end it."""
+
+_ANY: Final = "{*}"
+
+_log = logging.getLogger("tierd_backends.s3")
+_T = TypeVar("_T")
+
+
+class OnCall(Protocol):
+    """What a request needs of the `Turn` that it is made in."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def using(self, sock: socket.socket) -> AbstractContextManager[None]: ...
+
+
+class Tally:
+    """Counters that threads may raise. Plain `+=` on a dict loses counts between threads."""
+
+    def __init__(self, counters: dict[str, int]) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+
+    def add(self, name: str) -> None:
+        """One more of `name`, which is there."""
+        with self._lock:
+            self._counters[name] += 1
+
+
+class Read(NamedTuple):
+    """An object that was found: the header if it is the block wanted and whole, and its size."""
+
+    header: BlockHeader | None
+    size_bytes: int
+
+
+class Written(NamedTuple):
+    """How a block was kept: stored now, or there already."""
+
+    stored: bool
+    size_bytes: int
+
+
+class Listed(NamedTuple):
+    """An object of ours."""
+
+    key: BlockKey
+    size_bytes: int
+
+
+class Page(NamedTuple):
+    """Part of a listing. `last` is the last name in it, `token` asks for the next page."""
+
+    objects: list[Listed]
+    last: str
+    token: str
+
+
+@dataclass(slots=True)
+class _Request:
+    method: str
+    path: str
+    query: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: tuple[bytes | memoryview, ...] = ()
+
+
+class Bucket:
+    """A bucket, and the idle connections to it. May be used by several threads."""
+
+    def __init__(
+        self,
+        account: Account,
+        prefix: str,
+        *,
+        timeout_s: float,
+        put_headers: dict[str, str],
+        tally: Tally,
+    ) -> None:
+        self._account = account
+        self._signer = Signer(account.host, account.region)
+        self._timeout_s = timeout_s
+        self._put_headers = put_headers
+        self._tally = tally
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._name = re.compile(
+            f"{re.escape(self._prefix)}([0-9a-f]{{{2 * DIGEST_BYTES}}})/"
+            f"([0-9a-f]{{{2 * HASH_BYTES}}})",
+            re.ASCII,
+        )
+        self._conditional = True
+        self._idle: list[Connection] = []
+        self._closed = False
+        self._idle_lock = threading.Lock()
+
+    def name(self, key: BlockKey) -> str:
+        """Name of the object that holds a block."""
+        return f"{self._prefix}{key.namespace.hex()}/{key.block_hash.hex()}"
+
+    def close(self) -> None:
+        """Close what is idle, and what a thread may still be using once it is done with it."""
+        with self._idle_lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def size_of(self, turn: OnCall, name: str) -> int | None:
+        """Size of an object in bytes, None if there is none. Raises S3Error."""
+
+        def finish(connection: Connection) -> int | None:
+            head = connection.read_head(body=False)
+            if head.status == 200:
+                return head.length or 0
+            if head.status == 404:
+                return None
+            raise failure(head.status, head.headers, b"")
+
+        return self._ask(turn, _Request("HEAD", self._path(name)), finish)
+
+    def read(
+        self, turn: OnCall, name: str, key: BlockKey, view: memoryview, raw_header: memoryview
+    ) -> Read | None:
+        """Bring a block into `view`, which it must fill, and verify it. Raises S3Error."""
+        expected = HEADER_BYTES + len(view)
+
+        def finish(connection: Connection) -> Read | None:
+            head = connection.read_head()
+            if head.status != 200:
+                self._missing(connection, head)
+                return None
+            size = connection.body_bytes
+            if size is not None and size != expected:
+                _drain(connection)
+                return Read(None, size)
+            got = connection.read_into(raw_header)
+            digest = xxhash.xxh3_128()
+            for at in range(0, len(view), PIECE_BYTES):
+                piece = view[at : at + PIECE_BYTES]
+                size_got = connection.read_into(piece)
+                digest.update(piece[:size_got])
+                got += size_got
+            if size is None:
+                got += len(connection.read_body(1))
+                if got < expected and connection.open_ended:
+                    raise PeerError("the connection ended before the block did")
+            header = unpack_header(raw_header)
+            if (
+                got != expected
+                or header is None
+                or (header.key, header.length, header.checksum) != (key, len(view), digest.digest())
+            ):
+                return Read(None, got)
+            return Read(header, got)
+
+        return self._ask(turn, _Request("GET", self._path(name)), finish)
+
+    def read_header(self, turn: OnCall, name: str) -> bytes | None:
+        """The first bytes of an object, None if there is none. Raises S3Error."""
+
+        def finish(connection: Connection) -> bytes | None:
+            head = connection.read_head()
+            if head.status not in (200, 206):
+                self._missing(connection, head)
+                return None
+            body = connection.read_body(HEADER_BYTES)
+            _drain(connection)
+            return body
+
+        headers = {"range": f"bytes=0-{HEADER_BYTES - 1}"}
+        return self._ask(turn, _Request("GET", self._path(name), headers=headers), finish)
+
+    def write(self, turn: OnCall, name: str, raw_header: bytes, view: memoryview) -> Written:
+        """Keep a block unless it is there. Raises S3Error; the server then has all or nothing.
+
+        It is asked for first, since a server tells only after it was sent the whole block. A
+        condition decides between writers; where the server ignores it two writers both store
+        the block, which does no harm: a name has only one content.
+        """
+        size_bytes = len(raw_header) + len(view)
+        tries = 0
+        while True:
+            found = self.size_of(turn, name)
+            if found is not None:
+                return Written(False, found)
+            conditional = self._conditional
+            try:
+                stored = self._put(turn, name, (raw_header, view), conditional=conditional)
+            except S3Error as refusal:
+                if conditional and refusal.lacks_condition:
+                    self._conditional = False
+                    _log.info("the S3 server knows no conditional put: doing without")
+                    continue
+                if refusal.status == 409 and tries < RETRIES_MAX:
+                    # Somebody is storing or deleting it: look again.
+                    tries += 1
+                    continue
+                raise
+            return Written(stored, size_bytes)
+
+    def _put(
+        self,
+        turn: OnCall,
+        name: str,
+        body: tuple[bytes | memoryview, ...],
+        *,
+        conditional: bool,
+    ) -> bool:
+        """Whether the object was stored; False if it was there."""
+        headers = dict(self._put_headers)
+        if conditional:
+            headers["if-none-match"] = "*"
+        tries = 0
+
+        def finish(connection: Connection) -> bool:
+            nonlocal tries
+            tries += 1
+            head = connection.read_head()
+            if head.status == 412:
+                _drain(connection)
+                # After a try of which we know no end, it is most likely our own.
+                return tries > 1
+            self._succeed(connection, head)
+            return True
+
+        return self._ask(turn, _Request("PUT", self._path(name), "", headers, body), finish)
+
+    def delete(self, turn: OnCall, name: str) -> None:
+        """Drop an object, which may be gone already. Raises S3Error."""
+
+        def finish(connection: Connection) -> None:
+            head = connection.read_head()
+            if head.status != 404:
+                self._succeed(connection, head)
+            else:
+                self._missing(connection, head)
+
+        self._ask(turn, _Request("DELETE", self._path(name)), finish)
+
+    def page(self, turn: OnCall, token: str, *, limit: int = 1000) -> Page:
+        """The next objects in the order of their names. Raises S3Error."""
+        query = {
+            **({"continuation-token": token} if token else {}),
+            "encoding-type": "url",
+            "list-type": "2",
+            "max-keys": str(limit),
+            "prefix": self._prefix,
+        }
+
+        def finish(connection: Connection) -> bytes:
+            return self._succeed(connection, connection.read_head(), PAGE_BYTES_MAX)
+
+        quoted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="")
+        path = self._account.base_path.rstrip("/") or "/"
+        page = self._parse_page(self._ask(turn, _Request("GET", path, quoted), finish))
+        if token and page.token == token:
+            # Else the listing would never end, and each page of it is paid for.
+            raise S3Error(Kind.PEER, "it gives the same page of a listing again and again")
+        return page
+
+    def _parse_page(self, body: bytes) -> Page:
+        objects, last = [], ""
+        try:
+            root = ElementTree.fromstring(body)
+            if root.tag.rpartition("}")[2] != "ListBucketResult":
+                raise ValueError(f"a document of type {root.tag}")
+            for each in root.iterfind(f"{_ANY}Contents"):
+                last = urllib.parse.unquote(each.findtext(f"{_ANY}Key", ""))
+                match = self._name.fullmatch(last)
+                if match:
+                    key = BlockKey(bytes.fromhex(match[1]), bytes.fromhex(match[2]))
+                    objects.append(Listed(key, int(each.findtext(f"{_ANY}Size", "0"))))
+        except (ElementTree.ParseError, LookupError, ValueError) as error:
+            # LookupError is an encoding that Python does not know.
+            text = f"it does not speak S3: no listing where one was asked for ({error})"
+            raise S3Error(Kind.PEER, text) from error
+        truncated = root.findtext(f"{_ANY}IsTruncated", "false") == "true"
+        token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated else ""
+        return Page(objects, last, token)
+
+    def _path(self, name: str) -> str:
+        return self._account.base_path + name
+
+    def _succeed(self, connection: Connection, head: Head, limit: int = ERROR_BYTES_MAX) -> bytes:
+        """The body of a reply that says success. Raises S3Error."""
+        if not 200 <= head.status < 300:
+            raise failure(head.status, head.headers, connection.read_body(ERROR_BYTES_MAX))
+        return connection.read_body(limit)
+
+    def _missing(self, connection: Connection, head: Head) -> None:
+        """Return if a reply says that there is no such object. Raises S3Error else."""
+        body = connection.read_body(ERROR_BYTES_MAX)
+        if head.status != 404 or code_of(body) not in ("", "NoSuchKey") or b"<html" in body[:256]:
+            raise failure(head.status, head.headers, body)
+
+    def _ask(self, turn: OnCall, request: _Request, finish: Callable[[Connection], _T]) -> _T:
+        """Send a request and have `finish` read the reply; again if that is worth it."""
+        fresh = False
+        tries = 0
+        while True:
+            try:
+                credentials = self._account.credentials()
+            except BackendError as error:
+                raise S3Error(Kind.DENIED, str(error)) from error
+            try:
+                connection = self._take(fresh)
+            except UnreachableError as error:
+                raise S3Error(Kind.PEER, f"it cannot be reached: {error}") from error
+            reused = connection.used
+            try:
+                return self._ask_once(connection, turn, request, credentials, finish)
+            except StalledError as error:
+                self._tally.add("timeouts_total")
+                raise S3Error(Kind.PEER, str(error)) from error
+            except PeerError as error:
+                # A server may close an idle connection at any time: no fact about the request.
+                if fresh or not reused or turn.cancelled:
+                    raise S3Error(Kind.PEER, str(error)) from error
+                fresh = True
+            except S3Error as refusal:
+                if refusal.kind is Kind.THROTTLED:
+                    self._tally.add("throttled_total")
+                if not refusal.may_pass or tries == RETRIES_MAX or turn.cancelled:
+                    raise
+                tries += 1
+                time.sleep(random.uniform(*RETRY_S))
+            finally:
+                self._give(connection)
+            self._tally.add("retries_total")
+
+    def _ask_once(
+        self,
+        connection: Connection,
+        turn: OnCall,
+        request: _Request,
+        credentials: Credentials,
+        finish: Callable[[Connection], _T],
+    ) -> _T:
+        method, path, query, headers = request.method, request.path, request.query, request.headers
+        connection.until = math.inf
+        if method in ("PUT", "DELETE"):
+            connection.until = time.monotonic() + CHANGE_S_MAX
+        if method == "DELETE":
+            head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
+            connection.send(head)
+            return finish(connection)
+        with turn.using(connection.sock):
+            if not request.body:
+                head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
+                connection.send(head)
+                return finish(connection)
+            digest = UNSIGNED_PAYLOAD if self._account.address.tls else _sha256(request.body)
+            length = sum(len(part) for part in request.body)
+            head = self._signer.head(
+                method, path, query, headers, digest, credentials, length=length
+            )
+            *most, tail = request.body
+            last = bytes(tail[-1:])
+            connection.send(head, *most, tail[:-1], more=True)
+        # A put that was cut off in there lacks its last byte, so it is void for certain. From
+        # here on the views are the caller's again, who need not wait for the end.
+        connection.send(last)
+        return finish(connection)
+
+    def _take(self, fresh: bool) -> Connection:
+        """A connection of this thread's own. Raises UnreachableError."""
+        while not fresh:
+            with self._idle_lock:
+                if not self._idle:
+                    break
+                connection = self._idle.pop()
+            if not connection.is_stale():
+                return connection
+            connection.close()
+        return Connection(self._account.address, self._timeout_s)
+
+    def _give(self, connection: Connection) -> None:
+        with self._idle_lock:
+            if connection.reusable and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _sha256(parts: tuple[bytes | memoryview, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _drain(connection: Connection) -> None:
+    """Read the rest of a body if that is cheaper than a new connection."""
+    if connection.body_bytes is not None and connection.body_bytes <= DRAIN_BYTES_MAX:
+        connection.read_body(DRAIN_BYTES_MAX)

@@ -1,0 +1,339 @@
+"""The Redis tier: a block is one value, header and payload together, on Redis or Valkey.
+
+This module follows a batch through the tier. How a value travels is _redis_wire.py's, which
+server keeps a key _redis_nodes.py's, how a server is reached _redis_connect.py's. All that
+needs redis-py is imported when the tier is opened: options are checked without it.
+
+Room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
+(allkeys-lru); with `noeviction` a full server refuses blocks. `ttl_s` bounds the age of a
+block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
+which replicas and append-only files never see. What is used least the server's LRU knows.
+
+A user needs +get +set +exists +unlink +scan +getrange on the prefix's keys; of a cluster
+also +cluster|slots and +asking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from tierd.backend import (
+    HEADER_BYTES,
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+)
+from tierd.errors import BackendError, ConfigError
+from tierd.types import BlockKey
+from tierd_backends._calls import CallThreads
+from tierd_backends._redis_census import Census
+from tierd_backends._redis_options import RedisOptions, parse_target
+
+if TYPE_CHECKING:
+    from tierd_backends._redis_nodes import Node, Nodes
+    from tierd_backends._redis_wire import Reply
+    from tierd_backends._redis_work import Work
+
+OPEN_S_MAX = 5.0
+"""Longest wait for a first answer; a lookup of the server's name has no limit of its own."""
+
+CLOSE_STEP_S = 0.05
+"""Between two interruptions of what is still in flight: a call may be about to go on."""
+
+PIPELINE_KEYS_MAX = 1000
+"""Keys asked for in one go: one round trip for a long prompt, 130 KB on the wire."""
+
+VALUE_BYTES_MAX = 512 << 20
+"""What a server takes unless proto-max-bulk-len says otherwise."""
+
+LOG_EVERY_S = 10.0
+"""Between two lines of one kind: in an outage each batch would add one."""
+
+RECOUNT_S = 60.0
+"""Wait before the blocks are counted again when a server failed meanwhile."""
+
+_log = logging.getLogger("tierd_backends.redis")
+
+
+class RedisBackend(Backend):
+    """Blocks as values of a Redis or Valkey server, or of a cluster of them."""
+
+    Options: ClassVar[type[msgspec.Struct]] = RedisOptions
+    in_worker: ClassVar[bool] = True
+
+    def __init__(self, options: RedisOptions) -> None:
+        """Raises ConfigError for an option of a wrong form; connects to nothing."""
+        self._options = options
+        self._target = parse_target(options)
+        self._silence_s = options.timeout_ms / 1000
+        self.counters = {
+            "connects_total": 0,
+            "corrupt_total": 0,
+            "io_errors_total": 0,
+            "moved_total": 0,
+            "node_down_total": 0,
+            "reconnects_total": 0,
+            "refused_no_space_total": 0,
+            "skipped_total": 0,
+            "timeouts_total": 0,
+        }
+        self._counting = threading.Lock()
+        self._census = Census()
+        self._opened = False
+        self._silent_until: dict[str, float] = {}
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._threads: CallThreads
+        self._nodes: Nodes
+        self._work: Work
+        self._taking_census: asyncio.Task[None]
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> RedisBackend:
+        assert isinstance(options, RedisOptions)
+        for package in ("redis", "hiredis"):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(f"{package} is not installed: pip install 'tierd[redis]'")
+        return cls(options)
+
+    async def open(self) -> None:
+        assert not self._opened
+        from tierd_backends._redis_connect import Access, Address, Connector
+        from tierd_backends._redis_nodes import Nodes
+        from tierd_backends._redis_work import Work
+
+        options, target = self._options, self._target
+        access = Access(
+            db=target.db,
+            username=target.username,
+            password=target.password,
+            password_file=options.password_file,
+            tls=target.tls,
+            tls_ca=options.tls_ca,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+            tls_verify_hostname=options.tls_verify_hostname,
+            silence_s=self._silence_s,
+            prefix=options.prefix,
+        )
+        seed = Address(target.host, target.port)
+        self._nodes = Nodes(seed, Connector(access), options.cluster, self._count)
+        self._work = Work(self._nodes, options.prefix, 1000 * options.ttl_s)
+        self._threads = CallThreads("tierd-redis", options.connections)
+        try:
+            async with asyncio.timeout(OPEN_S_MAX):
+                await self._threads.run(self._work.probe, [None])
+        except TimeoutError as error:
+            await self._shut()
+            raise BackendError(f"no answer from {seed} within {OPEN_S_MAX:.0f} s") from error
+        except BaseException:
+            await self._shut()
+            raise
+        self._opened = True
+        self._census.begin()
+        self._taking_census = asyncio.create_task(self._take_census())
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        self._taking_census.cancel()
+        await asyncio.wait([self._taking_census])
+        if not self._taking_census.cancelled() and (error := self._taking_census.exception()):
+            _log.error("counting blocks failed", exc_info=error)
+        patience_s = self._silence_s
+        while self._calls:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                self._threads.interrupt()
+                patience_s = CLOSE_STEP_S
+        await self._shut()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """As the contract says, but for a cluster: blocks on a node that is down are False as
+        long as another node answers. Its blocks would not be had, and the others' can be."""
+        with self._in_call():
+            keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
+            answers = await self._each(b"EXISTS", keys)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            if failed and (len(failed) == len(answers) or not self._options.cluster):
+                raise _as_backend_error(failed[0])
+            return [answer == 1 for answer in answers]
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        from tierd_backends._redis_work import GetJob
+
+        with self._in_call():
+            jobs = []
+            for request in requests:
+                block = BlockKey(namespace, request.block_hash)
+                jobs.append(GetJob(self._work.key_of(block), block, request))
+            try:
+                await self._threads.run(self._work.get, self._work.runs(jobs))
+            finally:
+                corrupt = [job.key for job in jobs if job.outcome is Outcome.CORRUPT]
+                if corrupt:
+                    self._count("corrupt_total", len(corrupt))
+                    self._warn("corrupt", f"{corrupt[0].decode()} held another or a damaged block")
+                for job in jobs:
+                    if job.dropped:
+                        self._census.dropped(job.block)
+                self._note_errors("get", [job.why for job in jobs if job.why])
+            return [job.result for job in jobs]
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        from tierd_backends._redis_work import PutJob
+
+        with self._in_call():
+            blocks = [BlockKey(namespace, request.block_hash) for request in requests]
+            keys = [self._work.key_of(block) for block in blocks]
+            outcomes = [Outcome.PRESENT] * len(requests)
+            # What is there need not be sent; what is not known to be there is tried.
+            answers = await self._each(b"EXISTS", keys)
+            jobs = []
+            for position, answer in enumerate(answers):
+                if HEADER_BYTES + requests[position].length > VALUE_BYTES_MAX:
+                    outcomes[position] = Outcome.REFUSED
+                elif answer != 1:
+                    outcomes[position] = Outcome.ERROR
+                    jobs.append(
+                        PutJob(keys[position], blocks[position], requests[position], position)
+                    )
+            try:
+                await self._threads.run(self._work.put, self._work.runs(jobs))
+            finally:
+                for job in jobs:
+                    outcomes[job.position] = job.outcome
+                    if job.outcome is Outcome.STORED:
+                        self._census.stored(job.block, job.request.length)
+                self._count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
+                self._note_errors("put", [job.why for job in jobs if job.why])
+            return outcomes
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        with self._in_call():
+            blocks = [BlockKey(namespace, block_hash) for block_hash in hashes]
+            answers = await self._each(b"UNLINK", [self._work.key_of(block) for block in blocks])
+            dropped = [b for b, answer in zip(blocks, answers, strict=True) if answer == 1]
+            for block in dropped:
+                self._census.dropped(block)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            if failed:
+                raise BackendError(f"{len(failed)} blocks could not be deleted: {failed[0]}")
+            return len(dropped)
+
+    async def scan(self) -> AsyncIterator[BlockHeader]:
+        from tierd_backends._redis_work import PageJob
+
+        self._check_open()
+        for node in self._nodes.masters():
+            page = PageJob(node)
+            while True:
+                with self._in_call():
+                    await self._threads.run(self._work.page, [page])
+                for header in page.headers:
+                    yield header
+                if page.cursor == b"0":
+                    break
+
+    def stats(self) -> BackendStats:
+        """What this node knows: see _redis_census.py. Lookups never rely on it."""
+        return self._census.stats()
+
+    async def _each(self, verb: bytes, keys: Sequence[bytes]) -> list[Reply | BackendError]:
+        """`verb` for every key: the server's reply (it may be an error), or why there is none."""
+        from tierd_backends._redis_work import EachJob
+
+        by_node: dict[Node, list[int]] = {}
+        for position, key in enumerate(keys):
+            by_node.setdefault(self._nodes.of(key), []).append(position)
+        jobs = [
+            EachJob(node, verb, [keys[position] for position in part], part)
+            for node, positions in by_node.items()
+            for part in _chunks(positions, PIPELINE_KEYS_MAX)
+        ]
+        await self._threads.run(self._work.each, jobs)
+        answers: list[Reply | BackendError] = [BackendError("the tier is closing")] * len(keys)
+        for job in jobs:
+            for number, position in enumerate(job.positions):
+                if job.failure is not None:
+                    answers[position] = job.failure
+                elif job.replies:
+                    answers[position] = job.replies[number]
+        return answers
+
+    async def _take_census(self) -> None:
+        """Count the blocks, in the background."""
+        while True:
+            self._census.begin()
+            try:
+                async for header in self.scan():
+                    self._census.seen(header.key, header.length)
+            except BackendError as error:
+                _log.warning("the blocks held are not counted yet: %s", error)
+                await asyncio.sleep(RECOUNT_S)
+            else:
+                self._census.end()
+                return
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        """`close` waits for whoever is inside."""
+        self._check_open()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise BackendError(f"the tier at {self._target.host} is not open")
+
+    def _count(self, name: str, more: int = 1) -> None:
+        """From any thread."""
+        with self._counting:
+            self.counters[name] += more
+
+    def _note_errors(self, action: str, reasons: Sequence[str]) -> None:
+        """Count a batch's errors, with one line in the log."""
+        if reasons:
+            self._count("io_errors_total", len(reasons))
+            self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Log one line of a kind every LOG_EVERY_S: the counters tell how many there were."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._silent_until.get(kind, now):
+            self._silent_until[kind] = now + LOG_EVERY_S
+            _log.warning("%s", text)
+
+    async def _shut(self) -> None:
+        await self._threads.close()
+        self._nodes.close()
+
+
+def _chunks(positions: list[int], size: int) -> Iterable[list[int]]:
+    for start in range(0, len(positions), size):
+        yield positions[start : start + size]
+
+
+def _as_backend_error(error: Exception) -> BackendError:
+    return error if isinstance(error, BackendError) else BackendError(f"the server says: {error}")

@@ -1,0 +1,316 @@
+"""A proxy that spoils connections on purpose, for tests of what talks to servers.
+
+It runs an event loop in a thread of its own. What it does to the bytes of each direction is a
+`Flow`, which can be changed at any time and then counts for every connection, old and new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import socket
+import struct
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+CHUNK_BYTES = 64 << 10
+CHUNKS_MAX = 32
+"""Chunks of one direction that wait for their time: at most 2 MiB are held back."""
+
+CALL_S_MAX = 10.0
+
+Address = tuple[str, int] | Path
+"""Host and port, or the path of a unix socket."""
+
+_T = TypeVar("_T")
+
+
+class Then(enum.Enum):
+    """What becomes of a direction once its good bytes have passed."""
+
+    STALL = "silence, for as long as the flow stays as it is"
+    RESET = "both ends of the connection see it reset"
+    CLOSE = "both ends of the connection see its end"
+    TRICKLE = "a single byte each `trickle_s`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """What happens to the bytes of one direction; the default lets them pass."""
+
+    delay_s: float = 0.0
+    """Each byte arrives so much later; as many bytes a second as without."""
+    bytes_per_s: float | None = None
+    good_bytes: int | None = None
+    """So many bytes of each connection pass, counted from when the flow was set; None: all."""
+    then: Then = Then.STALL
+    trickle_s: float = 0.05
+
+
+PASS = Flow()
+BLACK_HOLE = Flow(good_bytes=0)
+"""As `up`: connections are accepted, and nobody ever answers."""
+
+
+class Proxy:
+    """Passes connections on to `target`, spoiled as told. `accepted` counts all connections.
+
+    It listens on a port of its own on 127.0.0.1, or on the unix socket `listen`. Methods are
+    for the test's threads; what they change has taken effect when they return.
+    """
+
+    def __init__(self, target: Address, listen: Path | None = None) -> None:
+        self.target = target
+        self.accepted = 0
+        self._listen: Address = listen if listen is not None else ("127.0.0.1", 0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._links: dict[_Link, asyncio.Task[None]] = {}
+        self._flows = (PASS, PASS)
+
+    def __enter__(self) -> Proxy:
+        self._thread.start()
+        self.accept()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.refuse()
+            self.cut()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            if isinstance(self._listen, Path):
+                self._listen.unlink(missing_ok=True)
+
+    @property
+    def address(self) -> Address:
+        """Where clients connect to."""
+        return self._listen
+
+    @property
+    def port(self) -> int:
+        """The TCP port that clients connect to."""
+        assert not isinstance(self._listen, Path)
+        return self._listen[1]
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._links)
+
+    def spoil(self, *, up: Flow = PASS, down: Flow = PASS) -> None:
+        """Set what happens to bytes towards the target (`up`) and back from it (`down`)."""
+        self._run(self._spoil(up, down))
+
+    def heal(self) -> None:
+        """Let everything pass and accept connections; what was held back moves on."""
+        self.spoil()
+        self.accept()
+
+    def cut(self) -> None:
+        """Reset all connections that are open now."""
+        self._run(self._cut())
+
+    def refuse(self) -> None:
+        """Refuse new connections; those that are open stay."""
+        self._run(self._close_door())
+
+    def accept(self) -> None:
+        """Accept connections again."""
+        self._run(self._open_door())
+
+    # --- in the loop ----------------------------------------------------------------
+
+    def _run(self, work: Coroutine[object, object, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S_MAX)
+
+    async def _spoil(self, up: Flow, down: Flow) -> None:
+        self._flows = (up, down)
+        for link in self._links:
+            link.spoil(up, down)
+
+    async def _cut(self) -> None:
+        links = dict(self._links)
+        for link, task in links.items():
+            link.reset = True
+            task.cancel()
+        await asyncio.gather(*links.values(), return_exceptions=True)
+
+    async def _open_door(self) -> None:
+        if self._listener is not None:
+            return
+        self._listener = _listen(self._listen)
+        if not isinstance(self._listen, Path):
+            self._listen = self._listener.getsockname()[:2]
+        self._accepting = self._loop.create_task(self._accept(self._listener))
+
+    async def _close_door(self) -> None:
+        if self._listener is None or self._accepting is None:
+            return
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._listener.close()
+        self._listener = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            near, _ = await self._loop.sock_accept(listener)
+            self.accepted += 1
+            link = _Link(near, self.target, self._flows)
+            task = self._loop.create_task(link.run())
+            self._links[link] = task
+            task.add_done_callback(partial(self._forget, link))
+
+    def _forget(self, link: _Link, task: asyncio.Task[None]) -> None:
+        link.close()
+        del self._links[link]
+        if not task.cancelled():
+            task.result()
+
+
+class _Link:
+    """One connection: the client's end (`near`), the target's (`far`), a pump a direction."""
+
+    def __init__(self, near: socket.socket, target: Address, flows: tuple[Flow, Flow]) -> None:
+        self.reset = False
+        self._near = near
+        self._target = target
+        family = socket.AF_UNIX if isinstance(target, Path) else socket.AF_INET
+        self._far = socket.socket(family, socket.SOCK_STREAM)
+        self._pumps = (
+            _Pump(self._near, self._far, flows[0]),
+            _Pump(self._far, self._near, flows[1]),
+        )
+
+    def spoil(self, up: Flow, down: Flow) -> None:
+        for pump, flow in zip(self._pumps, (up, down), strict=True):
+            pump.set(flow)
+
+    async def run(self) -> None:
+        """Until both directions have ended, or one has been cut."""
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for end in (self._near, self._far):
+                end.setblocking(False)
+            target = self._target
+            where = os.fspath(target) if isinstance(target, Path) else target
+            await asyncio.get_running_loop().sock_connect(self._far, where)
+            for pump in self._pumps:
+                tasks += [asyncio.create_task(pump.take()), asyncio.create_task(pump.give())]
+            await asyncio.gather(*tasks)
+        except _CutError as cut:
+            self.reset = cut.reset
+        except OSError:
+            # Whichever end broke: the other one must not be left with half a connection.
+            self.reset = True
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Close both ends, once nothing uses them; with `reset` a TCP peer sees a reset."""
+        for end in (self._near, self._far):
+            if self.reset and end.family == socket.AF_INET:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            end.close()
+
+
+class _CutError(Exception):
+    """A flow says that the connection ends here."""
+
+    def __init__(self, *, reset: bool) -> None:
+        self.reset = reset
+
+
+class _Pump:
+    """Moves the bytes of one direction from `source` to `sink` as its flow says."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, flow: Flow) -> None:
+        self._source = source
+        self._sink = sink
+        self._waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(CHUNKS_MAX)
+        self._changed = asyncio.Event()
+        self._flow = flow
+        self._passed = 0
+
+    def set(self, flow: Flow) -> None:
+        self._flow = flow
+        self._passed = 0
+        self._changed.set()
+
+    async def take(self) -> None:
+        """Read until the source's end; each chunk is given at its time."""
+        loop = asyncio.get_running_loop()
+        data = b"-"
+        while data:
+            data = await loop.sock_recv(self._source, CHUNK_BYTES)
+            await self._waiting.put((loop.time() + self._flow.delay_s, data))
+
+    async def give(self) -> None:
+        """Write what was read, and the end after it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await self._waiting.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if not data:
+                await self._until_good()
+                with contextlib.suppress(OSError):
+                    self._sink.shutdown(socket.SHUT_WR)
+                return
+            while data:
+                await self._until_good()
+                data = await self._give_some(data)
+
+    async def _give_some(self, data: bytes) -> bytes:
+        """Write as much as the flow lets pass now; the rest."""
+        loop = asyncio.get_running_loop()
+        flow, count = self._flow, len(data)
+        if flow.good_bytes is not None:
+            good = flow.good_bytes - self._passed
+            if good <= 0:
+                await asyncio.sleep(flow.trickle_s)
+                good = 1
+            count = min(count, good)
+        started = loop.time()
+        await loop.sock_sendall(self._sink, data[:count])
+        self._passed += count
+        if flow.bytes_per_s is not None:
+            await asyncio.sleep(max(0.0, started + count / flow.bytes_per_s - loop.time()))
+        return data[count:]
+
+    async def _until_good(self) -> None:
+        """Wait until the flow lets anything pass; raises _CutError where it ends."""
+        while self._flow.good_bytes is not None and self._passed >= self._flow.good_bytes:
+            match self._flow.then:
+                case Then.TRICKLE:
+                    return
+                case Then.RESET | Then.CLOSE:
+                    raise _CutError(reset=self._flow.then is Then.RESET)
+                case Then.STALL:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+
+def _listen(address: Address) -> socket.socket:
+    if isinstance(address, Path):
+        address.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(os.fspath(address))
+    else:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener
