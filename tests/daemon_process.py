@@ -116,6 +116,22 @@ class DaemonProcess:
         finally:
             client.close()
 
+    def wait_tier(self, name: str, state: str, timeout_s: float = 20.0) -> None:
+        """Wait until a storage tier is in a state."""
+        end = time.monotonic() + timeout_s
+        while (tier := self.tiers()[name])["state"] != state:
+            assert time.monotonic() < end, tier
+            time.sleep(0.02)
+
+    def tiers(self) -> dict[str, dict]:
+        """The status of each storage tier, by name."""
+        client = Client(self.socket, name="test-status", map_segments=False)
+        try:
+            status: dict = client.status()
+        finally:
+            client.close()
+        return {tier["name"]: tier for tier in status["storage"]}
+
     def _answers(self) -> bool:
         probe = Client(self.socket, name="test-probe", map_segments=False, call_timeout_ms=500)
         try:

@@ -17,14 +17,16 @@ import pytest
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tierd.client import Client
-from tierd.config import Config, load, parse
+from tierd.config import Config, backend_options, load, parse
 from tierd.daemon.serve import listening_socket
 from tierd.errors import ConfigError, NamespaceError
 from tierd.types import Namespace
 from tierd.wire import messages as m
 from tierd.wire.session import encode
+from tierd_backends.file import FileOptions
 
 GOOD = '[host]\ncapacity = "64MiB"\n'
+FILE = '[[storage]]\ntype = "file"\n'
 
 
 def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> Config:
@@ -65,6 +67,16 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         (GOOD + "[[storage]]\npath = '/x'\n", r"storage\.type is missing"),
         (GOOD + 2 * "[[storage]]\ntype = 'file'\n", r"two storage tiers are named 'file'"),
         (GOOD + "[[storage]]\ntype = 'file'\nname = 3\n", r"storage\[0\]\.name: Expected `str`"),
+        (GOOD + FILE + "deadline_ms = 5\n", r"storage\[0\]\.deadline_ms: Expected `int` >= 10"),
+        (GOOD + FILE + "deadline_ms = '2s'\n", r"storage\[0\]\.deadline_ms: Expected `int`"),
+        (GOOD + FILE + "read_batches = 0\n", r"storage\[0\]\.read_batches: Expected `int` >= 1"),
+        (GOOD + FILE + "write_queue = '1G'\n", r"storage\[0\]\.write_queue: '1G' is not a size"),
+        (GOOD + FILE + "write_queue = 0\n", r"storage \(file\)\.write_queue must be more than 0"),
+        (GOOD + FILE + "fill_from_lower = 1\n", r"storage\[0\]\.fill_from_lower: Expected `bool`"),
+        (
+            GOOD + "".join(f"[[storage]]\ntype = 'file'\nname = 'f{n}'\n" for n in range(9)),
+            "9 storage tiers are configured; at most 8 can be",
+        ),
         ("[host\n", r"line 1"),
         ("socket = 'a'\nsocket = 'b'\n", r"socket|overwrite"),
     ],
@@ -105,6 +117,45 @@ def test_environment_overrides_the_file(tmp_path: Path) -> None:
     assert got.host.capacity == 1 << 30
     assert got.host.lease_ttl_ms == 2000
     assert config("", {"TIERD_HOST_CAPACITY": "4096"}, at=tmp_path).host.capacity == 4096
+
+
+def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
+    """A password would have to lie in a file, or a container need a file of its own."""
+    environ = {
+        "TIERD_STORAGE_FILE_DEADLINE_MS": "500",
+        "TIERD_STORAGE_FILE_FILL_FROM_LOWER": "false",
+        "TIERD_STORAGE_FILE_WRITE_QUEUE": "1MiB",
+        "TIERD_STORAGE_FILE_PATH": "/data",
+        "TIERD_STORAGE_FILE_THREADS": "7",
+        "TIERD_STORAGE_FILE_SLOW_DISK_PATH": "/slow",
+        "TIERD_STORAGE_NOBODY_PATH": "/",
+    }
+    text = GOOD + FILE + "path = '/x'\ncapacity = '1GiB'\n" + FILE + "name = 'file-slow.disk'\n"
+    first, second = config(text, environ, at=tmp_path).storage
+    assert (first.deadline_ms, first.fill_from_lower, first.write_queue) == (500, False, 1 << 20)
+    options = backend_options(first, FileOptions)
+    assert (options.path, options.threads, options.capacity) == ("/data", 7, "1GiB")
+    assert (second.deadline_ms, second.overrides) == (2000, {"path": "/slow"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("DEADLINE_MS", "2s", "TIERD_STORAGE_FILE_DEADLINE_MS=2s in the environment"),
+        ("FILL_FROM_LOWER", "2", "is neither true nor false"),
+        ("TYPE", "s3", "TIERD_STORAGE_FILE_TYPE in the environment: this key is not"),
+        ("THREADS", "many", "TIERD_STORAGE_FILE_THREADS=many in the environment"),
+        ("PAHT", "/x", "storage (file).paht is not a key; did you mean storage (file).path?"),
+        ("WRITE_QUEUE", "much", "'much' is not a size"),
+    ],
+)
+def test_wrong_overrides_of_a_tier_are_refused(name: str, value: str, says: str) -> None:
+    """A typo in a container's environment would be ignored."""
+    table = {"type": "file", "path": "/", "capacity": 1}
+    raw: dict[str, object] = {"host": {"capacity": "1GiB"}, "storage": [table]}
+    with pytest.raises(ConfigError) as caught:
+        backend_options(parse(raw, {f"TIERD_STORAGE_FILE_{name}": value}).storage[0], FileOptions)
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +207,8 @@ def serve(text: str, at: Path, **environ: str) -> subprocess.CompletedProcess[st
         (
             "socket = '{at}/s'\n"
             + GOOD
-            + "[[storage]]\ntype = 'file'\npath = '/proc/tierd'\ncapacity = '1GiB'\n",
-            "/proc/tierd",
+            + "[[storage]]\ntype = 'file'\npath = '{at}/tierd.toml/x'\ncapacity = '1GiB'\n",
+            "tierd: storage tier file: {at}/tierd.toml/x cannot be used",
         ),
         (
             "socket = '{at}/s'\n"
@@ -171,7 +222,7 @@ def serve(text: str, at: Path, **environ: str) -> subprocess.CompletedProcess[st
 def test_a_daemon_with_wrong_input_exits_with_2(tmp_path: Path, text: str, says: str) -> None:
     """systemd would restart it for ever, and the journal would hold a traceback."""
     done = serve(text.replace("{at}", str(tmp_path)), tmp_path)
-    assert says in done.stderr
+    assert says.replace("{at}", str(tmp_path)) in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
     assert not (tmp_path / "s").exists()

@@ -309,7 +309,7 @@ class HostAgainstModel(RuleBasedStateMachine):
             assert space.checksums[slot] is None
             assert not space.backed_up[slot]
             space.checksums[slot] = block_hash[-16:]
-            space.backed_up[slot] = True
+            space.backed_up[slot] = 1
             self.ledger[reservation.space.digest, slot] = block_hash
         for block_hash, slot in set(writer.granted) - set(ready):
             assert block_hash not in reservation.space.chain

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
-from tierd.config import options_reference, reference
+from tierd.backend import Backend
+from tierd.config import backend_options, options_reference, parse, reference
 from tierd.wire import messages as m
 from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd_backends.file import FileBackend
+from tierd_backends.redis import RedisBackend
+from tierd_backends.s3 import S3Backend
 from tierd_connectors.vllm_options import Options
 
 ROOT = Path(__file__).parent.parent
+KINDS: dict[str, type[Backend]] = {"file": FileBackend, "redis": RedisBackend, "s3": S3Backend}
 
 
 def test_config_reference_is_the_configuration() -> None:
@@ -19,8 +24,19 @@ def test_config_reference_is_the_configuration() -> None:
     text = (ROOT / "README.md").read_text()
     found = re.search(r"<!-- config -->\n(.*?)<!-- /config -->", text, re.DOTALL)
     assert found is not None
-    expected = f"{reference()}\n{options_reference('file', FileBackend.Options)}\n"
-    assert found[1] == expected
+    tables = [options_reference(kind, cls.Options) for kind, cls in KINDS.items()]
+    assert found[1] == "\n".join([reference(), *tables]) + "\n"
+
+
+def test_example_configurations_are_accepted() -> None:
+    """An operator's first try, copied from the README, would be refused."""
+    text = (ROOT / "README.md").read_text()
+    examples = re.findall(r"^\[\[storage\]\]\n(?:\w+ = .+\n)+", text, re.MULTILINE)
+    assert {"file", "redis", "s3"} == {tomllib.loads(e)["storage"][0]["type"] for e in examples}
+    for example in examples:
+        (tier,) = parse(tomllib.loads('[host]\ncapacity = "1GiB"\n' + example), {}).storage
+        kind = KINDS[tier.type]
+        kind.from_options(backend_options(tier, kind.Options))
 
 
 def test_connector_settings_are_documented() -> None:

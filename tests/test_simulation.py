@@ -12,22 +12,27 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.blocks import chain as make_chain
 from tests.blocks import namespace as make_namespace
-from tierd.backend import BlockHeader, unpack_header
+from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
 from tierd.core.host import HostTier, Lease, Reservation, Space
-from tierd.daemon import node as node_module
+from tierd.daemon import tier as tier_module
+from tierd.daemon.backup import Backups, WriteQueue
+from tierd.daemon.memory import HostMemory
 from tierd.daemon.node import Node
-from tierd.daemon.promotion import Waiter
+from tierd.daemon.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.server import Session
+from tierd.daemon.tier import StorageTier
 from tierd.memory.arena import Arena
+from tierd.storage.breaker import BreakerBackend
+from tierd.storage.circuit import Circuit
 from tierd.testing import backend as backend_module
-from tierd.testing.backend import NO_FAULTS
 from tierd.testing.engine import Habits, Link
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
@@ -255,19 +260,26 @@ def test_a_commit_before_the_backup_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_a_slot_that_changes_under_a_backup_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier would store bytes of another block; its checksum would make it a miss, at best."""
-    let_go, queue = Node._let_go, Node._queue_fresh
 
-    def unheld(self: Node, space: Space, slots: Sequence[int]) -> None:
-        before = len(self._fresh)
-        queue(self, space, slots)
-        self.host.unhold(space, [slot for _, slot in list(self._fresh)[before:]])
+    class Unheld:
+        def __init__(self, host: HostTier) -> None:
+            self._host = host
 
-    def not_again(self: Node, space: Space, slots: Sequence[int]) -> None:
-        self.host.hold(space, slots)
-        let_go(self, space, slots)
+        def hold(self, *_: object) -> None:
+            """Not held."""
 
-    monkeypatch.setattr(Node, "_queue_fresh", unheld)
-    monkeypatch.setattr(Node, "_let_go", not_again)
+        unhold = hold
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._host, name)
+
+    init = Backups.__init__
+
+    def unheld(self: Backups, memory: HostMemory, tiers: Sequence[StorageTier]) -> None:
+        init(self, memory, tiers)
+        self._host = Unheld(memory.host)  # type: ignore[assignment]  # stands in for it
+
+    monkeypatch.setattr(Backups, "__init__", unheld)
     monkeypatch.setattr(Node, "check", lambda self: None)
     assert caught()
 
@@ -285,8 +297,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
         lease_ttl_ms=100,
-        disk_bytes=None,
-        faults=NO_FAULTS,
+        tiers=[],
         engines=[],
         habits=Habits(),
         sessions=0,
@@ -297,7 +308,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 
     async def scenario(loop: SimulationLoop) -> None:
         world = World(loop, 0, loop.random, network_s=0.001)
-        life = world.life = Life(world, plan, NO_FAULTS)
+        life = world.life = Life(world, plan, faulty=False)
         while not life.accepting:
             await asyncio.sleep(0.001)
         links = []
@@ -330,18 +341,15 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 @pytest.mark.slow
 def test_lookups_that_outlive_a_deadline_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine would wait for a tier that takes its time to give up."""
-    within = Node._within
+    promote = Node._promote
 
-    async def polite(self: Node, work: Awaitable[object], deadline_ns: int) -> object:
-        result = await within(self, work, deadline_ns)
+    async def polite(self: Node, waiter: Waiter, hashes: Sequence[bytes], deadline_ns: int) -> None:
+        await promote(self, waiter, hashes, deadline_ns)
         lookups = [task for task in self._tasks if task.get_name() == "lookup"]
-        if result is None and lookups:
-            for task in lookups:
-                task.cancel()
+        if lookups:
             await asyncio.wait(lookups)
-        return result
 
-    monkeypatch.setattr(Node, "_within", polite)
+    monkeypatch.setattr(Node, "_promote", polite)
     assert "no Acquired" in caught()
 
 
@@ -359,7 +367,7 @@ def test_two_fetches_of_one_block_are_harmless(monkeypatch: pytest.MonkeyPatch) 
     run_node = Node.run
 
     async def forgetful(self: Node, ready: Callable[[], Awaitable[None]]) -> None:
-        self._promoting = Forgetful()
+        self.promotions.under_way = Forgetful()
         await run_node(self, ready)
 
     monkeypatch.setattr(Node, "run", forgetful)
@@ -385,5 +393,90 @@ def test_rings_that_cannot_be_evicted_are_seen(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_hung_storage_calls_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that never answers would keep slots, and the tier's concurrency, for ever."""
-    monkeypatch.setattr(node_module, "CALL_S_MAX", 1e6)
+    ever_s = partial(BreakerBackend, deadline_s=1e6, slow_s=1e6)
+
+    def patient(inner: Backend, *, name: str, probe_s: float, **_: float) -> BreakerBackend:
+        return ever_s(inner, name=name, probe_s=probe_s)
+
+    monkeypatch.setattr(tier_module, "BreakerBackend", patient)
     assert "left behind" in caught()
+
+
+# --- proof that the oracles see what several tiers can do wrong -------------------------
+
+
+@pytest.mark.slow
+def test_a_backup_that_failed_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block whose write failed once would never be offered to that tier again."""
+    monkeypatch.setattr(Backups, "_lacks", lambda self, space, slots, queue: None)
+    assert "said to have" in caught()
+
+
+@pytest.mark.slow
+def test_a_fill_that_is_only_claimed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier would be taken to have what only the one below has, and never get it."""
+
+    def claim(self: Backups, space: Space, slots: Sequence[int], source: int) -> None:
+        for slot in slots:
+            space.backed_up[slot] = self._every
+
+    monkeypatch.setattr(Backups, "promoted", claim)
+    assert "said to have" in caught()
+
+
+@pytest.mark.slow
+def test_a_damaged_copy_that_hides_a_sound_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rotten disk would hide what the object store has."""
+    bring = Promotions._bring
+
+    async def bring_once(
+        self: Promotions, batch: Promotion, number: int, hashes: Sequence[bytes]
+    ) -> list[bytes]:
+        await bring(self, batch, number, hashes)
+        return []
+
+    monkeypatch.setattr(Promotions, "_bring", bring_once)
+    assert "stored blocks" in caught()
+
+
+@pytest.mark.slow
+def test_queues_beyond_their_bound_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow tier would pin L2 until nothing can be stored."""
+
+    def admit(self: WriteQueue, space: Space, lacking: Sequence[int]) -> Sequence[int]:
+        self.pending_bytes += len(lacking) * space.slot_bytes
+        self.pending_blocks += len(lacking)
+        return lacking
+
+    monkeypatch.setattr(WriteQueue, "admit", admit)
+    assert "check failed: Backups" in caught()
+
+
+@pytest.mark.slow
+def test_requests_that_wait_for_a_dead_tier_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request of an outage would pay the tier's deadline."""
+    monkeypatch.setattr(Circuit, "allows", lambda self, now_s: True)
+    assert "known to be away" in caught()
+
+
+@pytest.mark.slow
+def test_a_tier_that_is_never_tried_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's restart would cost its tier until tierd is restarted."""
+    probed = Circuit.probed
+
+    def deaf(self: Circuit, now_s: float, failure: str | None) -> None:
+        probed(self, now_s, "not heard" if self.is_open else failure)
+
+    monkeypatch.setattr(Circuit, "probed", deaf)
+    assert "not used" in caught()
+
+
+@pytest.mark.slow
+def test_a_tier_that_is_opened_only_once_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was down when tierd started would be missed for ever."""
+
+    async def open_once(self: StorageTier) -> None:
+        await self._try_open()
+
+    monkeypatch.setattr(StorageTier, "keep_opening", open_once)
+    assert "not used" in caught()

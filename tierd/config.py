@@ -1,17 +1,19 @@
 """The configuration: one TOML file, checked as a whole before anything starts.
 
 A field is one line plus its description; the reference in README.md is generated
-from here. Every scalar can be overridden by an environment variable, TIERD_ and the
-key's path in capitals.
+from here. Every key can be overridden by an environment variable: TIERD_ and the key's
+path in capitals, as in TIERD_HOST_CAPACITY, and with a tier's name in the place of its
+table, as in TIERD_STORAGE_FILE_DEADLINE_MS.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, Final, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +22,9 @@ from tierd.errors import ConfigError
 from tierd.sizes import parse_size
 
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
+
+TIERS_MAX: Final = 8
+"""Storage tiers of one daemon: each block has a bit for each, and each has its share of L2."""
 
 
 class Size(int):
@@ -45,8 +50,52 @@ class StorageConfig(msgspec.Struct, kw_only=True):
     """What every storage tier has; the other keys of its table belong to its type."""
 
     type: Annotated[str, Meta(description="Backend: an entry point of the group tierd.backends.")]
-    name: Annotated[str, Meta(description="Name in status and metrics; the type if absent.")] = ""
+    name: Annotated[
+        str, Meta(max_length=64, description="Name in status and metrics; the type if absent.")
+    ] = ""
+    deadline_ms: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=60_000,
+            description="Longest time of one batch of blocks; what takes longer is given up "
+            "and opens the breaker.",
+        ),
+    ] = 2000
+    slow_ms: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=60_000,
+            description="A batch that takes longer counts as a failure for the breaker.",
+        ),
+    ] = 1000
+    probe_ms: Annotated[
+        int,
+        Meta(
+            ge=10,
+            le=600_000,
+            description="How often a tier whose breaker is open, or that could not be opened, "
+            "is tried again.",
+        ),
+    ] = 2000
+    read_batches: Annotated[
+        int, Meta(ge=1, le=64, description="Batches read at once, of up to 32 blocks or 8 MiB.")
+    ] = 4
+    write_batches: Annotated[int, Meta(ge=1, le=64, description="Batches written at once.")] = 2
+    write_queue: Annotated[
+        Size,
+        Meta(
+            description="Most bytes that wait to be written, and stay in host memory meanwhile; "
+            "beyond it a backup is skipped and counted.",
+        ),
+    ] = Size(1 << 30)
+    fill_from_lower: Annotated[
+        bool,
+        Meta(description="Whether blocks that a tier below had are written into this one."),
+    ] = True
     options: dict[str, object] = {}
+    overrides: dict[str, str] = {}
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +144,9 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     tables = raw.get("storage", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError("storage must be written as [[storage]] tables")
-    raw["storage"] = [_split_storage(table) for table in tables]
+    storage = [_split_storage(table) for table in tables]
+    _override_storage(storage, environ)
+    raw["storage"] = storage
     if "capacity" not in host:
         raise ConfigError('host.capacity is missing: say how much memory, as in capacity = "8GiB"')
     config = convert(raw, Config, "")
@@ -103,10 +154,18 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two storage tiers are named {name!r}: set storage.name")
+    if len(names) > TIERS_MAX:
+        raise ConfigError(f"{len(names)} storage tiers are configured; at most {TIERS_MAX} can be")
+    for tier in config.storage:
+        if tier.write_queue <= 0:
+            raise ConfigError(f"storage ({tier.name}).write_queue must be more than 0")
     if config.host.capacity <= 0:
         raise ConfigError("host.capacity must be more than 0")
     return config
 
+
+_STORAGE_PREFIX: Final = "TIERD_STORAGE_"
+_NOT_SCALARS: Final = ("host", "storage", "options", "overrides")
 
 _T = TypeVar("_T")
 
@@ -121,16 +180,30 @@ def convert(raw: object, cls: type[_T], where: str) -> _T:
         raise ConfigError(f"{key}: {message}") from error
 
 
-def check_options(table: Mapping[str, object], options: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError if `table` has a key that `options` has not."""
-    _check_keys(table, _field_names(options), where)
+_Options = TypeVar("_Options", bound=msgspec.Struct)
+
+
+def backend_options(tier: StorageConfig, cls: type[_Options]) -> _Options:
+    """The keys of a tier that belong to its type, the environment's included, checked.
+
+    Raises ConfigError with the key's path.
+    """
+    where = f"storage ({tier.name})."
+    prefix = f"{_STORAGE_PREFIX}{_capitals(tier.name)}_"
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
+    table = dict(tier.options)
+    for key, text in tier.overrides.items():
+        table[key] = _parse_text(kinds[key], prefix + key.upper(), text) if key in kinds else text
+    _check_keys(table, list(kinds), where)
+    return convert(table, cls, where)
 
 
 def _split_storage(table: dict[str, object]) -> dict[str, object]:
     kind = table.get("type")
     if not isinstance(kind, str):
         raise ConfigError('storage.type is missing: say which backend, as in type = "file"')
-    own = {key: value for key, value in table.items() if key in ("type", "name")}
+    known = _field_names(StorageConfig)
+    own = {key: value for key, value in table.items() if key in known and key not in _NOT_SCALARS}
     own.setdefault("name", kind)
     return {**own, "options": {k: v for k, v in table.items() if k not in own}}
 
@@ -151,21 +224,63 @@ def _override(
     table: dict[str, object], cls: type[msgspec.Struct], prefix: str, environ: Mapping[str, str]
 ) -> None:
     for field in msgspec.structs.fields(cls):
-        text = environ.get(prefix + field.encode_name.upper())
-        if text is None or field.encode_name in ("host", "storage"):
+        name = prefix + field.encode_name.upper()
+        if name in environ and field.encode_name not in _NOT_SCALARS:
+            table[field.encode_name] = _parse_text(field.type, name, environ[name])
+
+
+def _override_storage(tables: list[dict[str, object]], environ: Mapping[str, str]) -> None:
+    """Give each tier its variables; those that are no common key are its type's to check."""
+    common = {name.upper(): name for name in _field_names(StorageConfig)}
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(StorageConfig)}
+    prefixes = {f"{_STORAGE_PREFIX}{_capitals(str(t['name']))}_": t for t in tables}
+    for name, text in environ.items():
+        # With tiers "s3" and "s3_cold", TIERD_STORAGE_S3_COLD_BUCKET is the second one's.
+        prefix = max((p for p in prefixes if name.startswith(p)), key=len, default=None)
+        if prefix is None:
             continue
+        table, key = prefixes[prefix], name.removeprefix(prefix)
+        if key in ("TYPE", "NAME", *map(str.upper, _NOT_SCALARS)):
+            raise ConfigError(f"{name} in the environment: this key is not to be overridden")
+        if key in common:
+            table[common[key]] = _parse_text(kinds[common[key]], name, text)
+        else:
+            overrides = table.setdefault("overrides", {})
+            assert isinstance(overrides, dict)
+            overrides[key.lower()] = text
+
+
+def _capitals(name: str) -> str:
+    """A tier's name as a part of a variable's name."""
+    return re.sub(r"[^A-Z0-9]", "_", name.upper())
+
+
+def _parse_text(kind: object, name: str, text: str) -> object:
+    """The variable `name`'s text as a value of `kind`, which is still to be checked."""
+    kinds = set(_plain_types(kind))
+    if str in kinds or Size in kinds:
+        return text
+    if bool in kinds:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"{name}={text} in the environment is neither true nor false")
+        return text.lower() == "true"
+    parts = [part.strip() for part in text.split(",")] if list in kinds else [text]
+    if int in kinds:
         try:
-            if field.encode_name == "allow_uids":
-                table[field.encode_name] = [int(uid) for uid in text.split(",") if uid.strip()]
-            elif get_args(field.type)[:1] == (int,):
-                table[field.encode_name] = int(text)
-            else:
-                table[field.encode_name] = text
+            numbers = [int(part) for part in parts if part]
         except ValueError as error:
-            raise ConfigError(
-                f"{prefix}{field.encode_name.upper()}={text} in the environment "
-                "is not a whole number"
-            ) from error
+            what = "a whole number" if list not in kinds else "a list of whole numbers"
+            raise ConfigError(f"{name}={text} in the environment is not {what}") from error
+        return numbers if list in kinds else numbers[0] if numbers else text
+    return parts if list in kinds else text
+
+
+def _plain_types(kind: object) -> Iterator[object]:
+    """`kind` and what it is made of: of a list its items too, of a union its members."""
+    inner = get_args(kind)
+    yield getattr(kind, "__origin__", kind)
+    for part in inner:
+        yield from _plain_types(part)
 
 
 def _decode_size(cls: type, value: object) -> object:
@@ -184,7 +299,7 @@ def reference() -> str:
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
     for prefix, cls in (("", Config), ("host.", HostConfig), ("storage.", StorageConfig)):
         for field in msgspec.structs.fields(cls):
-            if field.name in ("host", "storage", "options"):
+            if field.name in _NOT_SCALARS:
                 continue
             rows.append(_reference_row(prefix, field))
     return "\n".join(rows)

@@ -53,11 +53,7 @@ def _lines(status: dict[str, object]) -> list[str]:
         f"{host['blocks']} blocks, {host['leases']} leases, {host['backlog_blocks']} to back up",
     ]
     for tier in _tables(status["storage"]):
-        lines.append(
-            f"{tier['name']:<8} {_size(tier['used_bytes'])} used of "
-            f"{_size(tier['capacity_bytes'])}, {tier['blocks']} blocks, {tier['state']}"
-        )
-        lines += [f"  {name} {count}" for name, count in _table(tier["counters"]).items() if count]
+        lines += _tier_lines(tier)
     for space in _tables(status["namespaces"]):
         lines.append(
             f"namespace {space['digest']}: {space['model']}, rank {space['tp_rank']}, "
@@ -66,6 +62,29 @@ def _lines(status: dict[str, object]) -> list[str]:
         )
     lines += [f"{name} {count}" for name, count in _table(status["counters"]).items()]
     return lines
+
+
+def _tier_lines(tier: dict[str, object]) -> list[str]:
+    why = f": {tier['why']}" if tier["why"] else ""
+    bound = f" of {_size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
+    counters = _table(tier["counters"])
+    lines = [
+        f"{tier['name']:<8} {tier['state']}{why}",
+        f"  {_size(tier['used_bytes'])} used{bound}, {tier['blocks']} blocks; "
+        f"read {_size(counters.get('read_bytes_total', 0))}, "
+        f"written {_size(counters.get('written_bytes_total', 0))}",
+        f"  {tier['backup_queue']} blocks to write, {_size(tier['backup_queue_bytes'])} of "
+        f"{_size(tier['backup_queue_bytes_max'])}",
+    ]
+    for what, circuit in _table(tier["circuits"]).items():
+        told = _table(circuit)
+        if told["state"] != "closed":
+            lines.append(f"  {what} {told['state']} for {told['since_s']} s: {told['why']}")
+    for what, spread in _table(tier["latency"]).items():
+        times = _table(spread)
+        if times["count"]:
+            lines.append(f"  {what} p50 {times['p50_ms']:.3g} ms, p99 {times['p99_ms']:.3g} ms")
+    return lines + [f"  {name} {count}" for name, count in counters.items() if count]
 
 
 def _table(value: object) -> dict[str, object]:

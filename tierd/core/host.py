@@ -112,8 +112,8 @@ class Space:
     reserved and not yet committed) or `chain` (READY). `generations` holds the
     reservation that filled it last.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
-    evicted nor reused. `checksums` holds None until it has been computed; `backed_up`
-    says that a storage tier has the block or has been handed it.
+    evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
+    has a bit a storage tier: see `tierd.daemon.backup`.
     """
 
     namespace: Namespace
@@ -124,7 +124,7 @@ class Space:
     generations: list[int] = field(default_factory=list)
     refs: list[int] = field(default_factory=list)
     checksums: list[bytes | None] = field(default_factory=list)
-    backed_up: list[bool] = field(default_factory=list)
+    backed_up: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     writing: dict[bytes, int] = field(default_factory=dict)
     live: list[bool] = field(default_factory=list)
@@ -385,7 +385,7 @@ class HostTier:
             space.generations += [0] * per
             space.refs += [0] * per
             space.checksums += [None] * per
-            space.backed_up += [False] * per
+            space.backed_up += [0] * per
         space.live[index] = True
         # Low slots are handed out first, so that a segment's pages are used in order.
         space.free[:0] = range((index + 1) * per - 1, index * per - 1, -1)
@@ -475,7 +475,7 @@ class HostTier:
 
     def _free(self, space: Space, slot: int) -> None:
         space.checksums[slot] = None
-        space.backed_up[slot] = False
+        space.backed_up[slot] = 0
         space.free.append(slot)
 
     def _end_reservation(self, owner: int, reservation_id: int) -> Reservation | None:

@@ -16,6 +16,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,12 +27,13 @@ import uvloop
 from tierd import __version__
 from tierd.backend import Backend
 from tierd.clock import SystemClock
-from tierd.config import Config, StorageConfig, check_options, convert
+from tierd.config import Config, StorageConfig, backend_options
 from tierd.daemon.node import Node
 from tierd.daemon.server import Server, default_allow_uids
-from tierd.daemon.tier import StorageTier
-from tierd.errors import BackendError, ConfigError
+from tierd.daemon.tier import StorageTier, opened
+from tierd.errors import ConfigError
 from tierd.memory.arena import check_capacity
+from tierd.storage.worker import WorkerBackend
 
 log = logging.getLogger("tierd")
 
@@ -62,6 +64,10 @@ def serve(config: Config) -> int:
 
 async def _main(config: Config, tiers: list[StorageTier], listener: socket.socket) -> int:
     clock = SystemClock()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
         node = Node(
             capacity_bytes=config.host.capacity,
@@ -73,29 +79,17 @@ async def _main(config: Config, tiers: list[StorageTier], listener: socket.socke
         )
         allowed = frozenset(config.allow_uids) or default_allow_uids()
         server = Server(node, clock, allowed)
-        await _open(tiers)
         try:
-            await node.run(lambda: _serve(config, node, server, listener))
+            async with opened(tiers):
+                await node.run(lambda: _serve(config, node, server, listener, stop))
         finally:
-            for tier in tiers:
-                await tier.backend.close()
-            node.arena.close()
+            node.memory.arena.close()
     return 0
 
 
-async def _open(tiers: list[StorageTier]) -> None:
-    for tier in tiers:
-        try:
-            await tier.backend.open()
-        except BackendError as error:
-            raise ConfigError(f"storage tier {tier.name}: {error}") from error
-
-
-async def _serve(config: Config, node: Node, server: Server, listener: socket.socket) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+async def _serve(
+    config: Config, node: Node, server: Server, listener: socket.socket, stop: asyncio.Event
+) -> None:
     server.listen(listener)
     # What exists now lives as long as the process: the collector need not walk it again.
     gc.collect()
@@ -144,14 +138,12 @@ def _make_tier(entry: StorageConfig) -> StorageTier:
             f"storage.type {entry.type!r} is unknown; installed: {', '.join(sorted(found.names))}"
         )
     cls: type[Backend] = found[entry.type].load()
-    where = f"storage ({entry.name})."
-    check_options(entry.options, cls.Options, where)
-    options = convert(entry.options, cls.Options, where)
+    options = backend_options(entry, cls.Options)
     try:
-        backend = cls.from_options(options)
+        raw = WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
     except ConfigError as error:
         raise ConfigError(f"storage ({entry.name}): {error}") from error
-    return StorageTier(entry.name, entry.type, backend)
+    return StorageTier(entry, raw, now_s=time.perf_counter)
 
 
 @contextlib.contextmanager

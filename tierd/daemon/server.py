@@ -79,7 +79,7 @@ class Session:
             m.Abort: self._abort,
             m.Status: self._status,
         }
-        node.segment_listeners.append(self._announce)
+        node.memory.listeners.append(self._announce)
 
     def data(self, chunk: memoryview) -> None:
         """Bytes from the client."""
@@ -99,7 +99,7 @@ class Session:
     def closed(self) -> None:
         """The peer has closed its end: it no longer touches what it had reserved."""
         self._over = True
-        self._node.segment_listeners.remove(self._announce)
+        self._node.memory.listeners.remove(self._announce)
         for task in self._acquires.values():
             task.cancel()
         self._node.drop_owner(self.owner)
@@ -159,7 +159,7 @@ class Session:
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
         if message.want_segments:
             self._wants_segments.add(handle)
-            for index, segment in enumerate(self._node.arena.segments(space)):
+            for index, segment in enumerate(self._node.memory.arena.segments(space)):
                 # A hollow one is announced when it is filled: a client that faulted it in
                 # before would take memory that nobody counts.
                 if space.live[index]:
@@ -189,7 +189,7 @@ class Session:
         slots = [s if s >= 0 else _REFUSED[Refusal(s)] for s in reservation.slots]
         self._send(m.Reserved(message.call, reservation.reservation_id, m.pack_slots(slots)))
         # After the reply: the client copies while room for its next call is made.
-        self._node.make_room_ahead(space, len(hashes))
+        self._node.memory.make_room_ahead(space, len(hashes))
 
     def _commit(self, message: m.Commit) -> None:
         count = self._node.host.commit_count(self.owner, message.reservation, message.blocks)

@@ -1,77 +1,300 @@
-"""A storage tier as the daemon sees it: a backend, its backup queue, its numbers."""
+"""A storage tier as the daemon sees it: it always answers, and never raises.
+
+Owns the backend with what is put around it, a measure and a breaker, and opens it, again
+and again if need be. What a foreign backend raises or answers wrongly ends here, as a
+counted miss. It refuses to know which blocks go where: that is for backup and promotion.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from typing import Final
+import contextlib
+import enum
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
 
-from tierd.backend import Backend
+from tierd.backend import Backend, BackendStats, GetRequest, GetResult, Outcome, PutRequest
+from tierd.config import StorageConfig
 from tierd.core.host import Space
+from tierd.errors import BackendError, ConfigError
+from tierd.storage.breaker import BreakerBackend
+from tierd.storage.measured import MeasuredBackend
+from tierd.types import BlockKey
+
+log = logging.getLogger("tierd")
 
 BATCH_BLOCKS_MAX: Final = 32
-BATCH_BYTES_MAX: Final = 32 << 20
-"""One call's blocks and bytes: enough for every I/O thread, little enough to keep prefix order."""
-
-READ_BATCHES_MAX: Final = 4
-WRITE_BATCHES_MAX: Final = 2
-"""Batches in flight a tier: the next one is ready when one ends; more only adds latency."""
-
-CALL_S_MAX: Final = 30.0
-"""A storage call that takes longer is given up: far above a batch on a slow network. Without
-it a few hung calls would hold their slots, and the tier's concurrency, for ever.
+BATCH_BYTES_MAX: Final = 8 << 20
+"""One call's blocks and bytes: enough for every I/O thread, little enough to keep prefix order,
+and to be no slow call where four of them share a link of 1 Gbit/s: 0.3 s.
 """
+
+OPEN_S_MAX: Final = 2.0
+"""Longest that opening the tiers keeps the daemon from serving; it goes on behind it."""
+
+OPEN_CALL_S_MAX: Final = 30.0
+"""Longest that one attempt to open a tier may take: one that hangs for ever never tells."""
+
+LOG_EVERY_S: Final = 10.0
+"""A tier that fails now and then, which no breaker stops, would write a line a call; what is
+not told is still counted."""
+
+WHY_CHARS_MAX: Final = 400
+COUNTERS_MAX: Final = 64
+"""What a tier may put into a status, so that all of them fit one frame."""
+
+_T = TypeVar("_T")
+
+
+class TierState(enum.Enum):
+    """One word on a tier: what an operator looks at first."""
+
+    OPENING = "opening"
+    """Its first open() has not ended yet."""
+    UNAVAILABLE = "unavailable"
+    """It could not be opened, and is tried again."""
+    FAILING = "failing"
+    """It is open, and its breaker lets no reads, or no writes, through."""
+    INDEXING = "indexing"
+    """It is open, and does not know all that it has yet."""
+    READY = "ready"
 
 
 class StorageTier:
-    """One entry of `[[storage]]`."""
+    """One entry of `[[storage]]`, around its raw backend."""
 
-    def __init__(self, name: str, kind: str, backend: Backend) -> None:
-        self.name = name
-        self.kind = kind
-        self.backend = backend
-        self.reads = asyncio.Semaphore(READ_BATCHES_MAX)
+    def __init__(
+        self, config: StorageConfig, raw: Backend, *, now_s: Callable[[], float] | None = None
+    ) -> None:
+        self.config = config
+        self.name = config.name
+        self.raw = raw
         self.counters: Counter[str] = Counter()
-        self.queue: deque[tuple[Space, int]] = deque()
-        self.queued = asyncio.Event()
-        self.writing = 0
+        self.reads = asyncio.Semaphore(config.read_batches)
+        self.tried = asyncio.Event()
+        """Its first open() has ended, well or not."""
+        self._open = False
+        self._why = ""
+        """Why it could not be opened, from the first failure on until it is open."""
+        self._quiet_until_s: dict[str, float] = {}
+        self._measured = MeasuredBackend(raw, now_s=now_s)
+        self._backend = BreakerBackend(
+            self._measured,
+            name=config.name,
+            deadline_s=config.deadline_ms / 1000,
+            slow_s=config.slow_ms / 1000,
+            probe_s=config.probe_ms / 1000,
+        )
+
+    # --- life -----------------------------------------------------------------------
+
+    async def keep_opening(self) -> None:
+        """Open the backend, again after each BackendError, with a warning for each new reason.
+
+        Raises ConfigError for what only a restart can mend; nothing tries again then.
+        """
+        while not await self._try_open():
+            await asyncio.sleep(self.config.probe_ms / 1000)
+
+    async def _try_open(self) -> bool:
+        try:
+            async with asyncio.timeout(OPEN_CALL_S_MAX):
+                await self._backend.open()
+        except ConfigError as error:
+            self._why = f"{error}; restart tierd with this mended"
+            raise ConfigError(f"storage tier {self.name}: {error}") from error
+        except BackendError as error:
+            self._unavailable(str(error))
+        except TimeoutError:
+            self._unavailable(f"it did not open within {OPEN_CALL_S_MAX:g} s")
+        except Exception:  # a foreign backend's bug costs its tier, not the daemon
+            self.counters["open_bugs_total"] += 1
+            log.exception("storage tier %s: open failed unexpectedly", self.name)
+            self._unavailable("open failed by a bug, which the log tells")
+        else:
+            if self._why:
+                log.info("storage tier %s: open", self.name)
+            self._open, self._why = True, ""
+        finally:
+            self.tried.set()
+        return self._open
+
+    async def close(self) -> None:
+        """Close the backend, open or not."""
+        try:
+            await self._backend.close()
+        except Exception as error:  # noqa: BLE001  # one tier's trouble must not leave others open
+            log.warning("storage tier %s: closing failed: %s", self.name, error)
+
+    def _unavailable(self, why: str) -> None:
+        self.counters["open_failed_total"] += 1
+        if why != self._why:
+            log.warning(
+                "storage tier %s: unavailable: %s; tierd serves without it and tries again "
+                "every %d ms (probe_ms)",
+                self.name,
+                why,
+                self.config.probe_ms,
+            )
+        self._why = why
 
     @property
-    def idle(self) -> bool:
-        """Whether no backup is queued or in flight."""
-        return not self.queue and not self.writing
+    def is_open(self) -> bool:
+        """Whether the backend has been opened."""
+        return self._open
 
-    def enqueue(self, space: Space, slot: int) -> None:
-        """Queue one held slot for backup."""
-        self.queue.append((space, slot))
-        self.queued.set()
+    # --- calls ----------------------------------------------------------------------
 
-    def next_batch(self) -> tuple[Space, list[int]]:
-        """Queued slots of one space, within the limits of a batch. The queue must not be empty."""
-        space, slot = self.queue.popleft()
-        slots = [slot]
-        limit = batch_blocks(space)
-        while self.queue and self.queue[0][0] is space and len(slots) < limit:
-            slots.append(self.queue.popleft()[1])
-        return space, slots
+    @property
+    def reads_allowed(self) -> bool:
+        """Whether a read may find anything; if not, it misses at once."""
+        return self._open and self._backend.reads_allowed
+
+    @property
+    def writes_allowed(self) -> bool:
+        """Whether a write may succeed; if not, it is refused at once."""
+        return self._open and self._backend.writes_allowed
+
+    def blame_reads(self) -> None:
+        """A request's deadline has passed while it waited for a read of this tier."""
+        self._backend.blame_reads()
+
+    async def contains(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """For each hash whether the tier probably has it."""
+        failed = [False] * len(hashes)
+        if not self._open:
+            return failed
+        return await self._guard("contains", self._backend.contains_many(namespace, hashes), failed)
+
+    async def get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        """Bring blocks into their slots. A HIT is the block that was asked for."""
+        failed = [GetResult(Outcome.ERROR)] * len(requests)
+        if not self._open:
+            return failed
+        results = await self._guard("get", self._backend.get_into(namespace, requests), failed)
+        for i, (request, result) in enumerate(zip(requests, results, strict=True)):
+            header = result.header
+            if result.outcome is Outcome.HIT and (
+                header is None
+                or header.key != BlockKey(namespace, request.block_hash)
+                or header.length != request.length
+            ):
+                # Not an assert: the backend may be anybody's, and this would be a wrong byte.
+                self.counters["wrong_answers_total"] += 1
+                if self._may_tell("another block"):
+                    log.error("storage tier %s gave another block than it was asked for", self.name)
+                results[i] = failed[i]
+        return results
+
+    async def put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        """Keep blocks; the outcome of each."""
+        failed = [Outcome.ERROR] * len(requests)
+        if not self._open:
+            return failed
+        return await self._guard("put", self._backend.put_many(namespace, requests), failed)
+
+    async def _guard(self, what: str, call: Awaitable[list[_T]], failed: list[_T]) -> list[_T]:
+        """The answer of a backend, or `failed` if it raised: a tier never ends the daemon."""
+        try:
+            answer = await call
+        except BackendError as error:
+            if self._may_tell(what):
+                log.warning("storage tier %s: %s failed: %s", self.name, what, error)
+            return failed
+        except Exception:  # a backend's bug is a counted miss, not an outage
+            self.counters["wrong_answers_total"] += 1
+            if self._may_tell(f"{what} unexpectedly"):
+                log.exception("storage tier %s: %s failed unexpectedly", self.name, what)
+            return failed
+        if len(answer) != len(failed):
+            self.counters["wrong_answers_total"] += 1
+            if self._may_tell(f"{what} answers"):
+                log.error(
+                    "storage tier %s: %s gave %d answers to %d questions",
+                    self.name,
+                    what,
+                    len(answer),
+                    len(failed),
+                )
+            return failed
+        return list(answer)
+
+    def _may_tell(self, what: str) -> bool:
+        """Whether a line about `what` is due in the log; if so, the next is in LOG_EVERY_S."""
+        now_s = asyncio.get_running_loop().time()
+        due = now_s >= self._quiet_until_s.get(what, now_s)
+        if due:
+            self._quiet_until_s[what] = now_s + LOG_EVERY_S
+        return due
+
+    # --- status ---------------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
-        """The tier's state for STATUS."""
-        stats = self.backend.stats()
-        counters = Counter(self.counters)
-        counters.update(self.backend.counters)
+        """The tier's state for STATUS; bounded, whatever the backend says."""
+        stats = self._backend.stats() if self._open else BackendStats()
+        circuits = self._backend.status()
+        for circuit in circuits.values():
+            circuit["why"] = str(circuit["why"])[:WHY_CHARS_MAX]
+        counters = Counter(self._backend.counters)
+        counters.update(self.counters)
         return {
             "name": self.name,
-            "type": self.kind,
-            "state": "ready" if stats.index_complete else "indexing",
+            "type": self.config.type,
+            "state": self._state(stats).value,
+            "why": self._why[:WHY_CHARS_MAX],
+            "circuits": circuits,
             "blocks": stats.blocks,
             "used_bytes": stats.used_bytes,
             "capacity_bytes": stats.capacity_bytes,
-            "backup_queue": len(self.queue) + self.writing,
-            "counters": dict(sorted(counters.items())),
+            "latency": self._measured.latency(),
+            "read_bytes_per_s": self._measured.read_bytes_per_s,
+            "write_bytes_per_s": self._measured.write_bytes_per_s,
+            "counters": dict(sorted(counters.items())[:COUNTERS_MAX]),
         }
+
+    def _state(self, stats: BackendStats) -> TierState:
+        if not self._open:
+            return TierState.UNAVAILABLE if self._why else TierState.OPENING
+        if not (self._backend.reads_allowed and self._backend.writes_allowed):
+            return TierState.FAILING
+        return TierState.READY if stats.index_complete else TierState.INDEXING
 
 
 def batch_blocks(space: Space) -> int:
     """Blocks of `space` that make one batch."""
     return max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // space.slot_bytes))
+
+
+@asynccontextmanager
+async def opened(tiers: Sequence[StorageTier]) -> AsyncIterator[None]:
+    """The tiers open, or being opened, until the block ends; then closed.
+
+    Waits for the first attempt of each, at most OPEN_S_MAX. Raises the ConfigError of a tier
+    that can never be opened as it is configured; all others are closed then.
+    """
+    tasks = [asyncio.create_task(tier.keep_opening(), name=f"open-{tier.name}") for tier in tiers]
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_S_MAX):
+                for tier in tiers:
+                    await tier.tried.wait()
+        for task in tasks:
+            if task.done():
+                task.result()
+            task.add_done_callback(_tell)
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # All at once: each that hangs takes the time that it is given, and a stop has little.
+        await asyncio.gather(*(tier.close() for tier in tiers))
+
+
+def _tell(task: asyncio.Task[None]) -> None:
+    """A ConfigError that came too late to keep the daemon from starting."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s; tierd serves without it until it is restarted", error)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.core.host import Space
 from tierd.daemon.node import Node
 from tierd.daemon.server import Session
-from tierd.daemon.tier import StorageTier
+from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import RemoteProtocolError
-from tierd.testing.backend import NO_FAULTS, FaultPlan, MemoryBackend
 from tierd.testing.connection import Connection
+from tierd.testing.faulty import NO_FAULTS, Fault
 from tierd.testing.loop import VirtualClock
+from tierd.testing.watched import WatchedBackend
 from tierd.testing.world import Plan, World
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
@@ -48,52 +47,26 @@ class _GrantedSlots:
     blocks: list[tuple[bytes, int]]
 
 
-class WatchedBackend(MemoryBackend):
-    """A tier that checks what it is handed: every block must be the right one, and keep still."""
-
-    world: World
-
-    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
-        for when in ("before", "after"):
-            for request in requests:
-                key = BlockKey(namespace, request.block_hash)
-                right = self.world.payload_of(key, request.length)
-                if bytes(request.view[: request.length]) != right:
-                    self.world.fail(f"wrong bytes {when} a backup of {key.block_hash.hex()[:12]}")
-                if request.checksum != checksum(right):
-                    self.world.fail("a backup came with a wrong checksum")
-                world, block_hash = self.world, request.block_hash
-                if request.parent != world.parents[block_hash] and block_hash not in world.liars:
-                    self.world.fail("a backup came with a wrong parent")
-            if when == "before":
-                outcomes = await super().put_many(namespace, requests)
-        self.world.counts["backed_up_blocks"] += outcomes.count(Outcome.STORED)
-        return outcomes
-
-    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
-        results = await super().get_into(namespace, requests)
-        self.world.counts["promoted_blocks"] += sum(r.outcome is Outcome.HIT for r in results)
-        return results
-
-
 class Life:
     """One life of the daemon: production's Node and Sessions, on simulated connections."""
 
-    def __init__(self, world: World, plan: Plan, faults: FaultPlan) -> None:
+    def __init__(self, world: World, plan: Plan, *, faulty: bool) -> None:
         self.world = world
-        self.backends: list[WatchedBackend] = []
+        self.plans = plan.tiers
+        self.backends = [
+            WatchedBackend(world, number, tier, faulty=faulty)
+            for number, tier in enumerate(plan.tiers)
+        ]
         for number, disk in enumerate(world.disks):
-            backend = WatchedBackend(
-                plan.disk_bytes, plan=faults, seed=world.random.getrandbits(32), blocks=disk
-            )
-            backend.world = world
-            self.backends.append(backend)
             world.note("tier", number, len(disk))
         self.clock = VirtualClock(world.loop)
         self.node = Node(
             capacity_bytes=plan.capacity_bytes,
             lease_ttl_ms=plan.lease_ttl_ms,
-            tiers=[StorageTier(f"tier{i}", "memory", b) for i, b in enumerate(self.backends)],
+            tiers=[
+                StorageTier(tier.config, backend)
+                for tier, backend in zip(plan.tiers, self.backends, strict=True)
+            ],
             clock=self.clock,
             epoch=world.random.randbytes(8),
             segment_bytes=plan.segment_bytes,
@@ -110,14 +83,11 @@ class Life:
         self._task = world.loop.create_task(self._run(), name="daemon")
 
     async def _run(self) -> None:
-        for backend in self.backends:
-            await backend.open()
         try:
-            await self.node.run(self._serve)
+            async with opened(self.node.tiers):
+                await self.node.run(self._serve)
         finally:
-            for backend in self.backends:
-                await backend.close()
-            self.node.arena.close()
+            self.node.memory.arena.close()
             self._count()
 
     def _count(self) -> None:
@@ -125,9 +95,10 @@ class Life:
         counts = self.world.counts
         counts.update(self.node.counters)
         counts["evicted_blocks_total"] += self.node.host.evicted_blocks
-        for tier, backend in zip(self.node.tiers, self.backends, strict=True):
-            counts.update(tier.counters)
-            counts.update({f"tier_{name}": number for name, number in backend.counters.items()})
+        for tier in self.node.tiers:
+            counters = tier.status()["counters"]
+            assert isinstance(counters, dict)
+            counts.update({f"tier_{name}": number for name, number in counters.items()})
 
     async def _serve(self) -> None:
         self.accepting = True
@@ -179,6 +150,7 @@ class Life:
             self._check_leases()
             self._check_writers()
             self._check_bugs()
+            self._check_masks()
         except AssertionError as error:
             place = error.__traceback__
             while place is not None and place.tb_next is not None:
@@ -208,9 +180,28 @@ class Life:
     def _check_bugs(self) -> None:
         assert not self.node.counters["internal_errors_total"], "the daemon counted a bug"
         for tier, backend in zip(self.node.tiers, self.backends, strict=True):
-            bugs = {k: n for k, n in tier.counters.items() if k.endswith("_bugs_total") and n}
-            assert not bugs, f"storage bugs: {bugs}"
+            assert not tier.counters["wrong_answers_total"], "the daemon counted a bug of a tier"
             assert not backend.counters["torn_writes_total"], "a slot changed under a backup"
+
+    def _check_masks(self) -> None:
+        """A tier that is said to have a block has said so, or is to get it, or was left out
+        because another one had it."""
+        for space in self.node.host.spaces.values():
+            for block_hash, slot in space.chain.items.items():
+                key = BlockKey(space.digest, block_hash)
+                for number, queue in enumerate(self.node.backups.queues):
+                    if space.backed_up[slot] & queue.bit and not self._is_with(number, key, slot):
+                        raise AssertionError(f"tier {number} does not have what it is said to have")
+
+    def _is_with(self, number: int, key: BlockKey, slot: int) -> bool:
+        if key in self.backends[number].kept:
+            return True
+        if any(key in backend.promoted for backend in self.backends[: number + 1]):
+            return True
+        below = any(key in backend.promoted for backend in self.backends[number + 1 :])
+        if below and not self.plans[number].config.fill_from_lower:
+            return True
+        return self.node.backups.waits(number, self.node.host.spaces[key.namespace], slot)
 
     def _check_evictable(self) -> None:
         """Nothing that clients said may keep a block for ever; this empties the index."""
@@ -223,6 +214,18 @@ class Life:
         """Tiers sound and quick from now on."""
         for backend in self.backends:
             backend.plan = NO_FAULTS
+        self.world.down.clear()
+
+    def check_back(self, number: int) -> None:
+        """A tier whose outage is over, and that has no other faults, must be in use again."""
+        if not self.accepting or self.plans[number].faults.chances.keys() - {Fault.LINGER}:
+            return
+        tier = self.node.tiers[number]
+        circuits = tier.status()["circuits"]
+        assert isinstance(circuits, dict)
+        states = [circuit["state"] for circuit in circuits.values()]
+        if not tier.is_open or "open" in states:
+            self.world.fail(f"a tier that is back is not used: {states}")
 
     def check_quiet(self) -> None:
         """After all clients have gone and all deadlines have passed: nothing is left behind."""
@@ -230,15 +233,15 @@ class Life:
         node = self.node
         left = {
             "sessions": sum(not r.over for r in self._referees),
-            "listeners": len(node.segment_listeners),
+            "listeners": len(node.memory.listeners),
             "leases": len(node.host.leases),
             "reservations": len(node.host.reservations),
             "writing": sum(len(s.writing) for s in node.host.spaces.values()),
             "refs": sum(sum(s.refs) for s in node.host.spaces.values()),
             "registered": sum(s.sessions for s in node.host.spaces.values()),
             "backlog": node.backlog(),
-            "pending bytes": node._pending_bytes,
-            "promoting": len(node._promoting),
+            "pending bytes": sum(q.pending_bytes for q in node.backups.queues),
+            "promoting": len(node.promotions.under_way),
             "tasks": len(node._tasks),
         }
         left = {what: count for what, count in left.items() if count}
@@ -247,7 +250,7 @@ class Life:
         memory = sum(
             os.fstat(segment.fd).st_blocks * 512
             for space in node.host.spaces.values()
-            for segment in node.arena.segments(space)
+            for segment in node.memory.arena.segments(space)
         )
         if memory > node.host.capacity_bytes:
             self.world.fail(f"{memory} bytes of memory in {node.host.capacity_bytes}")
@@ -421,8 +424,9 @@ class Referee:
                 # What came in the same read may have evicted it since.
                 if self._life.node.host.evicted_blocks == evicted_before:
                     self._world.fail("COMMITTED counts a block that is not readable")
-            elif space.backed_up[slot]:
-                self._world.promised.add(BlockKey(space.digest, block_hash))
+            else:
+                key, promised = BlockKey(space.digest, block_hash), self._world.promised
+                promised[key] = promised.get(key, 0) | space.backed_up[slot]
 
     def _end(self) -> None:
         """The daemon ends the session: calls need no answer, but the client may still write."""

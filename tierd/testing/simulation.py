@@ -12,18 +12,19 @@ import gc
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import Final
 
 from tierd.backend import verify_block
+from tierd.config import Size, StorageConfig
 from tierd.daemon.node import HOUSEKEEPING_S
-from tierd.daemon.tier import CALL_S_MAX
-from tierd.testing.backend import NO_FAULTS, Fault, FaultPlan
+from tierd.testing.backend import StoredBlock
 from tierd.testing.engine import Engine, Habits, Link
+from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
-from tierd.testing.world import Account, Plan, Violation, World
+from tierd.testing.world import Account, Plan, TierPlan, Violation, World
 from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
@@ -31,8 +32,14 @@ __all__ = ["Violation", "run_world", "simulate"]
 
 ROOT: Final = hashlib.sha256(b"simulation").digest()
 
-QUIET_S: Final = CALL_S_MAX + 5.0
-"""Virtual time for every deadline of a storage call to pass."""
+QUIET_S: Final = 5.0
+"""Virtual time, beyond the deadlines of storage calls, for all that waits to be over."""
+
+ROT_CHANCE: Final = 0.1
+"""How much of what the audit has to find is damaged in one tier."""
+
+PATIENT_MS: Final = 60_000
+"""Deadline of storage calls that never pass it."""
 
 _ROT: Final = (
     Fault.FLIP_PAYLOAD,
@@ -45,19 +52,13 @@ _ROT: Final = (
 """What goes wrong on a disk whose calls all answer."""
 
 
+_KINDS: Final = ("sound", "slow", "away", "away", "faulty", "broken", "rotten", "rotten")
+
+
 def draw_plan(random: Random, world: World) -> Plan:
     """A world: few slots and short chains, so that everything collides with everything."""
     slots = random.randint(12, 40)
     pages = random.choice((1, 1, 2, 4))
-    kind = random.choice(("sound", "slow", "faulty", "broken", "rotten"))
-    latency_s = 0.0 if kind == "sound" else random.choice((1e-4, 2e-3, 2e-2))
-    chances: dict[Fault, float] = {}
-    if kind in ("faulty", "broken", "rotten"):
-        for fault in _ROT if kind == "rotten" else Fault:
-            if random.random() < 0.5:
-                chances[fault] = random.random() * (0.05 if kind == "faulty" else 0.3)
-    elif random.random() < 0.5:
-        chances[Fault.LINGER] = 0.5
     world.network_s = random.choice((1e-5, 2e-4, 2e-3, 1e-2))
     _draw_chains(random, world)
     models = [
@@ -69,20 +70,69 @@ def draw_plan(random: Random, world: World) -> Plan:
         for ranks in (random.randint(1, 3),)
         for shorter in (random.choice((0, 16, 1000)),)
     ]
-    world.disks = [{} for _ in range(random.choice((0, 1, 1, 1, 1, 2, 3)))]
     total = slots * pages * PAGE_BYTES
+    tiers = _draw_tiers(random, total)
+    world.disks = [{} for _ in tiers]
     return Plan(
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
         lease_ttl_ms=random.choice((50, 200, 2000)),
-        disk_bytes=random.choice((None, None, total // 2)),
-        faults=FaultPlan(chances, latency_s),
+        tiers=tiers,
         engines=[random.choice(models) for _ in range(random.randint(1, 4))],
         habits=_draw_habits(random),
         sessions=random.randint(1, 4),
         requests=random.randint(5, 15),
         restarts=random.choice((0, 1, 1, 2)),
         kills=random.random() < 0.5,
+    )
+
+
+def _draw_tiers(random: Random, total_bytes: int) -> list[TierPlan]:
+    """None to three tiers; often all of one kind, since one that loses blocks hides much."""
+    kinds = [random.choice(_KINDS) for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3)))]
+    if random.random() < 0.5:
+        kinds = kinds[:1] * len(kinds)
+    small = random.random() < 0.3
+    return [
+        _draw_tier(random, number, kind, total_bytes, small) for number, kind in enumerate(kinds)
+    ]
+
+
+def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: bool) -> TierPlan:
+    chances: dict[Fault, float] = {}
+    if kind in ("faulty", "broken", "rotten"):
+        for fault in _ROT if kind == "rotten" else Fault:
+            if random.random() < 0.5:
+                chances[fault] = random.random() * (0.05 if kind == "faulty" else 0.3)
+    elif random.random() < 0.5:
+        chances[Fault.LINGER] = 0.5
+    latency_s = random.choice((1e-4, 2e-3, 2e-2))
+    if kind in ("sound", "away"):
+        latency_s = random.choice((0.0, 1e-4))
+    outages = [
+        (random.expovariate(1 / 0.1), random.choice((0.1, 1.0, 5.0)))
+        for _ in range(random.randint(1, 4) if kind == "away" else 0)
+    ]
+    # Where nothing else goes wrong, nothing may be lost: no deadline may be missed there.
+    patient = kind in ("sound", "slow")
+    deadline_ms = PATIENT_MS if patient else random.choice((50, 200, 1000))
+    config = StorageConfig(
+        type="memory",
+        name=f"tier{number}",
+        deadline_ms=deadline_ms,
+        slow_ms=deadline_ms if patient else deadline_ms // 2,
+        probe_ms=random.choice((20, 200)),
+        read_batches=random.choice((1, 4)),
+        write_batches=random.choice((1, 2)),
+        write_queue=Size(random.choice((PAGE_BYTES, total_bytes, total_bytes))),
+        fill_from_lower=random.random() < 0.7,
+    )
+    return TierPlan(
+        disk_bytes=total_bytes // 2 if small else None,
+        faults=FaultPlan(chances, latency_s),
+        outages=outages,
+        hangs=random.random() < 0.7,
+        config=config,
     )
 
 
@@ -106,7 +156,7 @@ def _draw_chains(random: Random, world: World) -> None:
             chain = [*chain, block_hash]
             parent = block_hash
         world.chains.append(chain)
-    if random.random() < 0.2:
+    if random.random() < 0.3:
         # A client that lies: no sound hash chain bites its own tail.
         ring = [random.randbytes(HASH_BYTES) for _ in range(random.randint(1, 4))]
         world.parents |= zip(ring, [ring[-1], *ring], strict=False)
@@ -141,20 +191,21 @@ async def run_world(loop: SimulationLoop, seed: int) -> Account:
     random = Random(f"world {seed}")
     world = World(loop, seed, random)
     plan = draw_plan(random, world)
-    harmful = set(plan.faults.chances) - {Fault.LINGER}
-    world.lossless = bool(world.disks) and plan.disk_bytes is None and not harmful
+    world.lossless = bool(plan.tiers) and all(tier.lossless for tier in plan.tiers)
     work = loop.create_task(_history(world, plan), name="world")
     await world.supervise(work)
     return world.account()
 
 
 async def _history(world: World, plan: Plan) -> None:
-    life = world.life = Life(world, plan, plan.faults)
+    life = world.life = Life(world, plan, faulty=True)
     while not life.accepting:
         await asyncio.sleep(0.001)
     async with asyncio.TaskGroup() as group:
         over = asyncio.Event()
         group.create_task(_restart(world, plan, over))
+        for number, tier in enumerate(plan.tiers):
+            group.create_task(_outages(world, number, tier, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
@@ -175,10 +226,31 @@ async def _restart(world: World, plan: Plan, over: asyncio.Event) -> None:
             await asyncio.sleep(0.002)
         if over.is_set():
             return
-        await _next_life(world, plan, plan.faults, plan.kills)
+        await _next_life(world, plan, faulty=True, kill=plan.kills)
 
 
-async def _next_life(world: World, plan: Plan, faults: FaultPlan, kill: bool) -> None:
+async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Event) -> None:
+    """Have a tier go away and come back, and see that it is used again then."""
+    for pause_s, duration_s in plan.outages:
+        await _sleep_until(over, pause_s)
+        if over.is_set():
+            return
+        world.counts["outages"] += 1
+        world.down.add(number)
+        await _sleep_until(over, duration_s)
+        world.down.discard(number)
+        await asyncio.sleep(plan.back_within_s)
+        if world.life is not None:
+            world.life.check_back(number)
+
+
+async def _sleep_until(over: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await over.wait()
+
+
+async def _next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
     life = world.life
     assert life is not None
     world.life = None
@@ -188,8 +260,8 @@ async def _next_life(world: World, plan: Plan, faults: FaultPlan, kill: bool) ->
     elif await life.stop(drain_s=1.0) == 0:
         world.check_promises()
     # What was still on its way to the disks is lost.
-    world.promised = {key for key in world.promised if world.on_disk(key)}
-    world.life = Life(world, plan, faults)
+    world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
+    world.life = Life(world, plan, faulty=faulty)
     while not world.life.accepting:
         await asyncio.sleep(0.001)
 
@@ -199,19 +271,33 @@ async def _settle(world: World, plan: Plan) -> None:
     while world.life is None or not world.life.accepting:
         await asyncio.sleep(0.01)
     world.life.calm()
-    await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + QUIET_S)
+    calls_s = max((tier.config.deadline_ms / 1000 for tier in plan.tiers), default=0.0)
+    await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + calls_s + QUIET_S)
     world.life.check_quiet()
 
 
 async def _audit(world: World, plan: Plan) -> None:
     """What lies sound on the disks is found by the next life, and is right."""
-    await _next_life(world, plan, NO_FAULTS, kill=False)
+    _rot(world)
+    await _next_life(world, plan, faulty=False, kill=False)
     life = world.life
     assert life is not None
     if world.disks:
         for ranks in {rank.digest: rank for engine in plan.engines for rank in engine}.values():
             await _audit_rank(world, ranks)
     await life.stop(drain_s=1.0)
+
+
+def _rot(world: World) -> None:
+    """Damage some of what lies on the disks, each copy for itself."""
+    random = world.random
+    for disk in world.disks:
+        for key, (header, payload) in disk.items():
+            if random.random() < ROT_CHANCE:
+                place = random.randrange(len(payload))
+                rotten = bytes((payload[place] ^ 1,))
+                payload = payload[:place] + rotten + payload[place + 1 :]
+                disk[key] = StoredBlock(header, payload)
 
 
 async def _audit_rank(world: World, rank: Namespace) -> None:
@@ -231,12 +317,14 @@ async def _audit_rank(world: World, rank: Namespace) -> None:
     room = host.capacity_bytes // space.segment_bytes * space.slots_per_segment
     for chain in world.chains:
         sound = min(_sound_prefix(world, rank, chain), room)
-        # A damaged copy in one tier hides a sound one in the next until it has been read.
-        for _ in range(1 + len(chain) * len(world.disks)):
+        counters = world.life.node.counters
+        found, refused = 0, -1
+        # A damaged copy in one tier does not hide a sound one in the next; only what had no
+        # room may come at the next try.
+        while found < sound and counters["promotion_no_room_total"] != refused:
+            refused = counters["promotion_no_room_total"]
             found = await _audit_chain(world, link, rank, chain)
-            if found >= sound:
-                break
-        else:
+        if found < sound:
             world.fail(f"a restarted daemon finds {found} of {sound} stored blocks")
         world.counts["audited_blocks"] += found
     link.close(torn=False)

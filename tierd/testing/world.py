@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from tierd.testing.backend import FaultPlan, StoredBlock
+from tierd.config import StorageConfig
+from tierd.testing.backend import StoredBlock
 from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
+from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.loop import SimulationLoop
 from tierd.types import BlockKey, Namespace
 
 if TYPE_CHECKING:
     from tierd.testing.life import Life
+
+BACK_SLACK_S: Final = 0.5
+"""For a backend that takes its time to let go of a hung probe."""
 
 RUN_S_MAX: Final = 3600.0
 """Virtual time that a world gets; beyond it somebody waits for what never comes."""
@@ -39,14 +44,39 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One storage tier: what it can hold, what goes wrong, and how it is configured.
+
+    `outages` are (pause, duration) in seconds, one after the other: all calls hang, or all
+    fail, and then all is as it was.
+    """
+
+    disk_bytes: int | None
+    faults: FaultPlan
+    outages: list[tuple[float, float]]
+    hangs: bool
+    config: StorageConfig
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what it was given and has not refused is there for ever."""
+        harmful = set(self.faults.chances) - {Fault.LINGER}
+        return self.disk_bytes is None and not harmful and not self.outages
+
+    @property
+    def back_within_s(self) -> float:
+        """How soon it is used again after an outage: a probe that hangs, a pause, another one."""
+        return (self.config.deadline_ms + self.config.probe_ms) / 1000 + BACK_SLACK_S
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One world, drawn from its seed."""
 
     capacity_bytes: int
     segment_bytes: int
     lease_ttl_ms: int
-    disk_bytes: int | None
-    faults: FaultPlan
+    tiers: list[TierPlan]
     engines: list[list[Namespace]]
     habits: Habits
     sessions: int
@@ -67,7 +97,8 @@ class World:
     parents: dict[bytes, bytes] = field(default_factory=dict)
     liars: set[bytes] = field(default_factory=set)
     disks: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
-    promised: set[BlockKey] = field(default_factory=set)
+    down: set[int] = field(default_factory=set)
+    promised: dict[BlockKey, int] = field(default_factory=dict)
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
@@ -119,13 +150,17 @@ class World:
         life.adopt(connection, name)
         return connection
 
-    def on_disk(self, key: BlockKey) -> bool:
-        """Whether some disk has the block, sound or not."""
-        return any(key in disk for disk in self.disks)
+    def on_disk(self, number: int, key: BlockKey) -> bool:
+        """Whether the disk of a tier has the block, sound or not."""
+        return key in self.disks[number]
+
+    def kept(self, key: BlockKey, tiers: int) -> int:
+        """Those bits of `tiers` whose disks have the block."""
+        return tiers & sum(1 << number for number, disk in enumerate(self.disks) if key in disk)
 
     def check_promises(self) -> None:
-        """Blocks whose commit was acknowledged and that were backed up must be on a disk."""
-        lost = sum(not self.on_disk(key) for key in self.promised)
+        """Blocks whose commit was acknowledged must be on the disks that were to get them."""
+        lost = sum(self.kept(key, tiers) != tiers for key, tiers in self.promised.items())
         if self.lossless and lost:
             self.fail(f"{lost} of {len(self.promised)} acknowledged and drained blocks are lost")
 

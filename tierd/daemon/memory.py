@@ -1,0 +1,155 @@
+"""Host memory: carries out what the core decides about it.
+
+Makes, fills and hollows segments, moves blocks, and keeps the ledger. It refuses to know
+why: who stores, who waits and where else a block lies is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Final, TypeVar, assert_never
+
+from tierd.clock import Clock
+from tierd.core.host import (
+    Effect,
+    Forget,
+    HollowSegment,
+    HostTier,
+    Move,
+    NewSegment,
+    Reservation,
+    Space,
+)
+from tierd.memory.arena import Arena, Segment
+from tierd.memory.ledger import LedgerRecord
+
+log = logging.getLogger("tierd")
+
+INTERNAL: Final = 0
+"""Owner of the daemon's own reservations; sessions count from 1."""
+
+_T = TypeVar("_T")
+SegmentListener = Callable[[Space, int, Segment], None]
+
+
+class HostMemory:
+    """L2: the core's state machine and the memory that it decides about."""
+
+    def __init__(
+        self, host: HostTier, clock: Clock, counters: Counter[str], executor: Executor | None
+    ) -> None:
+        self.host = host
+        self.arena = Arena()
+        self.counters = counters
+        self.listeners: list[SegmentListener] = []
+        self._clock = clock
+        self._executor = executor
+        self._unpopulated: deque[tuple[Space, int]] = deque()
+        self._populate_ready = asyncio.Event()
+
+    async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
+        """What `call` returns, run off the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+
+    def reserve(
+        self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
+    ) -> Reservation:
+        """Slots for new blocks, with memory behind them."""
+        reservation, effects = self.host.reserve(owner, space, hashes, parents)
+        self._apply(effects)
+        return reservation
+
+    def make_room_ahead(self, space: Space, count: int) -> None:
+        """Have slots for the next `count` blocks before they are asked for."""
+        self._apply(self.host.make_room_ahead(space, count))
+
+    def payload(self, space: Space, slot: int) -> memoryview:
+        """The bytes of a slot that count."""
+        return self.arena.view(space, slot)[: space.namespace.block_bytes]
+
+    def record(self, space: Space, slot: int) -> None:
+        """Write a proven block into the ledger."""
+        digest = space.checksums[slot]
+        assert digest is not None
+        index, place = divmod(slot, space.slots_per_segment)
+        self.arena.segments(space)[index].ledger.ready(
+            LedgerRecord(
+                place,
+                space.chain.hash_of(slot),
+                space.chain.parent_of(slot),
+                space.namespace.block_bytes,
+                digest,
+                space.generations[slot],
+                self._clock.monotonic_ns(),
+            )
+        )
+
+    def keep_hollow(self) -> None:
+        """Give back what clients that faulted memory in have taken beyond the capacity."""
+        for space in self.host.spaces.values():
+            self.arena.keep_hollow(space)
+
+    async def populate(self) -> None:
+        """Fault new segments in ahead of use, for ever."""
+        while True:
+            await self._populate_ready.wait()
+            while self._unpopulated:
+                space, index = self._unpopulated.popleft()
+                mapping = self.arena.segments(space)[index].mapping
+                try:
+                    more = space.live[index]
+                    while more:
+                        more = await self.in_thread(mapping.populate_next)
+                        if not space.live[index]:
+                            # Hollowed while the chunk was being faulted in.
+                            mapping.give_back()
+                            more = False
+                except OSError as error:
+                    self.counters["populate_failed_total"] += 1
+                    log.warning("cannot fault in memory ahead of use: %s", error)
+            self._populate_ready.clear()
+
+    def _apply(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case NewSegment(space, index):
+                    self._new_segment(space, index)
+                case HollowSegment(space, index):
+                    self.arena.hollow(space, index)
+                case Forget(space, slots):
+                    self.arena.forget(space, slots)
+                case Move(space, pairs):
+                    self.arena.move(space, pairs)
+                    self.counters["moved_blocks_total"] += len(pairs)
+                case _:
+                    assert_never(effect)
+
+    def _new_segment(self, space: Space, index: int) -> None:
+        try:
+            segment = self.arena.create(space, index)
+        except OSError as error:
+            # Out of descriptors or memory: what was to be stored there is refused.
+            self.counters["segments_failed_total"] += 1
+            log.error("cannot make a memory segment: %s", error)
+            self.host.lose_segment(space, index)
+            return
+        self._unpopulated.append((space, index))
+        self._populate_ready.set()
+        # A copy: telling a client that has gone ends its session, and its listening.
+        for listener in list(self.listeners):
+            listener(space, index, segment)
+
+    def check(self) -> None:
+        """Assert the invariants of core and ledger; for tests."""
+        self.host.check()
+        for space in self.host.spaces.values():
+            for index, segment in enumerate(self.arena.segments(space)):
+                for record in segment.ledger.records():
+                    slot = index * space.slots_per_segment + record.place
+                    assert space.chain.items.get(record.block_hash) == slot
+                    assert space.checksums[slot] == record.checksum
+                    assert space.generations[slot] == record.generation
