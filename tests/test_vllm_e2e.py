@@ -10,35 +10,18 @@ import hashlib
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cbor2
 import pytest
 
-from engine.model import write_config
-from engine.process import EngineProcess
 from tests.daemon_process import DaemonProcess
+from tests.vllm_engine import BLOCK_TOKENS, Engine, prompt, whole_blocks
 from tierd.backend import HEADER_BYTES, unpack_header
 from tierd.types import PAGE_BYTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
-
-BLOCK_TOKENS = 32
-
-# One unbound thread: threads that spin on barriers crawl on a machine that does other work.
-THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-
-
-def prompt(length: int, tag: object) -> list[int]:
-    """The same pseudo-random tokens for the same tag."""
-    source = random.Random(str(tag))
-    return [source.randrange(10, 15990) for _ in range(length)]
-
-
-def whole_blocks(length: int) -> int:
-    """Tokens of a prompt that can be cached: whole blocks that leave one token to compute."""
-    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def block_hashes(tokens: list[int]) -> list[bytes]:
@@ -53,55 +36,17 @@ def block_hashes(tokens: list[int]) -> list[bytes]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    write_config(tmp_path / "model", "tiny")
-    return tmp_path / "model"
-
-
-@pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[type[EngineProcess]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Starts engines, and stops those that a failed test left behind."""
-    started: list[EngineProcess] = []
+    started: list[Engine] = []
 
-    class Engine(EngineProcess):
-        def __init__(self, socket: str, **settings: object) -> None:
-            environment = {**THREADS, **settings.pop("env", {})}  # type: ignore[dict-item]  # a dict
-            given = {"model": str(model), "socket": socket, "env": environment, **settings}
-            super().__init__(given, tmp_path / "vllm.log")
-            started.append(self)
+    def begin(socket: str, **settings: object) -> Engine:
+        started.append(Engine(tmp_path, socket, **settings))
+        return started[-1]
 
-        def reset(self) -> None:
-            """Empty the engine's own cache; fails if any block is still in use."""
-            assert self.call("reset")["reset"]
-
-        def wait_connected(self, daemon: DaemonProcess) -> None:
-            """Until both sides of the connector have found the present daemon."""
-            epoch = daemon.status()["epoch"]
-            end = time.monotonic() + 20
-            while set(self.call("stats")["epochs"]) != {epoch}:
-                assert time.monotonic() < end
-                self.generate([prompt(8, time.monotonic())], tokens=2)
-
-        def wait_stored(self, daemon: DaemonProcess, blocks: int) -> None:
-            """Until the daemon holds so many blocks."""
-            end = time.monotonic() + 20
-            while daemon.status()["host"]["blocks"] < blocks:
-                assert time.monotonic() < end, daemon.status()
-
-    yield Engine
+    yield begin
     for engine in started:
-        if engine._process.poll() is None:
-            engine.kill()
-
-
-def settled(engine: EngineProcess) -> dict:
-    """The engine's counters, once nothing is left of any request."""
-    stats = engine.call("stats")
-    assert stats["off"] == "", stats
-    assert stats["errors"] == 0, stats
-    assert stats["leases"] == 0, stats
-    assert stats["blocks_in_use"] == 0, stats
-    return stats
+        engine.kill_if_running()
 
 
 def find_records(store: Path) -> dict[bytes, tuple[Path, int, int]]:
@@ -155,14 +100,14 @@ def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start) -> No
         engine.reset()
         loaded = engine.generate(prompts, tokens=12)
         assert (loaded["tokens"], loaded["cached"]) == (gold, full)
-        stats = settled(engine)
+        stats = engine.settled()
         assert stats["loaded_tokens"] == sum(full)
         assert stats["store_blocks"] >= stored
         assert stats["load_failures"] == 0
         engine.reset()
         engine.call("fail_loads", count=3)
         assert engine.generate(prompts, tokens=12)["tokens"] == gold, "after failed loads"
-        assert settled(engine)["load_failures"] == 3
+        assert engine.settled()["load_failures"] == 3
         engine.reset()
         loaded = engine.generate(prompts, tokens=12)
         assert (loaded["tokens"], loaded["cached"]) == (gold, full), "they are offered again"
@@ -205,7 +150,7 @@ def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start) -> No
         engine.wait_connected(daemon)
         cut = engine.generate(prompts, tokens=12)
         assert cut["tokens"] == gold
-        settled(engine)
+        engine.settled()
 
 
 def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
@@ -254,7 +199,7 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
             assert engine.call("reset", external=True)["reset"]
             fresh = engine.generate(prompts)
             assert (fresh["tokens"], fresh["cached"]) == (gold, [0] * 8), "a reset is a reset"
-            settled(engine)
+            engine.settled()
             assert daemon.status()["host"]["leases"] == 0
     finally:
         daemon.stop()
@@ -270,7 +215,7 @@ def test_preemption_under_pressure(l2_daemon: DaemonProcess, start) -> None:
     ) as engine:
         for _ in range(3):
             assert engine.generate(prompts, tokens=160)["tokens"] == gold
-        stats = settled(engine)
+        stats = engine.settled()
         assert stats["preemptions"] > 0
         assert stats["loaded_tokens"] > 0
         assert stats["store_blocks"] > 0
