@@ -1,0 +1,265 @@
+"""The loop under load: a small call and an acquire of 1,000 resident blocks, while blocks are
+promoted without pause, four batches at once from the file tier and four from S3.
+
+What is asked for is three times L2, so nearly every batch is read from its tier. The S3
+server (SeaweedFS) is niced, in the place of one on another machine, as far as that goes on
+the same cores. The control is the same load with the S3 client's threads in the daemon's own
+process. A bare ping-pong of two processes is timed beside them: on cores that are full it says
+what of the times is the machine's.
+
+`python -m bench.under_load` runs all cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from bench.common import Json, raw_ping_pong, write_result
+from tests.blocks import chain, namespace
+from tests.daemon_process import DaemonProcess
+from tests.s3_servers import SeaweedFS
+from tierd.client import Client, Handle, Lease
+from tierd_backends.s3 import S3Backend
+
+BLOCK_BYTES = 2 << 20
+BATCH = 16
+"""Blocks of a chain: 32 MiB, four batches of the daemon."""
+
+CHAINS = 24
+"""768 MiB in each tier."""
+
+HOST_CAPACITY = "512MiB"
+READS = 4
+"""At once of the S3 tier, as of the file tier, which has four threads."""
+
+READERS = 4
+"""Acquires in flight for each tier, as many as it reads batches at once."""
+
+RESIDENT = 1000
+READY_S = 60.0
+MEASURED_S = 20.0
+PAUSE_S = 0.0005
+"""Between two calls, as an engine's scheduler pauses."""
+
+TARGETS_P99_US = {"small call": 2000, "acquire 1000": 4000}
+
+
+class S3Here(S3Backend):
+    """The control: the same client as threads of the daemon."""
+
+    in_worker: ClassVar[bool] = False
+
+
+class QuietSeaweed(SeaweedFS):
+    """Its CPU time should not be the daemon's: S3 is elsewhere."""
+
+    def command(self) -> list[str]:
+        return ["nice", "-n", "10", *super().command()]
+
+
+def main() -> None:
+    results: dict[str, Json] = {}
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-") as scratch:
+        folder = Path(scratch)
+        _register_control(folder / "site")
+        with QuietSeaweed(folder / "s3") as server:
+            keys = server.options(server.make_bucket())
+            # What S3 has stays there only, or the file tier would soon answer for both.
+            store = str(folder / "store")
+            file_tier = _table("file", path=store, capacity="4GiB", fill_from_lower=False)
+            s3_tier = _table("s3", timeout_ms=20_000, connections=READS, **keys)
+            _fill(folder / "fill-file", file_tier, "file")
+            _fill(folder / "fill-s3", s3_tier, "s3")
+            both = file_tier + s3_tier
+            here = file_tier + s3_tier.replace('type = "s3"', 'type = "s3-here"')
+            for name, tiers, load in (
+                ("idle", both, ()),
+                ("file reads", both, ("file",)),
+                ("file and S3 reads", both, ("file", "s3")),
+                ("file and S3 reads, no worker process", here, ("file", "s3")),
+            ):
+                with DaemonProcess(
+                    folder / name.replace(" ", "-"), capacity=HOST_CAPACITY, storage=tiers
+                ) as daemon:
+                    results[name] = _measure(daemon, load)
+                print(f"{name}: {results[name]}", flush=True)
+    results["targets_p99_us"] = TARGETS_P99_US
+    write_result("under_load", results)
+
+
+def _measure(daemon: DaemonProcess, load: tuple[str, ...]) -> dict[str, Json]:
+    client = _ready_client(daemon)
+    handle = client.register(namespace(4096, model="bench-resident"))
+    hashes, parents = chain(RESIDENT)
+    blocks = [(h, p, bytes(4096)) for h, p in zip(hashes, parents, strict=True)]
+    assert all(client.put(handle, blocks))
+    daemon.wait_backed_up()
+    with contextlib.ExitStack() as stack:
+        for kind in load:
+            stack.enter_context(_reading(daemon.socket, kind))
+        if load:
+            time.sleep(3.0)  # Until L2 is full, and each promotion evicts.
+        before = _promoted(client)
+        began = time.perf_counter()
+        bare, small, large = _calls(client, handle, hashes)
+        seconds = time.perf_counter() - began
+        after = _promoted(client)
+    client.close()
+    row: dict[str, Json] = {
+        "bare ping-pong": _row(bare),
+        "small call": _row(small),
+        "acquire 1000": _row(large),
+    }
+    for name in after:
+        row[f"{name}_gb_per_s"] = round((after[name] - before[name]) / seconds / 1e9, 2)
+    return row
+
+
+def _calls(client: Client, handle: Handle, hashes: list[bytes]) -> list[list[float]]:
+    """Seconds of each round trip with a process that only echoes, of each small call, and of
+    each acquire of all resident blocks, in turns."""
+
+    def call(wanted: list[bytes]) -> None:
+        lease = client.acquire([handle], wanted, 1000)
+        assert lease is not None
+        assert lease.blocks == len(wanted)
+        leases.append(lease)
+
+    leases: list[Lease] = []
+    cases: list[Callable[[], None]] = [
+        raw_ping_pong(),
+        partial(call, hashes[:1]),
+        partial(call, hashes),
+    ]
+    seconds: list[list[float]] = [[] for _ in cases]
+    end = time.perf_counter() + MEASURED_S
+    while time.perf_counter() < end:
+        for case, times in zip(cases, seconds, strict=True):
+            time.sleep(PAUSE_S)
+            began = time.perf_counter()
+            case()
+            times.append(time.perf_counter() - began)
+            while leases:
+                client.release(leases.pop())
+    return seconds
+
+
+def _row(times: list[float]) -> dict[str, Json]:
+    times.sort()
+    at = {"p50_us": 0.5, "p99_us": 0.99, "p999_us": 0.999}
+    row = {name: round(times[int(len(times) * share)] * 1e6, 1) for name, share in at.items()}
+    return {**row, "max_us": round(times[-1] * 1e6, 1), "calls": len(times)}
+
+
+def _promoted(client: Client) -> dict[str, int]:
+    """Bytes that each tier has given so far."""
+    return {
+        str(tier["type"]).removesuffix("-here"): tier["counters"]["read_bytes_total"]
+        for tier in _tiers(client)
+    }
+
+
+@contextlib.contextmanager
+def _reading(socket: str, kind: str) -> Iterator[None]:
+    """Acquires of what only the tier `kind` has, from a process of their own, without pause."""
+    reader = subprocess.Popen([sys.executable, "-m", "bench.under_load", socket, kind])
+    try:
+        yield
+        assert reader.poll() is None, "the load ended before the measurement"
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+def _read(socket: str, kind: str) -> None:
+    """Run in the process of `_reading` until it is killed."""
+
+    def run(seed: int) -> None:
+        chance = random.Random(seed)
+        client = Client(socket, name=f"bench-{kind}", map_segments=False, call_timeout_ms=30_000)
+        handle = client.register(_space(kind))
+        while True:
+            hashes, _ = chain(BATCH, f"{kind} {chance.randrange(CHAINS)}")
+            lease = client.acquire([handle], hashes, 20_000)
+            if lease is None or lease.blocks != BATCH:
+                print(f"{kind}: {lease.blocks if lease else 0} of {BATCH} blocks", file=sys.stderr)
+            if lease is not None:
+                client.release(lease)
+
+    for seed in range(READERS):
+        threading.Thread(target=run, args=(seed,), daemon=True).start()
+    threading.Event().wait()
+
+
+def _ready_client(daemon: DaemonProcess) -> Client:
+    """A client, once all tiers are ready."""
+    client = daemon.client("bench")
+    end = time.monotonic() + READY_S
+    while any(tier["state"] != "ready" for tier in _tiers(client)):
+        assert time.monotonic() < end, _tiers(client)
+        time.sleep(0.01)
+    return client
+
+
+def _tiers(client: Client) -> list[dict]:
+    status: dict = client.status()
+    tiers: list[dict] = status["storage"]
+    return tiers
+
+
+def _fill(folder: Path, storage: str, kind: str) -> None:
+    """Put all chains of `kind` into its tier, by a daemon that has no other."""
+    with DaemonProcess(folder, capacity=HOST_CAPACITY, storage=storage) as daemon:
+        client = _ready_client(daemon)
+        handle = client.register(_space(kind))
+        content = os.urandom(BLOCK_BYTES)
+        for number in range(CHAINS):
+            hashes, parents = chain(BATCH, f"{kind} {number}")
+            blocks = [(h, p, content) for h, p in zip(hashes, parents, strict=True)]
+            assert all(client.put(handle, blocks))
+            status = daemon.wait_backed_up(120)
+        client.close()
+        assert status["storage"][0]["blocks"] >= CHAINS * BATCH, status["storage"]
+
+
+def _space(kind: str):
+    return namespace(BLOCK_BYTES, model=f"bench-{kind}")
+
+
+def _table(kind: str, **keys: object) -> str:
+    """A `[[storage]]` table whose breaker stays out of the way."""
+    values = {"type": kind, "deadline_ms": 30_000, "slow_ms": 30_000, **keys}
+    lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
+    return "\n".join(["[[storage]]", *lines, ""])
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool | int) else f'"{value}"'
+
+
+def _register_control(site: Path) -> None:
+    """Make S3Here a backend of type "s3-here", as the package of a third party would."""
+    info = site / "tierd_bench-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tierd-bench\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[tierd.backends]\ns3-here = bench.under_load:S3Here\n")
+    here = Path(__file__).parents[1]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), str(here), str(here / "backends")])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        _read(*sys.argv[1:])
+    else:
+        main()
