@@ -17,9 +17,6 @@ from tierd.backend import (
     GetRequest,
     Outcome,
     PutRequest,
-    checksum,
-    pack_header,
-    unpack_header,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.testing.backend import (
@@ -40,6 +37,7 @@ from tierd.testing.suite import (
     Slots,
     check_result,
     contains,
+    damaged,
     get,
     make_block,
     make_chain,
@@ -73,21 +71,8 @@ class TestMemory(BackendSuite):
     async def damage(self, backend: Backend, key: BlockKey, how: Damage, offset: int) -> None:
         assert isinstance(backend, MemoryBackend)
         stored = backend.blocks[key]
-        header, payload = bytearray(stored.header), bytearray(stored.payload)
-        match how:
-            case Damage.FLIP_HEADER:
-                header[offset] ^= 1
-            case Damage.FLIP_PAYLOAD:
-                payload[offset] ^= 1
-            case Damage.TRUNCATE:
-                del payload[offset:]
-            case Damage.OVERSIZE:
-                payload += bytes(offset)
-                before = unpack_header(stored.header)
-                assert before is not None
-                longer = before._replace(length=len(payload), checksum=checksum(bytes(payload)))
-                header = bytearray(pack_header(longer))
-        backend.blocks[key] = StoredBlock(bytes(header), bytes(payload))
+        raw = damaged(stored.header + stored.payload, how, offset)
+        backend.blocks[key] = StoredBlock(raw[:HEADER_BYTES], raw[HEADER_BYTES:])
 
     async def swap(self, backend: Backend, first: BlockKey, second: BlockKey) -> None:
         assert isinstance(backend, MemoryBackend)

@@ -27,24 +27,20 @@ from tests.redis_servers import (
 from tests.tier_stack import as_the_daemon_has_it
 from tierd.backend import (
     HEADER_BYTES,
-    BlockHeader,
     GetRequest,
     Outcome,
-    checksum,
     pack_header,
-    unpack_header,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
-    Damage,
     Slots,
     contains,
+    damaged,
     get,
     indexed,
     make_chain,
-    payload_of,
     put,
 )
 from tierd.types import slot_bytes_for
@@ -131,22 +127,7 @@ class RedisSuite(BackendSuite, abstract=True):
     async def damage(self, backend, key, how, offset):
         name = redis_key(self.options["prefix"], key)
         with self.client_for(name) as client:
-            raw = bytearray(client.get(name))
-            match how:
-                case Damage.FLIP_HEADER:
-                    raw[offset] ^= 1
-                case Damage.FLIP_PAYLOAD:
-                    raw[HEADER_BYTES + offset] ^= 1
-                case Damage.TRUNCATE:
-                    del raw[HEADER_BYTES + offset :]
-                case Damage.OVERSIZE:
-                    header = unpack_header(bytes(raw))
-                    assert header is not None
-                    payload = payload_of(key, header.length + offset)
-                    digest = checksum(payload)
-                    longer = BlockHeader(key, header.parent, len(payload), digest)
-                    raw = bytearray(pack_header(longer) + payload)
-            client.set(name, bytes(raw))
+            client.set(name, damaged(client.get(name), how, offset))
 
     async def swap(self, backend, first, second):
         names = [redis_key(self.options["prefix"], key) for key in (first, second)]

@@ -12,22 +12,16 @@ import trustme
 from tests.s3_servers import Rclone, S3Server, SeaweedFS, Tls
 from tests.tier_stack import as_the_daemon_has_it
 from tierd.backend import (
-    HEADER_BYTES,
-    BlockHeader,
     Outcome,
-    checksum,
-    pack_header,
-    unpack_header,
 )
 from tierd.errors import BackendError
 from tierd.testing.suite import (
     BackendSuite,
-    Damage,
     contains,
+    damaged,
     get,
     indexed,
     make_chain,
-    payload_of,
     put,
 )
 from tierd_backends.s3 import S3Backend, S3Options
@@ -101,27 +95,13 @@ class S3Suite(BackendSuite, abstract=True):
 
     def _read(self, key):
         with self.boto.get_object(Bucket=self.bucket, Key=self._name(key))["Body"] as body:
-            return bytearray(body.read())
+            return body.read()
 
     def _write(self, key, raw):
-        self.boto.put_object(Bucket=self.bucket, Key=self._name(key), Body=bytes(raw))
+        self.boto.put_object(Bucket=self.bucket, Key=self._name(key), Body=raw)
 
     async def damage(self, backend, key, how, offset):
-        raw = self._read(key)
-        match how:
-            case Damage.FLIP_HEADER:
-                raw[offset] ^= 1
-            case Damage.FLIP_PAYLOAD:
-                raw[HEADER_BYTES + offset] ^= 1
-            case Damage.TRUNCATE:
-                del raw[HEADER_BYTES + offset :]
-            case Damage.OVERSIZE:
-                header = unpack_header(bytes(raw))
-                assert header is not None
-                longer = payload_of(key, header.length + offset)
-                header = BlockHeader(key, header.parent, len(longer), checksum(longer))
-                raw = pack_header(header) + longer
-        self._write(key, raw)
+        self._write(key, damaged(self._read(key), how, offset))
 
     async def swap(self, backend, first, second):
         one, other = self._read(first), self._read(second)

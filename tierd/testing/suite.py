@@ -37,6 +37,8 @@ from tierd.backend import (
     Outcome,
     PutRequest,
     checksum,
+    pack_header,
+    unpack_header,
 )
 from tierd.mapping import SharedMapping
 from tierd.types import DIGEST_BYTES, HASH_BYTES, PAGE_BYTES, BlockKey, slot_bytes_for
@@ -99,6 +101,25 @@ def make_chain(name: str, count: int, length: int, namespace: bytes = NAMESPACE)
         parent = blocks[-1].key.block_hash if blocks else ROOT
         blocks.append(make_block(f"{name}/{position}", parent, length, namespace))
     return blocks
+
+
+def damaged(raw: bytes, how: Damage, offset: int) -> bytes:
+    """What a `damage` hook makes of a block stored as its header with the payload behind it."""
+    changed = bytearray(raw)
+    match how:
+        case Damage.FLIP_HEADER:
+            changed[offset] ^= 1
+        case Damage.FLIP_PAYLOAD:
+            changed[HEADER_BYTES + offset] ^= 1
+        case Damage.TRUNCATE:
+            del changed[HEADER_BYTES + offset :]
+        case Damage.OVERSIZE:
+            before = unpack_header(raw)
+            assert before is not None
+            longer = payload_of(before.key, before.length + offset)
+            after = before._replace(length=len(longer), checksum=checksum(longer))
+            return pack_header(after) + longer
+    return bytes(changed)
 
 
 class Slots:
