@@ -10,6 +10,8 @@ import pytest
 from tests import blocks
 from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SPACE, Bench, Tier, config, damage, key, run
 from tierd.backend import GetRequest, GetResult
+from tierd.config import StorageConfig
+from tierd.daemon.tier import BATCH_BYTES_MAX
 
 
 def test_what_the_first_tier_lost_comes_from_the_second() -> None:
@@ -165,6 +167,13 @@ def test_no_request_outlives_its_deadline() -> None:
         bench.check_nothing_is_left()
 
     run(test)
+
+
+def test_the_default_times_suit_a_slow_link() -> None:
+    """A sound tier behind 1 Gbit/s would be shut by its own full batches."""
+    given = StorageConfig(type="s3")
+    bytes_in_flight = max(given.read_batches, given.write_batches) * BATCH_BYTES_MAX
+    assert bytes_in_flight / 125e6 < 0.5 * given.slow_ms / 1000
 
 
 def test_a_late_lookup_is_called_off() -> None:
