@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 import xxhash
 
-from tierd.backend import HEADER_BYTES, BlockHeader, unpack_header
+from tierd.backend import HEADER_BYTES, BlockHeader, match_header
 from tierd.errors import BackendError
 from tierd.types import DIGEST_BYTES, HASH_BYTES, BlockKey
 from tierd_backends._s3_failure import ERROR_BYTES_MAX, Kind, S3Error, code_of, failure
@@ -199,14 +199,9 @@ class Bucket:
                 got += len(connection.read_body(1))
                 if got < expected and connection.open_ended:
                     raise PeerError("the connection ended before the block did")
-            header = unpack_header(raw_header)
-            if (
-                got != expected
-                or header is None
-                or (header.key, header.length, header.checksum) != (key, len(view), digest.digest())
-            ):
+            if got != expected:
                 return Read(None, got)
-            return Read(header, got)
+            return Read(match_header(raw_header, key, len(view), digest.digest()), got)
 
         return self._ask(turn, _Request("GET", self._path(name)), finish)
 
