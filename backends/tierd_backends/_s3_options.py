@@ -40,6 +40,13 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     prefix: Annotated[
         str, Meta(description="Names of objects begin with this; slashes make folders.")
     ] = "tierd"
+    capacity: Annotated[
+        int | str,
+        Meta(
+            description="Most bytes under prefix, of all nodes, as far as this one has counted; "
+            'beyond it blocks are not stored. Such as "400GiB"; 0: no limit.'
+        ),
+    ] = 0
     style: Annotated[
         Literal["auto", "path", "virtual"],
         Meta(description="Where the bucket stands in URLs; auto: the path, for AWS the host."),

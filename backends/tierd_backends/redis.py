@@ -4,8 +4,9 @@ This module follows a batch through the tier. How a value travels is _redis_wire
 server keeps a key _redis_nodes.py's, how a server is reached _redis_connect.py's. All that
 needs redis-py is imported when the tier is opened: options are checked without it.
 
-Room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
-(allkeys-lru); with `noeviction` a full server refuses blocks. `ttl_s` bounds the age of a
+Making room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
+(allkeys-lru); with `noeviction` a full server refuses blocks. `capacity` only says when to
+stop storing: see _lid.py. `ttl_s` bounds the age of a
 block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
 which replicas and append-only files never see. What is used least the server's LRU knows.
 
@@ -21,6 +22,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
@@ -38,6 +40,7 @@ from tierd.backend import (
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
 from tierd_backends._calls import CallThreads
+from tierd_backends._lid import Lid
 from tierd_backends._redis_census import Census
 from tierd_backends._redis_options import RedisOptions, parse_target
 
@@ -78,6 +81,7 @@ class RedisBackend(Backend):
         self._options = options
         self._target = parse_target(options)
         self._silence_s = options.timeout_ms / 1000
+        self._lid = Lid(options.capacity, f"the Redis tier at {self._target.host}")
         self.counters = {
             "connects_total": 0,
             "corrupt_total": 0,
@@ -86,6 +90,7 @@ class RedisBackend(Backend):
             "node_down_total": 0,
             "reconnects_total": 0,
             "refused_no_space_total": 0,
+            "skipped_full_total": 0,
             "skipped_total": 0,
             "timeouts_total": 0,
         }
@@ -137,12 +142,14 @@ class RedisBackend(Backend):
                 await self._threads.run(self._work.probe, [None])
         except TimeoutError as error:
             await self._shut()
-            raise BackendError(f"no answer from {seed} within {OPEN_S_MAX:.0f} s") from error
+            raise BackendError(
+                f"no answer from {seed} within {OPEN_S_MAX:.0f} s: does its name resolve?"
+            ) from error
         except BaseException:
             await self._shut()
             raise
         self._opened = True
-        self._census.begin()
+        self._census = Census()
         self._taking_census = asyncio.create_task(self._take_census())
 
     async def close(self) -> None:
@@ -214,15 +221,21 @@ class RedisBackend(Backend):
                     jobs.append(
                         PutJob(keys[position], blocks[position], requests[position], position)
                     )
-            try:
-                await self._threads.run(self._work.put, self._work.runs(jobs))
-            finally:
-                for job in jobs:
-                    outcomes[job.position] = job.outcome
-                    if job.outcome is Outcome.STORED:
-                        self._census.stored(job.block, job.request.length)
-                self._count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
-                self._note_errors("put", [job.why for job in jobs if job.why])
+            sizes_bytes = [HEADER_BYTES + job.request.length for job in jobs]
+            with self._lid.admit(self._census.stats().used_bytes, sizes_bytes) as admitted:
+                beyond, jobs = jobs[admitted:], jobs[:admitted]
+                try:
+                    await self._threads.run(self._work.put, self._work.runs(jobs))
+                finally:
+                    for job in jobs:
+                        outcomes[job.position] = job.outcome
+                        if job.outcome is Outcome.STORED:
+                            self._census.stored(job.block, job.request.length)
+                    self._count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
+                    self._note_errors("put", [job.why for job in jobs if job.why])
+            self._count("skipped_full_total", len(beyond))
+            for job in beyond:
+                outcomes[job.position] = Outcome.REFUSED
             return outcomes
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
@@ -253,7 +266,7 @@ class RedisBackend(Backend):
 
     def stats(self) -> BackendStats:
         """What this node knows: see _redis_census.py. Lookups never rely on it."""
-        return self._census.stats()
+        return replace(self._census.stats(), capacity_bytes=self._lid.capacity_bytes)
 
     async def _each(self, verb: bytes, keys: Sequence[bytes]) -> list[Reply | BackendError]:
         """`verb` for every key: the server's reply (it may be an error), or why there is none."""
@@ -278,18 +291,22 @@ class RedisBackend(Backend):
         return answers
 
     async def _take_census(self) -> None:
-        """Count the blocks, in the background."""
-        while True:
+        """Count the blocks, in the background, and again and again if there is a lid."""
+        loop = asyncio.get_running_loop()
+        pause_s: float | None = 0.0
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
             self._census.begin()
             try:
                 async for header in self.scan():
                     self._census.seen(header.key, header.length)
             except BackendError as error:
                 _log.warning("the blocks held are not counted yet: %s", error)
-                await asyncio.sleep(RECOUNT_S)
+                pause_s = RECOUNT_S
             else:
                 self._census.end()
-                return
+                pause_s = self._lid.pause_s(loop.time() - began_s)
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, TypeVar
 
 import msgspec
@@ -34,6 +35,7 @@ from tierd.backend import (
 from tierd.errors import BackendError
 from tierd.types import DIGEST_BYTES, HASH_BYTES, BlockKey
 from tierd_backends._calls import CallThreads, Turn
+from tierd_backends._lid import Lid
 from tierd_backends._s3_bucket import Bucket, OnCall, Page, Tally
 from tierd_backends._s3_failure import Kind, S3Error
 from tierd_backends._s3_jobs import Batch, Change, Fetch, Look
@@ -81,10 +83,12 @@ class S3Backend(Backend):
             "denied_total": 0,
             "io_errors_total": 0,
             "retries_total": 0,
+            "skipped_full_total": 0,
             "throttled_total": 0,
             "timeouts_total": 0,
         }
         self._tally = Tally(self.counters)
+        self._lid = Lid(options.capacity, self._where)
         self._usage = Usage()
         self._logged: dict[Kind, float] = {}
         self._opened = False
@@ -194,10 +198,15 @@ class S3Backend(Backend):
             name = self._name(namespace, block_hash)
             changes.append(Change(name, pack_header(header), view[:length]))
         batch = Batch(self._options.connections)
-        with self._call_in_flight():
-            await self._change(changes, batch)
-        outcomes = [change.outcome for change in changes]
-        batch.raise_if_shut_out(self._where, outcomes)
+        sizes_bytes = [HEADER_BYTES + len(change.payload) for change in changes]
+        used_bytes = self._usage.stats().used_bytes
+        with self._call_in_flight(), self._lid.admit(used_bytes, sizes_bytes) as admitted:
+            await self._change(changes[:admitted], batch)
+            outcomes = [change.outcome for change in changes[:admitted]]
+            batch.raise_if_shut_out(self._where, outcomes)
+            for there in await self._ask([change.name for change in changes[admitted:]]):
+                outcomes.append(Outcome.PRESENT if there else Outcome.REFUSED)
+        self.counters["skipped_full_total"] += outcomes.count(Outcome.REFUSED)
         return outcomes
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
@@ -233,8 +242,8 @@ class S3Backend(Backend):
                 return
 
     def stats(self) -> BackendStats:
-        """As far as this node knows: what the bucket held at the start, and its own changes."""
-        return self._usage.stats()
+        """As far as this node knows: what the last listing found, and its own changes since."""
+        return replace(self._usage.stats(), capacity_bytes=self._lid.capacity_bytes)
 
     def _name(self, namespace: bytes, block_hash: bytes) -> str:
         self._check_open()
@@ -295,6 +304,16 @@ class S3Backend(Backend):
         )
 
     async def _count(self) -> None:
+        """Count what the bucket holds, and again and again if there is a lid."""
+        pause_s: float | None = 0.0
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            began_s = self._loop.time()
+            self._usage.begin()
+            await self._list()
+            pause_s = self._lid.pause_s(self._loop.time() - began_s)
+
+    async def _list(self) -> None:
         """Count what the bucket holds, a page at a time."""
         token = ""
         while True:
