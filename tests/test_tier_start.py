@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 
 from tests.blocks import chain, namespace, payload
 from tests.daemon_process import DaemonProcess
+from tests.fake_s3 import FakeS3, error
 from tests.proxy import Proxy
 from tests.redis_servers import PASSWORD, Certificates, RedisServer
 from tests.s3_servers import SeaweedFS, Tls
@@ -25,6 +27,9 @@ TIMES_MS = {"probe_ms": 100, "deadline_ms": 20_000, "slow_ms": 20_000, "timeout_
 
 PROBES = 2
 """The tier is tried so often before it is mended; one line in the log must do for all."""
+
+NAME = "server.test"
+"""A host that only the `Resolver` knows."""
 
 WAIT_S = 20.0
 BLOCK_BYTES = 4096
@@ -56,6 +61,47 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return file
+
+
+class Resolver:
+    """What the daemon and its workers are told of NAME: an address, "unknown", or "hang".
+
+    The latter waits, as the system's resolver does, where nothing can interrupt it, until
+    something else is said.
+    """
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._answer = directory / "answer"
+        self.say("unknown")
+        (directory / "sitecustomize.py").write_text(
+            "import pathlib, socket, time\n"
+            "real = socket.getaddrinfo\n"
+            "def getaddrinfo(host, *rest, **more):\n"
+            f"    if host != {NAME!r}:\n"
+            "        return real(host, *rest, **more)\n"
+            f"    while (answer := pathlib.Path({str(self._answer)!r}).read_text()) == 'hang':\n"
+            "        time.sleep(0.01)\n"
+            "    if answer == 'unknown':\n"
+            "        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')\n"
+            "    return real(answer, *rest, **more)\n"
+            "socket.getaddrinfo = getaddrinfo\n"
+        )
+        path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+        monkeypatch.setenv("PYTHONPATH", path)
+
+    def say(self, answer: str) -> None:
+        """From now on."""
+        fresh = self._answer.with_suffix(".new")
+        fresh.write_text(answer)
+        fresh.replace(self._answer)
+
+
+@pytest.fixture
+def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    """For daemons that are started from now on."""
+    directory = tmp_path / "resolver"
+    directory.mkdir()
+    return Resolver(directory, monkeypatch)
 
 
 @pytest.fixture
@@ -96,6 +142,16 @@ class Setting:
         right = [payload(self.space, h) for h in hashes]
         assert all(self.client.put(self.handle, list(zip(hashes, parents, right, strict=True))))
         assert [bytes(view) for view in self.client.get(self.handle, hashes, 1000)] == right
+
+    def reconnect(self) -> None:
+        """Return when the client has found the daemon again."""
+
+        def found() -> bool:
+            self.client.wait(0.05)
+            return self.handle.ready
+
+        self.client.poll()
+        wait_until(found, WAIT_S, "the client does not find the daemon again")
 
     def complaints(self) -> list[str]:
         """Warnings and errors in the log."""
@@ -218,3 +274,76 @@ def test_s3_whose_certificate_is_not_trusted(tmp_path: Path, stack: ExitStack) -
         file.write_bytes(Path(made.ca).read_bytes())
 
     Setting(tmp_path, stack, "s3", Case(options, ("certificate", "tls_ca"), mend)).check()
+
+
+def test_redis_whose_name_is_unknown(tmp_path: Path, stack: ExitStack, resolver: Resolver) -> None:
+    """A name that DNS does not have yet would keep tierd from starting, or cost the tier."""
+    server = stack.enter_context(RedisServer(tmp_path / "server"))
+    options: dict[str, object] = {"url": server.url.replace("127.0.0.1", NAME)}
+    case = Case(options, (NAME, "cannot be resolved", "url"), lambda: resolver.say("127.0.0.1"))
+    Setting(tmp_path, stack, "redis", case).check()
+
+
+def test_s3_whose_name_is_unknown(
+    tmp_path: Path, stack: ExitStack, weed: SeaweedFS, resolver: Resolver
+) -> None:
+    """A name that DNS does not have yet would keep tierd from starting, or cost the tier."""
+    endpoint = weed.endpoint.replace("127.0.0.1", NAME)
+    options = weed.options(weed.make_bucket(), endpoint=endpoint)
+    told = (NAME, "Name or service not known", "endpoint")
+    case = Case(options, told, lambda: resolver.say("127.0.0.1"))
+    Setting(tmp_path, stack, "s3", case).check()
+
+
+def test_s3_in_another_region(tmp_path: Path, stack: ExitStack, keys: Path) -> None:
+    """A bucket of another region would look like an empty one, and nobody know which it is."""
+    fake = stack.enter_context(FakeS3())
+    elsewhere = error(301, "PermanentRedirect", x_amz_bucket_region="eu-north-1")
+    fake.script = lambda request: (
+        None if "/eu-north-1/s3/" in request.headers["authorization"] else [elsewhere]
+    )
+    config = keys.parent / "config"
+    config.write_text("[default]\nregion = eu-west-3\n")
+    case = Case(
+        fake.options(),
+        (fake.endpoint, "set region to eu-north-1"),
+        lambda: config.write_text("[default]\nregion = eu-north-1\n"),
+    )
+    Setting(tmp_path, stack, "s3", case).check()
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_resolver_that_hangs(
+    tmp_path: Path,
+    stack: ExitStack,
+    resolver: Resolver,
+    request: pytest.FixtureRequest,
+    kind: str,
+) -> None:
+    """DNS that does not answer would keep tierd from starting and stopping, engines from the
+    other tiers, and the tier away for good."""
+    if kind == "redis":
+        server = stack.enter_context(RedisServer(tmp_path / "server"))
+        options: dict[str, object] = {"url": server.url.replace("127.0.0.1", NAME)}
+    else:
+        weed: SeaweedFS = request.getfixturevalue("weed")
+        endpoint = weed.endpoint.replace("127.0.0.1", NAME)
+        options = weed.options(weed.make_bucket(), endpoint=endpoint)
+    resolver.say("hang")
+    case = Case(options, (), lambda: resolver.say("127.0.0.1"))
+    # It has started when this returns, and it serves with its other tier.
+    setting = Setting(tmp_path, stack, kind, case)
+    setting.store("without")
+    assert setting.daemon.wait_backed_up()["storage"][0]["blocks"] == 4
+    assert setting.tier()["state"] in ("opening", "unavailable")
+    # Not 1, with which it leaves what does not end in time.
+    assert setting.daemon.stop() == 0
+    setting.daemon.start()
+    setting.reconnect()
+    setting.store("again")
+    assert setting.tier()["state"] in ("opening", "unavailable")
+    case.mend()
+    wait_until(lambda: setting.tier()["state"] == "ready", WAIT_S, "it is not opened")
+    setting.store("with")
+    tier = setting.daemon.wait_backed_up()["storage"][1]
+    assert tier["counters"]["put_stored_total"] == 4, tier

@@ -330,4 +330,8 @@ def _reason(error: Exception) -> str:
         return f"its certificate is not trusted: {error.verify_message}; {hint}"
     if isinstance(error, TimeoutError):
         return "no answer"
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror}; check the name in endpoint"
+    if isinstance(error, ConnectionRefusedError):
+        return f"{error.strerror}; is it running, and is endpoint right?"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
