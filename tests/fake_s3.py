@@ -81,6 +81,17 @@ def on(method: str, *parts: bytes | float | Do) -> Script:
     return script
 
 
+def says(status: int, code: str, *methods: str) -> Script:
+    """The script of a server that answers some methods with an error."""
+
+    def script(request: Request) -> Iterable[bytes | float | Do] | None:
+        if request.method not in methods:
+            return None
+        return [reply(status) if request.method == "HEAD" else error(status, code)]
+
+    return script
+
+
 class FakeS3:
     """Listens on 127.0.0.1; a context manager. `objects` is what the bucket holds, by name."""
 

@@ -6,6 +6,7 @@ on a PUT. Both listen on 127.0.0.1 only, on ports that were free, and several ca
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -272,6 +273,35 @@ class SeaweedFS(S3Server):
         if self.tls is None:
             return []
         return [f"-s3.cert.file={self.tls.certificate}", f"-s3.key.file={self.tls.key}"]
+
+
+class SmallDisk(SeaweedFS):
+    """With data on a disk of its own, in a namespace of its own, which `can_run` tells."""
+
+    @staticmethod
+    def can_run() -> bool:
+        """Whether this user may make mount namespaces."""
+        return not subprocess.run(["unshare", "-rm", "true"], check=False).returncode
+
+    def command(self) -> list[str]:
+        mount = f'mount -t tmpfs -o size=160m tmpfs "{self.data}" && exec "$@"'
+        return ["unshare", "-rm", "sh", "-c", mount, "sh", *super().command()]
+
+    @property
+    def _ballast(self) -> Path:
+        """A file on the disk, as this process can see it."""
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/root{self.data}/ballast")
+
+    def fill_disk(self) -> None:
+        """Leave no room."""
+        with self._ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+
+    def free_disk(self) -> None:
+        """Make room again."""
+        self._ballast.unlink()
 
 
 class Rclone(S3Server):

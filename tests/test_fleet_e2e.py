@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.daemon_process import DaemonProcess
+from tests.fake_s3 import FakeS3, says
 from tests.planting import DAMAGES, RedisStore, S3Store, plant
 from tests.proxy import Flow, Proxy, Then
-from tests.redis_servers import RedisServer
-from tests.s3_servers import SeaweedFS
+from tests.redis_servers import LEAST_RIGHTS, PASSWORD, USER, RedisCluster, RedisServer
+from tests.s3_servers import Rclone, SeaweedFS, SmallDisk
 from tests.tier_scene import table
 from tests.traffic import wait_until
 from tests.vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, prompt, whole_blocks
@@ -40,6 +42,9 @@ PROMPTS = [prompt(length, length) for length in LENGTHS]
 FULL = [whole_blocks(length) for length in LENGTHS]
 STORED = sum((length + TOKENS - 1) // BLOCK_TOKENS for length in LENGTHS)
 """Blocks that prompts and answers fill; of the last token there is no KV."""
+
+NEW = prompt(450, "new")
+"""A prompt that is stored for the first time during a fault."""
 
 LARGE, SMALL = "128MiB", "4MiB"
 """Host memory for all blocks with room to spare, and for half of them."""
@@ -81,6 +86,7 @@ class Gold:
         node.engine.wait_connected(node.daemon)
         self.tokens: list[list[int]] = []
         self.seconds: list[float] = []
+        self.new: list[list[int]] = node.engine.generate([NEW], tokens=TOKENS)["tokens"]
         # The first computation of an engine takes longer.
         node.engine.generate([prompt(400, "warm")], tokens=TOKENS)
         for tokens in PROMPTS:
@@ -158,20 +164,19 @@ def _loads_from(number: int, node: Node, gold: Gold, storage: str) -> None:
 
 # --- faults under an engine ---------------------------------------------------------
 
+Fault = Callable[[], AbstractContextManager[None]]
+
 
 class World:
-    """An engine whose daemon has little memory, a Redis tier, and an S3 tier behind a proxy."""
+    """An engine whose daemon has little memory, and tiers that have all blocks."""
 
-    def __init__(self, node: Node, gold: Gold, redis: RedisServer, weed: SeaweedFS) -> None:
+    def __init__(self, node: Node, gold: Gold, *tiers: tuple[str, dict[str, object]]) -> None:
         self.node = node
         self.gold = gold
-        self.redis = redis
-        self.weed = weed
-        self.bucket = weed.make_bucket()
-        self.proxy = Proxy(("127.0.0.1", weed.port))
+        self._tiers = tiers
 
     def fill(self) -> None:
-        """Have all blocks in both tiers, and none in memory."""
+        """Have all blocks in all tiers, and none in memory."""
         self._serve(LARGE, **PATIENT_MS)
         self.node.run()
         self.node.engine.wait_stored(self.node.daemon, STORED)
@@ -179,23 +184,11 @@ class World:
         for tier in status["storage"]:
             assert tier["counters"]["put_stored_total"] == STORED, tier
         self._serve(SMALL, **TIER_MS)
+        assert self.ask("before") == sum(FULL)
 
     def _serve(self, capacity: str, **times_ms: int) -> None:
-        s3 = self.weed.options(self.bucket, endpoint=f"http://127.0.0.1:{self.proxy.port}")
-        storage = table("redis", {**self.redis.options(), **times_ms})
-        storage += table("s3", {**s3, **times_ms})
-        self.node.serve(storage, capacity)
-
-    def empty_redis(self) -> None:
-        """So that S3 is asked."""
-        with self.redis.client() as client:
-            client.flushall()
-
-    def plant(self, damage: str) -> None:
-        """Damage all blocks in both tiers."""
-        with self.redis.client() as client:
-            plant(RedisStore(client), DAMAGES[damage], STORED)
-        plant(S3Store(self.weed, self.bucket), DAMAGES[damage], STORED)
+        tables = (table(kind, {**options, **times_ms}) for kind, options in self._tiers)
+        self.node.serve("".join(tables), capacity)
 
     def ask(self, why: str) -> int:
         """Every prompt, one after the other: right and in time. The tokens that were loaded."""
@@ -209,16 +202,31 @@ class World:
             assert result["seconds"] <= seconds + PREFETCH_MS / 1000 + SLACK_S, why
             loaded += result["cached"][0]
         self.node.engine.settled()
-        assert self.node.daemon.status()["host"]["leases"] == 0, why
+        status = self.node.daemon.status()
+        assert status["host"]["leases"] == 0, why
+        # None was answered 100 ms after its deadline.
+        assert status["counters"].get("answers_late_total", 0) == 0, why
         return loaded
 
-    def hits(self, kind: str) -> int:
-        """Blocks that came from the tier since its daemon was started."""
-        tiers = {tier["type"]: tier for tier in self.node.daemon.status()["storage"]}
-        return int(tiers[kind]["counters"]["get_hit_total"])
+    def counters(self, at: int) -> dict[str, int]:
+        """What tier number `at` has counted since its daemon was started."""
+        counters: dict[str, int] = self.node.daemon.status()["storage"][at]["counters"]
+        return counters
+
+    def survives(self, name: str, fault: Fault, *, below: bool = False) -> None:
+        """A fault comes and goes; if it is one of the first tier, `below` has all the same."""
+        hits = self.counters(1)["get_hit_total"]
+        with fault():
+            for turn in ("first", "second"):
+                loaded = self.ask(f"{name}, {turn} time")
+        if below:
+            assert loaded == sum(FULL), f"{name}: what is in the second tier is not used"
+            assert self.counters(1)["get_hit_total"] > hits, name
+        self.wait_well()
+        self.ask(f"after: {name}")
 
     def wait_well(self) -> None:
-        """Until both tiers take and give again: a request decides, once a probe has passed."""
+        """Until all tiers take and give again: a request decides, once a probe has passed."""
 
         def well() -> bool:
             self.node.engine.reset()
@@ -231,86 +239,178 @@ class World:
 
         wait_until(well, 20.0, "a tier stays shut")
 
-
-Fault = Callable[[World], AbstractContextManager[None]]
-
-
-@contextmanager
-def redis_hangs(world: World) -> Iterator[None]:
-    world.redis.pause()
-    try:
-        yield
-    finally:
-        world.redis.resume()
+    def loads_again(self) -> None:
+        """After faults that lost blocks: what engines compute is stored and found again."""
+        wait_until(lambda: self.ask("in the end") > 0, 20.0, "nothing is loaded any more")
 
 
-@contextmanager
-def redis_dies(world: World) -> Iterator[None]:
-    world.redis.kill()
-    try:
-        yield
-    finally:
-        world.redis.start()
+def empty(server: RedisServer) -> None:
+    """Have a Redis server without values, its users kept."""
+    with server.client() as client:
+        client.flushall()
 
 
-@contextmanager
-def redis_is_empty(world: World) -> Iterator[None]:
-    world.redis.restart()
-    yield
+def test_no_fault_of_a_tier_reaches_a_user(
+    tmp_path: Path, nodes: list[Node], gold: Gold, weed: SeaweedFS
+) -> None:
+    """A tier that hangs, dies, lies or is emptied would change, delay or fail answers."""
+    password = tmp_path / "password"
+    password.write_text(PASSWORD)
+    with ExitStack() as stack:
+        server = RedisServer(tmp_path / "redis", rights=f"~tierd:* {LEAST_RIGHTS}")
+        redis = stack.enter_context(server)
+        proxy = stack.enter_context(Proxy(("127.0.0.1", weed.port)))
+        bucket = weed.make_bucket()
+        login: dict[str, object] = {
+            "url": redis.url,
+            "username": USER,
+            "password_file": str(password),
+        }
+        s3 = weed.options(bucket, endpoint=f"http://127.0.0.1:{proxy.port}")
+        world = World(nodes[0], gold, ("redis", login), ("s3", s3))
+        world.fill()
+        for name, fault in _of_redis(redis, password).items():
+            world.survives(name, fault, below=True)
+        for name, flow in BODIES.items():
+            empty(redis)
+            world.survives(name, partial(_spoilt, proxy, flow))
+        for damage in ("swapped", "oversized", "truncated"):
 
+            @contextmanager
+            def planted(damage: str = damage) -> Iterator[None]:
+                with redis.client() as client:
+                    plant(RedisStore(client), DAMAGES[damage], STORED)
+                plant(S3Store(weed, bucket), DAMAGES[damage], STORED)
+                yield
 
-def s3_answers(flow: Flow) -> Fault:
-    @contextmanager
-    def spoil(world: World) -> Iterator[None]:
-        world.empty_redis()
-        world.proxy.spoil(down=flow)
-        yield
-        world.proxy.heal()
-
-    return spoil
-
-
-def planted(damage: str) -> Fault:
-    @contextmanager
-    def spoil(world: World) -> Iterator[None]:
-        world.plant(damage)
-        yield
-
-    return spoil
+            corrupt = [world.counters(at)["get_corrupt_total"] for at in range(2)]
+            world.survives(damage, planted)
+            for at, before in enumerate(corrupt):
+                assert world.counters(at)["get_corrupt_total"] > before, f"{damage} was not read"
+        world.loads_again()
 
 
 HALF = BLOCK_BYTES // 2
 
-FAULTS: dict[str, Fault] = {
-    "redis hangs": redis_hangs,
-    "redis dies": redis_dies,
-    "redis is empty": redis_is_empty,
-    "s3 stalls in a body": s3_answers(Flow(good_bytes=HALF)),
-    "s3 breaks in a body": s3_answers(Flow(good_bytes=HALF, then=Then.RESET)),
-    "swapped": planted("swapped"),
-    "oversized": planted("oversized"),
+BODIES = {
+    "s3 stalls in a body": Flow(good_bytes=HALF),
+    "s3 breaks in a body": Flow(good_bytes=HALF, then=Then.RESET),
 }
 
 
-def test_no_fault_of_a_tier_reaches_a_user(
-    nodes: list[Node], gold: Gold, redis: RedisServer, weed: SeaweedFS
+@contextmanager
+def _spoilt(proxy: Proxy, down: Flow) -> Iterator[None]:
+    proxy.spoil(down=down)
+    yield
+    proxy.heal()
+
+
+def _of_redis(redis: RedisServer, password: Path) -> dict[str, Fault]:
+    @contextmanager
+    def hangs() -> Iterator[None]:
+        redis.pause()
+        try:
+            yield
+        finally:
+            redis.resume()
+
+    @contextmanager
+    def dies() -> Iterator[None]:
+        redis.kill()
+        try:
+            yield
+        finally:
+            redis.start()
+
+    @contextmanager
+    def is_empty() -> Iterator[None]:
+        redis.restart()
+        yield
+
+    @contextmanager
+    def is_full() -> Iterator[None]:
+        with redis.client() as admin:
+            admin.flushall()
+            admin.config_set("maxmemory", "1mb")
+            yield
+            admin.config_set("maxmemory", "0")
+
+    @contextmanager
+    def password_is_rotated() -> Iterator[None]:
+        with redis.client() as admin:
+            admin.acl_setuser(USER, enabled=True, reset_passwords=True, passwords=["+another"])
+            admin.execute_command("CLIENT", "KILL", "USER", USER)
+        yield
+        password.write_text("another")
+
+    return {
+        "redis hangs": hangs,
+        "redis dies": dies,
+        "redis is empty": is_empty,
+        "redis is full": is_full,
+        # The last one: a server that is started again has the first password.
+        "redis has another password": password_is_rotated,
+    }
+
+
+def test_a_cluster_that_loses_a_node_and_a_bucket_that_goes(
+    tmp_path: Path, nodes: list[Node], gold: Gold
 ) -> None:
-    """A tier that hangs, dies, lies or is emptied would change, delay or fail answers."""
-    world = World(nodes[0], gold, redis, weed)
-    with world.proxy:
-        world.empty_redis()
+    """What half of a cluster has, or a bucket had, would be waited for, or computed wrongly."""
+    # SeaweedFS makes a bucket that is missing; this server does not.
+    with RedisCluster(tmp_path / "cluster") as cluster, Rclone(tmp_path / "rclone") as rclone:
+        bucket = rclone.make_bucket()
+        tiers = ("redis", cluster.options()), ("s3", rclone.options(bucket))
+        world = World(nodes[0], gold, *tiers)
         world.fill()
-        assert world.ask("before") == sum(FULL)
-        for name, fault in FAULTS.items():
-            hits = world.hits("s3")
-            with fault(world):
-                for turn in ("first", "second"):
-                    loaded = world.ask(f"{name}, {turn} time")
-            if name.startswith("redis"):
-                assert loaded == sum(FULL), f"{name}: what is in S3 is not used"
-                assert world.hits("s3") > hits, name
-            world.wait_well()
-            world.ask(f"after: {name}")
-        corrupt = [t["counters"]["get_corrupt_total"] for t in nodes[0].daemon.status()["storage"]]
-        assert min(corrupt) > 0, "nothing planted was read"
-        assert world.ask("in the end") > 0
+
+        @contextmanager
+        def node_dies() -> Iterator[None]:
+            cluster.nodes[2].kill()
+            yield
+            cluster.nodes[2].start()
+
+        @contextmanager
+        def bucket_is_deleted() -> Iterator[None]:
+            for node in cluster.nodes:
+                empty(node)
+            S3Store(rclone, bucket).delete()
+            yield
+            rclone.make_bucket(bucket)
+
+        world.survives("a node of the cluster dies", node_dies, below=True)
+        world.survives("the bucket is deleted", bucket_is_deleted)
+        world.loads_again()
+
+
+def test_a_storm_of_refusals_and_a_full_disk(tmp_path: Path, nodes: list[Node], gold: Gold) -> None:
+    """A store that says no would be asked again and again, or lose those who read, too."""
+    if not SmallDisk.can_run():
+        pytest.skip("no mount namespaces for this user")
+    with FakeS3() as fake, SmallDisk(tmp_path / "weed") as small:
+        first = {"name": "stormy", **fake.options()}
+        second = {"name": "small", **small.options(small.make_bucket())}
+        world = World(nodes[0], gold, ("s3", first), ("s3", second))
+        world.fill()
+
+        @contextmanager
+        def storm() -> Iterator[None]:
+            fake.script = says(503, "SlowDown", "HEAD", "GET", "PUT")
+            yield
+            fake.script = None
+
+        @contextmanager
+        def full() -> Iterator[None]:
+            fake.objects.clear()
+            small.fill_disk()
+            yield
+            new = nodes[0].engine.generate([NEW], tokens=TOKENS)
+            assert new["tokens"] == gold.new
+            nodes[0].daemon.wait_backed_up()
+            counters = world.counters(1)
+            assert counters["put_refused_total"] + counters["put_error_total"] > 0, counters
+            small.free_disk()
+
+        world.survives("503 storm", storm, below=True)
+        world.survives("the disk is full", full, below=True)
+        world.loads_again()

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import pytest
 
-from tests.fake_s3 import FakeS3, Request, Script, error, reply
+from tests.fake_s3 import FakeS3, Script, says
 from tests.planting import DAMAGES, RedisStore, S3Store, plant
 from tests.proxy import BLACK_HOLE, PASS, Flow, Proxy, Then
 from tests.redis_servers import LEAST_RIGHTS, PASSWORD, USER, RedisCluster, RedisServer
-from tests.s3_servers import Rclone, S3Server, SeaweedFS
+from tests.s3_servers import Rclone, S3Server, SeaweedFS, SmallDisk
 from tests.tier_scene import Scene
 from tests.traffic import BLOCK_BYTES, children
 
@@ -339,16 +338,6 @@ def test_a_bucket_that_is_deleted(tmp_path: Path) -> None:
             scene.close()
 
 
-def says(status: int, code: str, *methods: str) -> Script:
-    """The script of a server that answers some methods with an error."""
-
-    def script(request: Request) -> Iterator[bytes]:
-        if request.method in methods:
-            yield reply(status) if request.method == "HEAD" else error(status, code)
-
-    return script
-
-
 @pytest.mark.parametrize(
     ("script", "told"),
     [
@@ -375,36 +364,19 @@ def test_a_server_that_says_no(tmp_path: Path, script: Script, told: str) -> Non
             scene.close()
 
 
-class SmallDisk(SeaweedFS):
-    """With data on a disk of its own, in a namespace of its own."""
-
-    def command(self) -> list[str]:
-        mount = f'mount -t tmpfs -o size=160m tmpfs "{self.data}" && exec "$@"'
-        return ["unshare", "-rm", "sh", "-c", mount, "sh", *super().command()]
-
-    @property
-    def disk(self) -> Path:
-        """The disk, as this process can see it."""
-        assert self.process is not None
-        return Path(f"/proc/{self.process.pid}/root{self.data}")
-
-
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
     """A server without room would lose its readers too, or be written to without end."""
-    if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+    if not SmallDisk.can_run():
         pytest.skip("no mount namespaces for this user")
     server = SmallDisk(tmp_path / "server")
     with server:
         scene = S3(tmp_path / "scene", server)
         try:
             with scene.judged():
-                ballast = server.disk / "ballast"
-                with ballast.open("wb", buffering=0) as file, suppress(OSError):
-                    while True:
-                        file.write(bytes(1 << 20))
+                server.fill_disk()
                 scene.wait_more("no put is refused", "put_refused_total", "put_error_total")
                 scene.wait_more("reads stop because writes do", "get_hit_total", count=20)
-                ballast.unlink()
+                server.free_disk()
                 scene.wait_more("writes do not go on", "put_stored_total")
         finally:
             scene.close()

@@ -389,3 +389,16 @@ def test_a_request_with_little_time_does_not_shut_a_tier_for_others() -> None:
         task.cancel()
 
     run(test, config("tier"))
+
+
+def test_an_answer_long_after_its_deadline_is_counted() -> None:
+    """A daemon that the machine lets wait would look as if its tiers were slow."""
+
+    async def test(bench: Bench) -> None:
+        (block_hash,) = bench.store(1)
+        for late_ms, counted in ((99, 0), (101, 1)):
+            deadline_ns = bench.loop.now_ns - late_ms * 1_000_000
+            await bench.node.acquire(1, [bench.space], [block_hash], deadline_ns)
+            assert bench.node.counters["answers_late_total"] == counted
+
+    run(test)

@@ -30,6 +30,10 @@ log = logging.getLogger("tierd")
 HOUSEKEEPING_S: Final = 1.0
 """How often expired leases are looked for; a lease outlives its time by at most this."""
 
+LATE_NS: Final = 100_000_000
+"""An answer that comes so much after its deadline is counted: tierd's own doing, or a machine
+that let it wait, but no tier's, for those are left at the deadline."""
+
 SPACES_MAX: Final = 1024
 """Namespaces with slots; each costs a few KiB even when empty."""
 
@@ -180,6 +184,8 @@ class Node:
                 count = len(lease.parts[0][1])
                 self.counters["acquired_blocks_total"] += count
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
+            if self._clock.monotonic_ns() > deadline_ns + LATE_NS:
+                self.counters["answers_late_total"] += 1
             return lease
         finally:
             waiter.close(self.host)
