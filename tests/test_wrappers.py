@@ -322,8 +322,9 @@ def test_histogram_ends() -> None:
 async def test_latency_names_every_operation() -> None:
     """`tierd status` would show nothing for what was not called yet."""
     backend, _ = await measured()
+    none = [0] * (len(BOUNDS_S) + 1)
     assert backend.latency() == {
-        op: {"count": 0, "sum_s": 0, "p50_ms": 0, "p99_ms": 0, "max_ms": 0}
+        op: {"count": 0, "sum_s": 0, "p50_ms": 0, "p99_ms": 0, "max_ms": 0, "buckets": none}
         for op in ("lookup", "get", "put")
     }
     await backend.close()

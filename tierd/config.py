@@ -98,6 +98,25 @@ class StorageConfig(msgspec.Struct, kw_only=True):
     overrides: dict[str, str] = {}
 
 
+class AdminConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP server for metrics and health."""
+
+    listen: Annotated[
+        str,
+        Meta(
+            description="Where /metrics, /healthz, /readyz and /v1/status are served over HTTP: "
+            '"127.0.0.1:9464", "[::1]:9464", or the path of a unix socket; empty: nowhere.'
+        ),
+    ] = ""
+    allow_remote: Annotated[
+        bool,
+        Meta(
+            description="Whether listen may be an address that other machines reach; who does "
+            "reads all of it, without a password."
+        ),
+    ] = False
+
+
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything that `tierd serve` reads."""
 
@@ -113,6 +132,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, le=600_000, description="Longest time for pending backups after SIGTERM."),
     ] = 10_000
+    admin: AdminConfig = msgspec.field(default_factory=AdminConfig)
     storage: list[StorageConfig] = []
 
 
@@ -135,12 +155,9 @@ def load(path: Path, environ: Mapping[str, str]) -> Config:
 def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     """A checked Config from decoded TOML and the environment's overrides."""
     _check_keys(raw, _field_names(Config), "")
-    host = raw.setdefault("host", {})
-    if not isinstance(host, dict):
-        raise ConfigError("[host] must be a table")
-    _check_keys(host, _field_names(HostConfig), "host.")
     _override(raw, Config, "TIERD_", environ)
-    _override(host, HostConfig, "TIERD_HOST_", environ)
+    host = _table(raw, "host", HostConfig, environ)
+    _table(raw, "admin", AdminConfig, environ)
     tables = raw.get("storage", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError("storage must be written as [[storage]] tables")
@@ -165,7 +182,7 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
 
 
 _STORAGE_PREFIX: Final = "TIERD_STORAGE_"
-_NOT_SCALARS: Final = ("host", "storage", "options", "overrides")
+_NOT_SCALARS: Final = ("host", "admin", "storage", "options", "overrides")
 
 _T = TypeVar("_T")
 
@@ -196,6 +213,18 @@ def backend_options(tier: StorageConfig, cls: type[_Options]) -> _Options:
         table[key] = _parse_text(kinds[key], prefix + key.upper(), text) if key in kinds else text
     _check_keys(table, list(kinds), where)
     return convert(table, cls, where)
+
+
+def _table(
+    raw: dict[str, object], name: str, cls: type[msgspec.Struct], environ: Mapping[str, str]
+) -> dict[str, object]:
+    """The table `name` of the file, made if missing, with the environment's overrides."""
+    table = raw.setdefault(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"[{name}] must be a table")
+    _check_keys(table, _field_names(cls), f"{name}.")
+    _override(table, cls, f"TIERD_{name.upper()}_", environ)
+    return table
 
 
 def _split_storage(table: dict[str, object]) -> dict[str, object]:
@@ -297,7 +326,13 @@ def _decode_size(cls: type, value: object) -> object:
 def reference() -> str:
     """The configuration reference, as Markdown table rows, for README.md."""
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
-    for prefix, cls in (("", Config), ("host.", HostConfig), ("storage.", StorageConfig)):
+    tables: dict[str, type[msgspec.Struct]] = {
+        "": Config,
+        "host.": HostConfig,
+        "admin.": AdminConfig,
+        "storage.": StorageConfig,
+    }
+    for prefix, cls in tables.items():
         for field in msgspec.structs.fields(cls):
             if field.name in _NOT_SCALARS:
                 continue

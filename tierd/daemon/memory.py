@@ -50,10 +50,22 @@ class HostMemory:
         self._executor = executor
         self._unpopulated: deque[tuple[Space, int]] = deque()
         self._populate_ready = asyncio.Event()
+        self._in_thread: dict[object, int] = {}
 
     async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
         """What `call` returns, run off the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        token = object()
+        self._in_thread[token] = self._clock.monotonic_ns()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        finally:
+            del self._in_thread[token]
+
+    @property
+    def in_thread_s(self) -> float:
+        """How long the oldest call off the loop has taken so far; 0 if there is none."""
+        began_ns = next(iter(self._in_thread.values()), None)
+        return 0.0 if began_ns is None else (self._clock.monotonic_ns() - began_ns) / 1e9
 
     def reserve(
         self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]

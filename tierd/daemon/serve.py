@@ -27,7 +27,8 @@ import uvloop
 from tierd import __version__
 from tierd.backend import Backend
 from tierd.clock import SystemClock
-from tierd.config import Config, StorageConfig, backend_options
+from tierd.config import AdminConfig, Config, StorageConfig, backend_options
+from tierd.daemon.admin import Admin, Phase, tcp_listener
 from tierd.daemon.node import Node
 from tierd.daemon.server import Server, default_allow_uids
 from tierd.daemon.tier import StorageTier, opened
@@ -57,12 +58,18 @@ def serve(config: Config) -> int:
     tiers = [_make_tier(entry) for entry in config.storage]
     with (
         listening_socket(Path(config.socket)) as listener,
+        _admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_main(config, tiers, listener))
+        return runner.run(_main(config, tiers, listener, admin_listener))
 
 
-async def _main(config: Config, tiers: list[StorageTier], listener: socket.socket) -> int:
+async def _main(
+    config: Config,
+    tiers: list[StorageTier],
+    listener: socket.socket,
+    admin_listener: socket.socket | None,
+) -> int:
     clock = SystemClock()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -79,18 +86,25 @@ async def _main(config: Config, tiers: list[StorageTier], listener: socket.socke
         )
         allowed = frozenset(config.allow_uids) or default_allow_uids()
         server = Server(node, clock, allowed)
+        admin = Admin(node)
         try:
-            async with opened(tiers):
-                await node.run(lambda: _serve(config, node, server, listener, stop))
+            async with admin.serving(admin_listener), opened(tiers):
+                await node.run(lambda: _serve(config, node, server, listener, admin, stop))
         finally:
             node.memory.arena.close()
     return 0
 
 
 async def _serve(
-    config: Config, node: Node, server: Server, listener: socket.socket, stop: asyncio.Event
+    config: Config,
+    node: Node,
+    server: Server,
+    listener: socket.socket,
+    admin: Admin,
+    stop: asyncio.Event,
 ) -> None:
     server.listen(listener)
+    admin.phase = Phase.SERVING
     # What exists now lives as long as the process: the collector need not walk it again.
     gc.collect()
     gc.freeze()
@@ -102,6 +116,7 @@ async def _serve(
         ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
     )
     await stop.wait()
+    admin.phase = Phase.STOPPING
     budget_s = config.drain_timeout_ms / 1000
     log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
     _exit_after(budget_s + EXIT_GRACE_S)
@@ -144,6 +159,19 @@ def _make_tier(entry: StorageConfig) -> StorageTier:
     except ConfigError as error:
         raise ConfigError(f"storage ({entry.name}): {error}") from error
     return StorageTier(entry, raw, now_s=time.perf_counter)
+
+
+@contextlib.contextmanager
+def _admin_socket(config: AdminConfig) -> Iterator[socket.socket | None]:
+    """A listening socket for metrics and health, if one is configured. Raises ConfigError."""
+    if not config.listen:
+        yield None
+    elif config.listen.startswith("/"):
+        with listening_socket(Path(config.listen)) as listener:
+            yield listener
+    else:
+        with tcp_listener(config) as listener:
+            yield listener
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ LOG_EVERY_S: Final = 10.0
 not told is still counted."""
 
 WHY_CHARS_MAX: Final = 400
-COUNTERS_MAX: Final = 64
+COUNTERS_MAX: Final = 128
 """What a tier may put into a status, so that all of them fit one frame."""
 
 _T = TypeVar("_T")
@@ -109,7 +109,10 @@ class StorageTier:
         except BackendError as error:
             self._unavailable(str(error))
         except TimeoutError:
-            self._unavailable(f"it did not open within {OPEN_CALL_S_MAX:g} s")
+            self._unavailable(
+                f"it did not open within {OPEN_CALL_S_MAX:g} s: does its server's name resolve, "
+                "or its disk answer?"
+            )
         except Exception:  # a foreign backend's bug costs its tier, not the daemon
             self.counters["open_bugs_total"] += 1
             log.exception("storage tier %s: open failed unexpectedly", self.name)

@@ -107,8 +107,10 @@ class MeasuredBackend(Wrapper):
         names += [f"{_PUT}_{outcome.value}" for outcome in _PUT_OUTCOMES]
         self.own_counters = {f"{name}_total": 0 for name in (*names, "read_bytes", "written_bytes")}
 
-    def latency(self) -> dict[str, dict[str, float]]:
-        """Durations of calls since the start, by operation."""
+    def latency(self) -> dict[str, dict[str, object]]:
+        """Durations of calls since the start, by operation. Buckets are those of BOUNDS_S, and
+        the last one of all that took longer; none includes another.
+        """
         return {
             op: {
                 "count": histogram.count,
@@ -116,6 +118,7 @@ class MeasuredBackend(Wrapper):
                 "p50_ms": 1e3 * histogram.quantile_s(0.5),
                 "p99_ms": 1e3 * histogram.quantile_s(0.99),
                 "max_ms": 1e3 * histogram.max_s,
+                "buckets": list(histogram.buckets),
             }
             for op, histogram in self.histograms.items()
         }

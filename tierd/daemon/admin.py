@@ -1,0 +1,256 @@
+"""Metrics and health over HTTP: read-only, local, and no burden whoever connects.
+
+    GET /metrics     what STATUS reports, for Prometheus
+    GET /v1/status   the same as JSON
+    GET /healthz     200 while the daemon's own work goes on; 503 and why if it does not
+    GET /readyz      200 while engines are served; 503 before, and from SIGTERM on
+
+A connection is one request: read into a bounded buffer, answered in one go, without a task of
+its own, and cut off if it takes long. Nothing here changes any state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import ipaddress
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Final, NamedTuple, cast
+
+from tierd.config import AdminConfig
+from tierd.daemon.exposition import CONTENT_TYPE
+from tierd.daemon.metrics import scrape
+from tierd.daemon.node import Node
+from tierd.errors import ConfigError
+
+log = logging.getLogger("tierd")
+
+REQUEST_BYTES_MAX: Final = 8 << 10
+"""Longest request, headers included: what web servers take as a rule."""
+
+DISCARD_BYTES_MAX: Final = 64 << 10
+"""What a client may send after its request before it is cut off."""
+
+CONNECTION_S_MAX: Final = 5.0
+"""Longest life of a connection, whatever it does."""
+
+CONNECTIONS_MAX: Final = 16
+"""Connections at once; there are one or two Prometheus servers, and somebody with curl."""
+
+STUCK_S: Final = 30.0
+"""Checksums of a batch take some ms: a thread that is away so long does not come back."""
+
+BUSY_SHARE_MAX: Final = 1 / 20
+"""Of the loop's time, which engines wait for, so much at most goes into making one page: it is
+given again for a while. With 8 namespaces one takes 0.3 ms, with 1,024 it takes 11 to 25."""
+
+_REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]")
+_END: Final = b"\r\n\r\n"
+_TEXT: Final = "text/plain; charset=utf-8"
+_JSON: Final = "application/json"
+
+
+class Phase(enum.Enum):
+    """Of the daemon's life, as /readyz tells it."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+class _Reply(NamedTuple):
+    body: str
+    status: HTTPStatus = HTTPStatus.OK
+    kind: str = _TEXT
+
+
+class Admin:
+    """Answers what is asked of a node."""
+
+    def __init__(self, node: Node) -> None:
+        self.phase = Phase.STARTING
+        self.open: set[_Connection] = set()
+        self._node = node
+        self._pages: dict[str, Callable[[], _Reply]] = {
+            "/healthz": self._healthz,
+            "/metrics": _Sparing(lambda: _Reply(scrape(node.status()), kind=CONTENT_TYPE)),
+            "/readyz": self._readyz,
+            "/v1/status": _Sparing(lambda: _Reply(_json(node.status()), kind=_JSON)),
+        }
+
+    @contextlib.asynccontextmanager
+    async def serving(self, listener: socket.socket | None) -> AsyncIterator[None]:
+        """Answer who connects to `listener`, if there is one, until the block ends."""
+        if listener is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        if listener.family == socket.AF_UNIX:
+            server = await loop.create_unix_server(lambda: _Connection(self), sock=listener)
+        else:
+            server = await loop.create_server(lambda: _Connection(self), sock=listener)
+        log.info("metrics and health on %s", _name_of(listener))
+        try:
+            yield
+        finally:
+            server.close()
+            for connection in [*self.open]:
+                connection.abort()
+
+    def answer(self, head: bytes) -> bytes:
+        """The whole reply to a request, of which `head` is all up to the empty line."""
+        match = _REQUEST.fullmatch(head.partition(b"\r\n")[0])
+        if match is None:
+            return _packed(_Reply("not an HTTP request\n", HTTPStatus.BAD_REQUEST))
+        method, path = match[1], match[2].decode().partition("?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _packed(_Reply("GET or HEAD\n", HTTPStatus.METHOD_NOT_ALLOWED), "GET, HEAD")
+        page = self._pages.get(path)
+        if page is None:
+            known = " ".join(self._pages)
+            return _packed(_Reply(f"there are {known}\n", HTTPStatus.NOT_FOUND))
+        reply = _packed(page())
+        return reply if method == b"GET" else reply[: reply.index(_END) + len(_END)]
+
+    def _healthz(self) -> _Reply:
+        away_s = self._node.memory.in_thread_s
+        if away_s > STUCK_S:
+            why = f"a thread that computes checksums or faults memory in is away for {away_s:.0f} s"
+            return _Reply(f"{why}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return _Reply("ok\n")
+
+    def _readyz(self) -> _Reply:
+        if self.phase is not Phase.SERVING:
+            return _Reply(f"{self.phase.value}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return _Reply("ok\n")
+
+
+class _Sparing:
+    """A page that is made anew only if that has not just been done."""
+
+    def __init__(self, make: Callable[[], _Reply]) -> None:
+        self._make = make
+        self._made: _Reply
+        self._good_until_s = 0.0
+
+    def __call__(self) -> _Reply:
+        began_s = time.monotonic()
+        if began_s >= self._good_until_s:
+            self._made = self._make()
+            took_s = time.monotonic() - began_s
+            self._good_until_s = began_s + took_s / BUSY_SHARE_MAX
+        return self._made
+
+
+class _Connection(asyncio.Protocol):
+    """One client, from its connection to its end."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self._request = bytearray()
+        self._answered = False
+        self._discarded_bytes = 0
+        self._transport: asyncio.Transport
+        self._timer: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say so.
+        self._timer = asyncio.get_running_loop().call_later(CONNECTION_S_MAX, self.abort)
+        if len(self._admin.open) >= CONNECTIONS_MAX:
+            self.abort()
+        self._admin.open.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._admin.open.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered:
+            # Closed at once, with something unread, it would reset the client before that has
+            # read the reply.
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > DISCARD_BYTES_MAX:
+                self.abort()
+            return
+        before = len(self._request)
+        self._request += data[: REQUEST_BYTES_MAX + 1 - before]
+        end = self._request.find(_END, max(0, before - len(_END)))
+        if end >= 0:
+            self._say(self._admin.answer(bytes(self._request[:end])))
+        elif len(self._request) > REQUEST_BYTES_MAX:
+            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self._say(_packed(_Reply(f"at most {REQUEST_BYTES_MAX} bytes\n", status)))
+
+    def _say(self, reply: bytes) -> None:
+        self._answered = True
+        self._request.clear()
+        self._transport.write(reply)
+        # The end follows when the client has closed as well.
+        self._transport.write_eof()
+
+    def abort(self) -> None:
+        """End at once, whatever has been sent of the reply."""
+        self._transport.abort()
+
+
+def tcp_listener(config: AdminConfig) -> socket.socket:
+    """A listening socket at an address of the form 127.0.0.1:9464 or [::1]:9464.
+
+    Raises ConfigError if it is no such address, other machines may reach it unasked, or it is
+    taken.
+    """
+    host, _, port = config.listen.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        number = int(port) if re.fullmatch("[0-9]{1,5}", port) else -1
+        if not 0 <= number < 1 << 16 or (address.version == 6) != host.startswith("["):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"admin.listen is {config.listen!r}; it must be like 127.0.0.1:9464, [::1]:9464, or "
+            "the absolute path of a unix socket"
+        ) from None
+    if not address.is_loopback and not config.allow_remote:
+        raise ConfigError(
+            f"admin.listen is {config.listen}, which other machines may reach, and there is no "
+            "password: use 127.0.0.1, or set admin.allow_remote = true"
+        )
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        return socket.create_server((str(address), number), family=family, backlog=CONNECTIONS_MAX)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on admin.listen {config.listen}: {error}") from error
+
+
+def _json(status: dict[str, object]) -> str:
+    return json.dumps(status, indent=2) + "\n"
+
+
+def _packed(reply: _Reply, allow: str = "") -> bytes:
+    body = reply.body.encode("utf-8", "replace")
+    head = [
+        f"HTTP/1.1 {reply.status.value} {reply.status.phrase}",
+        f"Content-Type: {reply.kind}",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+    ]
+    if allow:
+        head.append(f"Allow: {allow}")
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def _name_of(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    if listener.family == socket.AF_UNIX:
+        return str(name)
+    host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"

@@ -1,0 +1,337 @@
+"""What STATUS reports, as the table of metrics that Prometheus scrapes.
+
+A row has a name, where in the status its value stands, and a help text. A counter of a
+status that no row reads is not lost: `tierd_events_total` and `tierd_tier_events_total` show
+it by its own name. Labels are few: those of a tier, and of namespaces only the largest have
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import Final
+
+from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition
+from tierd.daemon.tier import TierState
+from tierd.storage.circuit import State
+from tierd.storage.measured import BOUNDS_S
+
+NAMESPACES_SHOWN_MAX: Final = 20
+"""Namespaces with labels of their own, the largest by bytes: each ever shown is a time series
+that Prometheus keeps, and engines make new ones as they like."""
+
+_OPERATIONS: Final = ("lookup", "get", "put")
+_DIRECTIONS: Final = {"reads": "read", "writes": "write"}
+"""Of the circuits in a status."""
+
+
+def scrape(status: Part) -> str:
+    """The text for Prometheus."""
+    return exposition(METRICS, status)
+
+
+# --- kinds of rows --------------------------------------------------------------------
+
+
+def _node(name: str, path: str, about: str) -> Metric:
+    """One number of the node."""
+    counter = name.endswith("_total")
+    return Metric(f"tierd_{name}", about, Fields(_whole, {path: ()}, counter))
+
+
+def _tier(name: str, path: str, about: str) -> Metric:
+    """One number of each tier."""
+    counter = name.endswith("_total")
+    return Metric(f"tierd_tier_{name}", about, Fields(_tiers, {path: ()}, counter))
+
+
+def _tier_by(name: str, label: str, paths: Mapping[str, str], about: str) -> Metric:
+    """Several numbers of each tier; `paths` has the path of each value of `label`."""
+    labelled = {path: ((label, value),) for value, path in paths.items()}
+    counter = name.endswith("_total")
+    return Metric(f"tierd_tier_{name}", about, Fields(_tiers, labelled, counter))
+
+
+def _tier_counts(
+    name: str, label: str, pattern: str, values: tuple[str, ...], about: str
+) -> Metric:
+    """Counters of each tier, called `pattern` with a value of `label` in the place of *."""
+    paths = {value: f"counters.{pattern.replace('*', value)}" for value in values}
+    return _tier_by(name, label, paths, about)
+
+
+# --- readers for what is no plain number ------------------------------------------------
+
+
+def _build(status: Part) -> Iterator[Sample]:
+    yield Sample((("version", str(status["version"])),), 1)
+
+
+def _tier_states(status: Part) -> Iterator[Sample]:
+    for labels, tier in _tiers(status):
+        for state in TierState:
+            yield Sample((*labels, ("state", state.value)), tier["state"] == state.value)
+
+
+def _breaker_states(status: Part) -> Iterator[Sample]:
+    for labels, tier in _tiers(status):
+        for what, circuit in _part(tier["circuits"]).items():
+            for state in State:
+                told = (("direction", _DIRECTIONS[what]), ("state", state.value))
+                yield Sample((*labels, *told), _part(circuit)["state"] == state.value)
+
+
+def _durations(status: Part) -> Iterator[Sample]:
+    bounds = [*map(repr, BOUNDS_S), "+Inf"]
+    for tier_labels, tier in _tiers(status):
+        for operation, spread in _part(tier["latency"]).items():
+            labels = (*tier_labels, ("operation", operation))
+            found = _part(spread)
+            counts = found["buckets"]
+            assert isinstance(counts, list)
+            for bound, below in zip(bounds, accumulate(counts), strict=True):
+                yield Sample((*labels, ("le", bound)), below, "_bucket")
+            yield Sample(labels, _number(found["sum_s"]), "_sum")
+            yield Sample(labels, _number(found["count"]), "_count")
+
+
+def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[Sample]]:
+    """Reads `size` of the largest namespaces, and of all others together."""
+
+    def read(status: Part) -> Iterator[Sample]:
+        spaces = sorted(_parts(status["namespaces"]), key=_bytes_of, reverse=True)
+        for space in spaces[:NAMESPACES_SHOWN_MAX]:
+            labels = (("namespace", str(space["digest"])), ("model", str(space["model"])))
+            yield Sample(labels, size(space))
+        others = (("namespace", "other"), ("model", ""))
+        yield Sample(others, sum(size(space) for space in spaces[NAMESPACES_SHOWN_MAX:]))
+
+    return read
+
+
+def _rest(name: str, about: str) -> Metric:
+    """Counters that no row reads: of each tier, or of the node."""
+    places = _tiers if name.startswith("tier_") else _whole
+
+    def read(status: Part) -> Iterator[Sample]:
+        for labels, part in places(status):
+            for counter, value in _part(part["counters"]).items():
+                if f"counters.{counter}" not in _READ[places]:
+                    event = ("event", counter.removesuffix("_total"))
+                    yield Sample((*labels, event), _number(value))
+
+    return Metric(f"tierd_{name}", about, read)
+
+
+# --- parts of a status ------------------------------------------------------------------
+
+
+def _whole(status: Part) -> list[tuple[Labels, Part]]:
+    return [((), status)]
+
+
+def _tiers(status: Part) -> list[tuple[Labels, Part]]:
+    return [((("tier", str(tier["name"])),), tier) for tier in _parts(status["storage"])]
+
+
+def _bytes_of(space: Part) -> float:
+    return _number(space["blocks"]) * _number(space["block_bytes"])
+
+
+def _part(value: object) -> Part:
+    assert isinstance(value, Mapping)
+    return value
+
+
+def _parts(value: object) -> list[Part]:
+    assert isinstance(value, list)
+    return [_part(entry) for entry in value]
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return value
+
+
+# --- the table --------------------------------------------------------------------------
+
+METRICS: Final[tuple[Metric, ...]] = (
+    Metric("tierd_build_info", "Always 1; the label has tierd's version.", _build),
+    _node("uptime_seconds", "uptime_s", "Time since the daemon started."),
+    # Host memory.
+    _node("host_capacity_bytes", "host.capacity_bytes", "Most bytes that host memory may take."),
+    _node("host_allocated_bytes", "host.allocated_bytes", "Bytes of host memory's segments."),
+    _node("host_populated_bytes", "host.populated_bytes", "Bytes of them that are faulted in."),
+    _node("host_used_bytes", "host.used_bytes", "Bytes of the slots with a readable block."),
+    _node("host_blocks", "host.blocks", "Readable blocks in host memory."),
+    _node("host_writing_blocks", "host.writing_blocks", "Slots reserved and not yet committed."),
+    _node("leases", "host.leases", "Leases that have not ended."),
+    _node("backlog_blocks", "host.backlog_blocks", "Blocks to sum up or back up, once a tier."),
+    # What engines ask for, get and store.
+    _node(
+        "requested_blocks_total",
+        "counters.requested_blocks_total",
+        "Blocks that engines asked for by ACQUIRE.",
+    ),
+    _node(
+        "acquired_blocks_total",
+        "counters.acquired_blocks_total",
+        "Blocks of them that were leased, wherever they came from: the hits.",
+    ),
+    _node(
+        "promoted_blocks_acquired_total",
+        "counters.promoted_blocks_acquired_total",
+        "Leased blocks that a storage tier had to bring first.",
+    ),
+    _node("stored_blocks_total", "counters.stored_blocks_total", "Blocks that engines stored."),
+    _node(
+        "evicted_blocks_total",
+        "counters.evicted_blocks_total",
+        "Blocks that were evicted from host memory.",
+    ),
+    _node(
+        "deadlines_missed_total",
+        "counters.deadline_missed_total",
+        "ACQUIREs whose deadline came before the tiers had brought everything.",
+    ),
+    _node(
+        "answers_late_total",
+        "counters.answers_late_total",
+        "ACQUIREs answered 100 ms or more after their deadline, which no tier can cause.",
+    ),
+    _node(
+        "internal_errors_total",
+        "counters.internal_errors_total",
+        "Bugs of tierd that ended a session or a request; the log tells them.",
+    ),
+    _rest("events_total", "What else the daemon counts, by its name in `tierd status`."),
+    # Namespaces.
+    Metric(
+        "tierd_namespace_blocks",
+        f"Blocks in host memory of the {NAMESPACES_SHOWN_MAX} largest namespaces, and of all "
+        'others as namespace="other".',
+        _namespaces(lambda space: _number(space["blocks"])),
+    ),
+    Metric("tierd_namespace_bytes", "Payload bytes of these blocks.", _namespaces(_bytes_of)),
+    # Storage tiers: whether they are used.
+    Metric("tierd_tier_state", "1 for the state that the tier is in, else 0.", _tier_states),
+    Metric(
+        "tierd_tier_breaker_state",
+        "1 for the state that the breaker of reads or writes is in, else 0; calls are made "
+        "while it is closed.",
+        _breaker_states,
+    ),
+    _tier_by(
+        "breaker_opened_total",
+        "direction",
+        {value: f"circuits.{what}.opened_total" for what, value in _DIRECTIONS.items()},
+        "Times that the breaker opened, failed trials included.",
+    ),
+    _tier_by(
+        "breaker_refused_blocks_total",
+        "direction",
+        {value: f"counters.breaker_refused_{what}_total" for what, value in _DIRECTIONS.items()},
+        "Blocks that the tier was not asked for, or not given, because of its breaker.",
+    ),
+    _tier_counts(
+        "deadlines_missed_total",
+        "direction",
+        "breaker_*_deadlines_total",
+        ("read", "write"),
+        "Calls that were given up at deadline_ms.",
+    ),
+    _tier("probes_total", "counters.breaker_probes_total", "Probes whether the tier is back."),
+    _tier("probes_failed_total", "counters.breaker_probes_failed_total", "Probes that failed."),
+    _tier("open_failures_total", "counters.open_failed_total", "Attempts to open it that failed."),
+    _tier(
+        "worker_restarts_total",
+        "counters.worker_restarts_total",
+        "Times that the process of the tier's client was started again.",
+    ),
+    _tier(
+        "wrong_answers_total",
+        "counters.wrong_answers_total",
+        "Answers of the tier's client that break its contract; none was used.",
+    ),
+    # What they hold.
+    _tier("blocks", "blocks", "Blocks held; of a shared tier, as far as this node has counted."),
+    _tier("used_bytes", "used_bytes", "Bytes that these blocks occupy."),
+    _tier("capacity_bytes", "capacity_bytes", "Most bytes held; 0: no limit, or not open."),
+    # What they do.
+    _tier_counts(
+        "calls_total", "operation", "*_calls_total", _OPERATIONS, "Calls of the tier's client."
+    ),
+    _tier_counts(
+        "calls_failed_total", "operation", "*_failed_total", _OPERATIONS, "Calls that failed."
+    ),
+    _tier_counts(
+        "calls_cancelled_total",
+        "operation",
+        "*_cancelled_total",
+        _OPERATIONS,
+        "Calls that were called off, at deadline_ms or before.",
+    ),
+    _tier_counts(
+        "calls_bugs_total",
+        "operation",
+        "*_bugs_total",
+        _OPERATIONS,
+        "Calls that ended by a bug of the tier's client.",
+    ),
+    Metric(
+        "tierd_tier_call_duration_seconds",
+        "How long calls of the tier's client took, failed and cancelled ones included.",
+        _durations,
+        histogram=True,
+    ),
+    _tier_counts(
+        "read_blocks_total",
+        "outcome",
+        "get_*_total",
+        ("hit", "miss", "corrupt", "error"),
+        "Blocks that the tier was asked for, by what came of it.",
+    ),
+    _tier_counts(
+        "written_blocks_total",
+        "outcome",
+        "put_*_total",
+        ("stored", "present", "refused", "error"),
+        "Blocks that the tier was given, by what came of it.",
+    ),
+    _tier_by(
+        "moved_bytes_total",
+        "direction",
+        {"read": "counters.read_bytes_total", "write": "counters.written_bytes_total"},
+        "Payload bytes of blocks that the tier brought, or stored.",
+    ),
+    _tier_by(
+        "bytes_per_second",
+        "direction",
+        {"read": "read_bytes_per_s", "write": "write_bytes_per_s"},
+        "Recent speed of the tier while blocks were moving; absent before the first one.",
+    ),
+    # What waits for them, and what does not get there.
+    _tier("backup_queue_blocks", "backup_queue", "Blocks that wait to be written."),
+    _tier("backup_queue_bytes", "backup_queue_bytes", "Bytes of their slots."),
+    _tier("backup_queue_max_bytes", "backup_queue_bytes_max", "Most bytes that may wait."),
+    _tier_by(
+        "skipped_blocks_total",
+        "reason",
+        {"busy": "counters.backup_skipped_total", "full": "counters.skipped_full_total"},
+        "Blocks that the tier did not get: its queue was full, or its breaker open (busy), or "
+        "it had reached its capacity (full).",
+    ),
+    _rest("tier_events_total", "What else a tier's client counts, by its name in `tierd status`."),
+)
+
+_READ: Final = {
+    places: frozenset(
+        path
+        for metric in METRICS
+        if isinstance(metric.read, Fields) and metric.read.places is places
+        for path in metric.read.paths
+    )
+    for places in (_whole, _tiers)
+}
+"""Paths that rows read, of the node and of each tier."""
