@@ -308,7 +308,7 @@ async def test_cancel_waits():
 
 async def test_cancel_not_honoured(monkeypatch):
     """A client that goes on after a deadline would write into another request's slots."""
-    monkeypatch.setattr(_worker_life, "GRACE_S", 0.05)
+    monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         pid = pid_of(backend)
         slots = Slots(2, PAGE_BYTES)
@@ -330,7 +330,7 @@ async def test_cancel_not_honoured(monkeypatch):
 
 async def test_blocked_loop(monkeypatch):
     """A client that blocks its process would hold slots until the daemon's restart."""
-    monkeypatch.setattr(_worker_life, "GRACE_S", 0.05)
+    monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         for _ in range(2):
             call = begin(backend, b"block")
@@ -344,7 +344,7 @@ async def test_blocked_loop(monkeypatch):
 
 async def test_stopped(monkeypatch):
     """A worker that is suspended would hold slots until the daemon's restart."""
-    monkeypatch.setattr(_worker_life, "GRACE_S", 0.05)
+    monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         pid = pid_of(backend)
         os.kill(pid, signal.SIGSTOP)

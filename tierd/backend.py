@@ -163,6 +163,10 @@ class Backend(ABC):
     """Whether the daemon runs it in a process of its own: for clients that burn Python's CPU,
     whose threads would hold up the daemon's loop."""
 
+    lets_go_s: ClassVar[float] = 1.0
+    """How long a cancelled call may take to let go of its views before that process is killed:
+    their slots are lost to the daemon meanwhile. More where starting again costs much."""
+
     counters: dict[str, int]
     """What happened since the start, by name; each name ends in `_total` and is always there."""
 

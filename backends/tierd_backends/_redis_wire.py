@@ -28,6 +28,10 @@ CHUNK_BYTES = 512 << 10
 """Bytes hashed at a time while a payload arrives: still in the core's cache, which saves a
 tenth of the CPU of a 2 MiB GET, yet few enough calls."""
 
+UNIX_CHUNK_BYTES = 2 << 20
+"""The same over a unix socket. It buffers 200 KiB, so the server soon waits for whoever hashes:
+a GET of 2 MiB, 4 in flight, is some 4 % faster in one piece; over TCP it is 10 % slower."""
+
 TLS_CHUNK_BYTES = 256 << 10
 """Bytes a TLS call sends: its timeout is for the whole call, which a slow network must meet."""
 
@@ -112,6 +116,7 @@ class PlainStream:
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self.sock = sock
+        self.chunk_bytes = UNIX_CHUNK_BYTES if sock.family == socket.AF_UNIX else CHUNK_BYTES
         # The kernel's timeouts: Python's own would add a poll() to every call.
         sock.settimeout(None)
         span = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6))
@@ -153,6 +158,7 @@ class TlsStream:
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         self.sock = sock
+        self.chunk_bytes = CHUNK_BYTES
         sock.settimeout(silence_s)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
@@ -254,8 +260,9 @@ class Link:
             self._expect(length)
         head, expected, tail = self._head, self._expected, self._tail
         payload = view[:length]
-        small = length <= CHUNK_BYTES
-        first = [head, payload, tail] if small else [head, payload[:CHUNK_BYTES]]
+        chunk_bytes = self._stream.chunk_bytes
+        small = length <= chunk_bytes
+        first = [head, payload, tail] if small else [head, payload[:chunk_bytes]]
         got = self._stream.some(first)
         while got < len(head) and head[: min(got, len(expected))] == expected[:got]:
             got += self._stream.some(_after(first, got))
@@ -273,9 +280,10 @@ class Link:
     def _hashed(self, payload: memoryview, have: int) -> bytes:
         """The checksum of a payload that arrives meanwhile; `have` bytes of it are here."""
         hasher = xxhash.xxh3_128()
-        for start in range(0, len(payload), CHUNK_BYTES):
-            chunk = payload[start : start + CHUNK_BYTES]
-            last = start + CHUNK_BYTES >= len(payload)
+        size = self._stream.chunk_bytes
+        for start in range(0, len(payload), size):
+            chunk = payload[start : start + size]
+            last = start + size >= len(payload)
             self._stream.fill([chunk, self._tail] if last else [chunk], have)
             hasher.update(chunk)
             have = 0

@@ -77,6 +77,10 @@ class FileBackend(Backend):
     """Blocks in slabs of equal records under one directory."""
 
     Options: ClassVar[type[msgspec.Struct]] = FileOptions
+    in_worker: ClassVar[bool] = True
+    lets_go_s: ClassVar[float] = 30.0
+    """A disk that stands still for seconds comes back, as a rule; the index would have to be read
+    from it again."""
 
     def __init__(self, options: FileOptions) -> None:
         """Raises ConfigError for an option of a wrong form; touches nothing."""

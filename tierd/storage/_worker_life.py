@@ -42,9 +42,8 @@ from tierd.storage._worker_wire import (
 CALLS_MAX: Final = 256
 """Calls in flight: more than a tier's batches and lookups at once; further ones wait."""
 
-GRACE_S: Final = 1.0
-"""How long a cancelled call may keep its views: the daemon gives up calls at deadlines, and
-the slots would be lost to it as long as nobody is certain of them."""
+END_S: Final = 1.0
+"""How long a process that has closed its socket may take to end."""
 
 CLOSE_S_MAX: Final = 3.0
 """How long a backend may take to close: below what the daemon allows itself at its end."""
@@ -65,13 +64,17 @@ class BackendBugError(RuntimeError):
 class Life:
     """A running worker process. All on one event loop, whose thread must outlive it."""
 
-    def __init__(self, target: str, on_report: Callable[[Report], None]) -> None:
+    def __init__(
+        self, target: str, on_report: Callable[[Report], None], *, lets_go_s: float
+    ) -> None:
         """Start a process for the backend class `target`, written "module:QualName".
 
+        It is killed if a cancelled call keeps its views for over `lets_go_s`.
         Raises BackendError if the system has no room for it.
         """
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
+        self._lets_go_s = lets_go_s
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._room = asyncio.Semaphore(CALLS_MAX)
@@ -99,7 +102,7 @@ class Life:
         """The answer to a call.
 
         However it ends, the process no longer touches the views that it names: cancelling
-        kills it after GRACE_S. Raises BackendError and ConfigError as the backend did,
+        kills it after `lets_go_s`. Raises BackendError and ConfigError as the backend did,
         BackendError if the process has ended, and BackendBugError.
         """
         async with self._room:
@@ -183,8 +186,8 @@ class Life:
             return
         answered = self._calls[number] = self._loop.create_future()
         self._say(0, Cancel(number))
-        why = f"kept a cancelled call for over {GRACE_S:g} s"
-        timer = self._loop.call_later(GRACE_S, self.kill, why)
+        why = f"kept a cancelled call for over {self._lets_go_s:g} s"
+        timer = self._loop.call_later(self._lets_go_s, self.kill, why)
         while not answered.done():
             # A second cancellation changes nothing: the views are not free yet.
             with contextlib.suppress(asyncio.CancelledError):
@@ -215,7 +218,7 @@ class Life:
     def _lost(self, why: str) -> None:
         """The process ends by itself, or has to be made to."""
         self.dying = self.dying or f"worker {why}"
-        self._loop.call_later(GRACE_S, self.kill, why)
+        self._loop.call_later(END_S, self.kill, why)
 
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)

@@ -75,6 +75,7 @@ class WorkerBackend(Backend):
         # Never opened: it checks the options, and knows the names of the counters.
         self._unopened = cls.from_options(options)
         self._target = f"{cls.__module__}:{cls.__qualname__}"
+        self._lets_go_s = cls.lets_go_s
         self._options: dict[str, object] = msgspec.to_builtins(options)
         self._stats = self._unopened.stats()
         self.counters = {
@@ -176,7 +177,7 @@ class WorkerBackend(Backend):
         self._past = dict(self.counters)
         if self._spare is not None and self._spare.dying:
             await self._end_spare()
-        life = self._spare or Life(self._target, self._take_report)
+        life = self._spare or Life(self._target, self._take_report, lets_go_s=self._lets_go_s)
         self._spare = life
         try:
             await life.call(Open(self._options, logging.getLogger().getEffectiveLevel()))
