@@ -12,6 +12,10 @@ from tests.s3_servers import S3Server
 Damage = Callable[[Sequence[bytes]], list[bytes]]
 
 
+DELETE_TRIES = 20
+"""Of a bucket that something was put into meanwhile."""
+
+
 class Store(Protocol):
     """Values by name, as a server has them."""
 
@@ -67,10 +71,17 @@ class S3Store:
         self._client.put_object(Bucket=self._bucket, Key=name, Body=value)
 
     def delete(self) -> None:
-        """The bucket with all that is in it."""
-        for name in self.names():
-            self._client.delete_object(Bucket=self._bucket, Key=name)
-        self._client.delete_bucket(Bucket=self._bucket)
+        """The bucket with all that is in it, whoever is storing more at that time."""
+        for last in (*[False] * (DELETE_TRIES - 1), True):
+            for name in self.names():
+                self._client.delete_object(Bucket=self._bucket, Key=name)
+            try:
+                self._client.delete_bucket(Bucket=self._bucket)
+            except self._client.exceptions.ClientError as error:
+                if last or error.response["Error"]["Code"] != "BucketNotEmpty":
+                    raise
+            else:
+                return
 
 
 def _swap(values: Sequence[bytes]) -> list[bytes]:

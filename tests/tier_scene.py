@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec
 
 from tests.daemon_process import DaemonProcess
 from tests.traffic import (
@@ -21,7 +23,7 @@ from tests.traffic import (
 from tierd.client import Client
 
 SLACK_MS = 100
-"""An answer may come so much after its deadline, beside what the machine itself adds."""
+"""An answer may come so much after its deadline."""
 
 QUICK_MS = 100
 """An acquire that waits for no tier takes at most this: a few ms on a machine that is idle."""
@@ -32,13 +34,38 @@ WAIT_S = 20.0
 TRAFFIC_S = 1.0
 """Traffic asks a tier for something in that time, however busy the machine is."""
 
-CONNECTIONS_MAX = 4
-"""A tier may keep so many connections more than it had before: its pool of eight was in use, but
-perhaps not all of it. All faults of a kind of server together have to do with these."""
+CONNECTIONS = 4
+"""Of each pool of a tier's client, which keeps as many as it has needed at once."""
 
 GROWTH_BYTES_MAX = 8 << 20
-"""Anonymous memory that a daemon and its workers may have gained: allocators keep some. After all
-faults together it is 2 or 3 MB."""
+"""Anonymous memory that a daemon and its workers may have gained since before the first fault:
+allocators keep some, about 3 MiB after all faults there are, and no more after many."""
+
+STALL_MS = 50
+"""A process that is ready to run and has not been run for so long tells of a machine that is busy
+with something else; it says nothing about who of the others had to wait as well."""
+
+TRIES = 3
+"""Times that a scene is played while the machine lets this process wait in each of them."""
+
+_P = ParamSpec("_P")
+
+
+class StalledError(AssertionError):
+    """Answers were late, but the process that waited for them was not run at that time."""
+
+
+def again_if_stalled(test: Callable[_P, None]) -> Callable[_P, None]:
+    """Play a test again after a StalledError: nothing is forgiven but a machine's moment."""
+
+    @functools.wraps(test)
+    def played(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for _ in range(TRIES - 1):
+            with suppress(StalledError):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return played
 
 
 def table(kind: str, options: Mapping[str, object]) -> str:
@@ -47,12 +74,39 @@ def table(kind: str, options: Mapping[str, object]) -> str:
     return "\n".join(["[[storage]]", *lines, ""])
 
 
-class Scene:
-    """A daemon with one tier of type `kind`, and traffic that needs it, until `close`."""
+def is_idle(status: dict) -> bool:
+    """Whether a daemon has nothing under way: no lease, reservation, or block to back up."""
+    host = status["host"]
+    return not (
+        host["leases"]
+        or host["writing_blocks"]
+        or host["backlog_blocks"]
+        or any(tier["backup_queue"] for tier in status["storage"])
+    )
 
-    def __init__(self, directory: Path, kind: str, options: Mapping[str, object]) -> None:
+
+def check_returned(before: Footprint, after: Footprint, connections_max: int) -> None:
+    """Assert that an idle daemon holds no more than it did: open files exactly, connections as
+    its pools may have them, memory as allocators keep it."""
+    assert after.processes == before.processes, (before, after)
+    assert after.files == before.files, (before, after)
+    assert after.connections <= connections_max, (before, after)
+    assert after.anonymous_bytes <= before.anonymous_bytes + GROWTH_BYTES_MAX, (before, after)
+
+
+class Scene:
+    """A daemon with one tier of type `kind`, and traffic that needs it, until `close`.
+
+    The tier's client has `pools` of connections.
+    """
+
+    def __init__(
+        self, directory: Path, kind: str, options: Mapping[str, object], *, pools: int
+    ) -> None:
         self.kind = kind
-        self.daemon = DaemonProcess(directory, capacity=HOST_CAPACITY, storage=table(kind, options))
+        self._connections_max = pools * CONNECTIONS
+        storage = table(kind, {**options, "connections": CONNECTIONS})
+        self.daemon = DaemonProcess(directory, capacity=HOST_CAPACITY, storage=storage)
         probe, deadline = options["probe_ms"], options["deadline_ms"]
         assert isinstance(probe, int)
         assert isinstance(deadline, int)
@@ -104,11 +158,6 @@ class Scene:
         assert self.daemon.process is not None
         return self.daemon.process.pid
 
-    def slow(self, started: float, ended: float) -> list[Sample]:
-        """Acquires between two times that had to wait for something."""
-        samples = self.traffic.since(started, ended)
-        return [s for s in samples if self.traffic.lateness_ms(s, QUICK_MS) > 0]
-
     # --- waiting --------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> float:
@@ -141,38 +190,36 @@ class Scene:
         """Around a fault that comes and goes. Before it the tier is in use; after it everything
         must be right that always is, and no more must be held than before the first one."""
         self.wait_in_use()
-        self._first = self._first or self._settle()
+        self._first = self._first or self.settle()
         began = time.monotonic()
         yield self
-        self._check(began, self._first, self._settle())
+        self._check(began, self._first, self.settle())
 
-    def _settle(self) -> Footprint:
+    def settle(self) -> Footprint:
         """Stop the traffic until nothing is under way; what is held then. Starts it again."""
         self.traffic.pause()
-        self.wait(self._idle, "something stays under way")
+        self.wait(lambda: is_idle(self.status()), "something stays under way")
         held = footprint(self.pid())
         self.traffic.resume()
         return held
 
-    def _idle(self) -> bool:
-        status = self.status()
-        host = status["host"]
-        return not (
-            host["leases"]
-            or host["writing_blocks"]
-            or host["backlog_blocks"]
-            or any(tier["backup_queue"] for tier in status["storage"])
-        )
-
     def _check(self, began: float, before: Footprint, after: Footprint) -> None:
         assert not self.traffic.faults, self.traffic.faults[:3]
-        late_ms, sample = self.traffic.latest(self.traffic.since(began), DEADLINE_MS)
-        assert late_ms <= SLACK_MS, f"answered {late_ms:.0f} ms late: {sample}"
-        # By the daemon's own clock as well, of which nothing is taken off.
-        assert not self.status()["counters"].get("answers_late_total", 0)
-        assert after.processes == before.processes, (before, after)
-        assert after.descriptors <= before.descriptors + CONNECTIONS_MAX, (before, after)
-        assert after.anonymous_bytes <= before.anonymous_bytes + GROWTH_BYTES_MAX, (before, after)
+        check_returned(before, after, self._connections_max)
         log = self.daemon.log.read_text()
         assert "Traceback" not in log, log[-6000:]
         assert not self.status()["counters"].get("internal_errors_total", 0), log[-6000:]
+        self.at_most(0, DEADLINE_MS + SLACK_MS, self.traffic.since(began))
+
+    def at_most(self, count: int, allowed_ms: float, samples: Sequence[Sample]) -> None:
+        """Fail if more than `count` acquires took longer than allowed; with StalledError if the
+        machine alone may have been why."""
+        slow = [s for s in samples if s.seconds * 1000 > allowed_ms]
+        if len(slow) <= count:
+            return
+        told = [(round(s.seconds * 1000), round(self.traffic.stall_ms(s))) for s in slow]
+        late = self.status()["counters"].get("answers_late_total", 0)
+        what = f"{len(slow)} and not {count} of {len(samples)} took over {allowed_ms} ms; each "
+        what += f"one's ms, and of a stall beside it: {told}; late from the daemon: {late}"
+        unexplained = sum(stall < STALL_MS for _, stall in told)
+        raise StalledError(what) if unexplained <= count else AssertionError(what)

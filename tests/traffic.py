@@ -51,7 +51,7 @@ class Traffic:
     """Threads that load and store chains until the end of the context, which checks them.
 
     `samples` has every acquire since the start. `noise` has how late this process itself was
-    woken each few ms: what the machine does to a client, whatever tierd does.
+    woken each few ms, which delays its clients whatever tierd does.
     """
 
     def __init__(self, daemon: DaemonProcess, *, threads: int = 3, chains: int = CHAINS) -> None:
@@ -97,22 +97,14 @@ class Traffic:
         """Acquires that began from `started` on and ended by `ended`."""
         return [s for s in list(self.samples) if s.started >= started and s.ended <= ended]
 
-    def lateness_ms(self, sample: Sample, allowed_ms: float) -> float:
-        """How much longer than allowed an acquire took, without what the machine took."""
-        late = sample.seconds * 1000 - allowed_ms
-        if late <= 0:
-            return late
-        noise = [
+    def stall_ms(self, sample: Sample) -> float:
+        """The longest that this process was not run, as far as it knows, during an acquire."""
+        stalls = (
             n.seconds
             for n in list(self.noise)
             if n.ended >= sample.started and n.started <= sample.ended
-        ]
-        return late - max(noise, default=0.0) * 1000
-
-    def latest(self, samples: list[Sample], allowed_ms: float) -> tuple[float, Sample | None]:
-        """The greatest lateness in ms, and whose it is."""
-        ranked = [(self.lateness_ms(s, allowed_ms), s) for s in samples]
-        return max(ranked, key=lambda pair: pair[0], default=(-allowed_ms, None))
+        )
+        return max(stalls, default=0.0) * 1000
 
     # --- threads --------------------------------------------------------------------
 
@@ -168,7 +160,11 @@ class Traffic:
 class Footprint:
     """What a daemon and its worker processes hold."""
 
-    descriptors: int
+    files: int
+    """Open descriptors but for connections, and for the arena's, of which a worker has as many
+    as it has needed so far."""
+    connections: int
+    """TCP sockets, whatever state they are in."""
     anonymous_bytes: int
     processes: int
 
@@ -176,8 +172,11 @@ class Footprint:
 def footprint(pid: int) -> Footprint:
     """Of process `pid` and its children."""
     pids = [pid, *children(pid)]
-    descriptors = sum(_descriptors(each) for each in pids)
-    return Footprint(descriptors, sum(_anonymous_bytes(each) for each in pids), len(pids))
+    opened = [name for each in pids for name in _opened(each)]
+    tcp = _tcp_sockets(pid)
+    connections = sum(name in tcp for name in opened)
+    files = sum(not name.startswith("/memfd:") for name in opened) - connections
+    return Footprint(files, connections, sum(map(_anonymous_bytes, pids)), len(pids))
 
 
 def children(pid: int) -> list[int]:
@@ -188,13 +187,22 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def _descriptors(pid: int) -> int:
-    """Open files but for the arena's, of which a worker has as many as it has needed so far."""
-    count = 0
+def _opened(pid: int) -> list[str]:
+    """What each descriptor of a process refers to."""
+    names: list[str] = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            count += not os.readlink(entry).startswith("/memfd:")
-    return count
+            names.append(os.readlink(entry))
+    return names
+
+
+def _tcp_sockets(pid: int) -> set[str]:
+    """The TCP sockets of a process's network, as /proc/PID/fd names them."""
+    lines: list[str] = []
+    for family in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):
+            lines += Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]
+    return {f"socket:[{line.split()[9]}]" for line in lines}
 
 
 def _anonymous_bytes(pid: int) -> int:
