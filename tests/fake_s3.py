@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
-from tierd.testing.suite import indexed
+from tierd.testing import suite
 from tierd_backends.s3 import S3Backend, S3Options
 
 BUCKET = "fake-bucket"
@@ -256,13 +256,11 @@ async def running(fake: FakeS3, **more: object) -> AsyncIterator[S3Backend]:
     """An S3 tier on a fake server, open and with its bucket counted; few connections."""
     settings = fake.options(**{"connections": 2, "timeout_ms": 5000, **more})
     backend = S3Backend.from_options(msgspec.convert(settings, S3Options))
-    await backend.open()
-    try:
-        await indexed(backend)
-        yield backend
-    finally:
-        fake.script = None
-        await backend.close()
+    async with suite.running(backend):
+        try:
+            yield backend
+        finally:
+            fake.script = None
 
 
 def _read_request(file) -> Request | None:

@@ -13,12 +13,14 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header, unpack_header
 from tierd.errors import BackendError, ConfigError
+from tierd.testing import suite
 from tierd.testing.suite import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -56,12 +58,8 @@ async def opened(path, capacity=64 << 20, **more):
 
 @contextlib.asynccontextmanager
 async def running(path, capacity=64 << 20, **more):
-    backend = await opened(path, capacity, **more)
-    try:
-        await indexed(backend)
+    async with suite.running(FileBackend.from_options(options(path, capacity, **more))) as backend:
         yield backend
-    finally:
-        await backend.close()
 
 
 def check(backend):
@@ -277,6 +275,20 @@ async def test_one_owner(tmp_path):
     async with running(tmp_path):
         with pytest.raises(ConfigError, match=str(os.getpid())):
             await opened(tmp_path)
+
+
+async def test_owner_that_is_ending(tmp_path, monkeypatch):
+    """A daemon started right after a crash would refuse to start, while the old worker ends."""
+    with python(HOLDER, tmp_path) as holder:
+        assert holder.stdout.readline() == b"open\n"
+
+        def ends(_):
+            holder.kill()
+            holder.wait()
+
+        monkeypatch.setattr(time, "sleep", ends)
+        backend = await opened(tmp_path)
+        await backend.close()
 
 
 async def test_unknown_version(tmp_path):

@@ -32,6 +32,7 @@ from tierd.backend import (
     pack_header,
 )
 from tierd.errors import BackendError, ConfigError
+from tierd.testing import suite
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
@@ -63,13 +64,8 @@ def made(options, **more):
 
 @contextlib.asynccontextmanager
 async def running(options, **more):
-    backend = made(options, **more)
-    await backend.open()
-    try:
-        await indexed(backend)
+    async with suite.running(made(options, **more)) as backend:
         yield backend
-    finally:
-        await backend.close()
 
 
 def redis_key(prefix, key):

@@ -20,7 +20,7 @@ from tests.s3_servers import SeaweedFS
 from tests.tier_scene import table
 from tierd.backend import HEADER_BYTES, Backend, Outcome
 from tierd.errors import ConfigError
-from tierd.testing.suite import NAMESPACE, contains, get, indexed, make_chain, put
+from tierd.testing.suite import NAMESPACE, contains, get, make_chain, put, running
 from tierd.types import BlockKey
 from tierd_backends import _lid
 from tierd_backends._lid import Lid
@@ -193,13 +193,8 @@ def tier(store: tuple[type[Backend], dict[str, object]]) -> Open:
     @contextlib.asynccontextmanager
     async def opened(**more: object) -> AsyncIterator[Backend]:
         options = {**where, "timeout_ms": 10_000, "capacity": CAPACITY, **more}
-        backend = kind.from_options(msgspec.convert(options, kind.Options))
-        await backend.open()
-        try:
-            await indexed(backend)
+        async with running(kind.from_options(msgspec.convert(options, kind.Options))) as backend:
             yield backend
-        finally:
-            await backend.close()
 
     return opened
 

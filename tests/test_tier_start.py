@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -67,20 +68,22 @@ class Resolver:
     """What the daemon and its workers are told of NAME: an address, "unknown", or "hang".
 
     The latter waits, as the system's resolver does, where nothing can interrupt it, until
-    something else is said.
+    something else is said: for a lock that the test has meanwhile.
     """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._answer = directory / "answer"
+        self._lock = (directory / "lock").open("w")
         self.say("unknown")
         (directory / "sitecustomize.py").write_text(
-            "import pathlib, socket, time\n"
+            "import fcntl, pathlib, socket\n"
             "real = socket.getaddrinfo\n"
             "def getaddrinfo(host, *rest, **more):\n"
             f"    if host != {NAME!r}:\n"
             "        return real(host, *rest, **more)\n"
-            f"    while (answer := pathlib.Path({str(self._answer)!r}).read_text()) == 'hang':\n"
-            "        time.sleep(0.01)\n"
+            f"    with open({self._lock.name!r}) as lock:\n"
+            "        fcntl.flock(lock, fcntl.LOCK_SH)\n"
+            f"        answer = pathlib.Path({str(self._answer)!r}).read_text()\n"
             "    if answer == 'unknown':\n"
             "        raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')\n"
             "    return real(answer, *rest, **more)\n"
@@ -94,14 +97,21 @@ class Resolver:
         fresh = self._answer.with_suffix(".new")
         fresh.write_text(answer)
         fresh.replace(self._answer)
+        fcntl.flock(self._lock, fcntl.LOCK_EX if answer == "hang" else fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._lock.close()
 
 
 @pytest.fixture
-def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resolver:
+def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     """For daemons that are started from now on."""
     directory = tmp_path / "resolver"
     directory.mkdir()
-    return Resolver(directory, monkeypatch)
+    made = Resolver(directory, monkeypatch)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import re
+import time
 from pathlib import Path
 
 from tierd.errors import ConfigError
@@ -26,6 +27,11 @@ from tierd.types import DIGEST_BYTES, PAGE_BYTES
 _UNBOUNDED_BYTES = 1 << 62
 """Free space of a file system that, like ramfs, has no size."""
 
+LOCK_S = 1.0
+"""How long to wait for a directory that another process has: the worker of a daemon that was
+killed ends after it, once its mappings of the arena are taken apart."""
+
+_LOCK_TRY_S = 0.01
 _FORMAT = "tierd file store 1\n"
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
 _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
@@ -137,14 +143,22 @@ class StoreDirectory:
         return os.open(self.path / "LOCK", os.O_RDONLY)
 
     def _take_lock(self) -> None:
+        end_s = time.monotonic() + LOCK_S
+        while not self._try_lock():
+            if time.monotonic() >= end_s:
+                holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
+                raise ConfigError(
+                    f"{self.path} is in use by process {holder or 'unknown'}; "
+                    "each tierd needs a directory of its own"
+                )
+            time.sleep(_LOCK_TRY_S)
+
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
-                f"{self.path} is in use by process {holder or 'unknown'}; "
-                "each tierd needs a directory of its own"
-            ) from error
+        except BlockingIOError:
+            return False
+        return True
 
     def _check_format(self) -> None:
         path = self.path / "FORMAT"

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from tierd.errors import ConfigError
 from tierd.sizes import parse_size
@@ -22,6 +24,15 @@ COUNT_PAUSE_S: Final = 300.0
 COUNT_SHARE_MAX: Final = 1 / 50
 """Longest part of the time that is spent counting. Of a bucket, 10 pages a second in a count
 are then at most 17,000 LIST requests a day, 0.09 USD at AWS, however many objects there are."""
+
+Capacity = Annotated[
+    int | str,
+    Meta(
+        description="Most bytes under prefix, of all nodes, as far as this one has counted; "
+        'beyond it blocks are not stored. Such as "400GiB"; 0: no limit.'
+    ),
+]
+"""The option of such a tier."""
 
 _log = logging.getLogger("tierd_backends")
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.errors import ConfigError
+from tierd_backends._lid import Capacity
 
 PORT = 6379
 
@@ -46,13 +47,7 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     prefix: Annotated[
         str, Meta(description="First part of every key; nobody else may write below it.")
     ] = "tierd"
-    capacity: Annotated[
-        int | str,
-        Meta(
-            description="Most bytes under prefix, of all nodes, as far as this one has counted; "
-            'beyond it blocks are not stored. Such as "400GiB"; 0: no limit.'
-        ),
-    ] = 0
+    capacity: Capacity = 0
     ttl_s: Annotated[
         int,
         Meta(ge=0, le=1 << 31, description="Age at which the server drops a block; 0: none."),

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.errors import ConfigError
+from tierd_backends._lid import Capacity
 
 CONNECTIONS_MAX = 256
 """More would only wait for this process's GIL; a typing error should not start thousands."""
@@ -40,13 +41,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     prefix: Annotated[
         str, Meta(description="Names of objects begin with this; slashes make folders.")
     ] = "tierd"
-    capacity: Annotated[
-        int | str,
-        Meta(
-            description="Most bytes under prefix, of all nodes, as far as this one has counted; "
-            'beyond it blocks are not stored. Such as "400GiB"; 0: no limit.'
-        ),
-    ] = 0
+    capacity: Capacity = 0
     style: Annotated[
         Literal["auto", "path", "virtual"],
         Meta(description="Where the bucket stands in URLs; auto: the path, for AWS the host."),

@@ -22,7 +22,7 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import pytest
 import pytest_asyncio
@@ -48,6 +48,8 @@ ROOT = bytes(HASH_BYTES)
 
 NAMESPACE = hashlib.sha256(b"suite").digest()[:DIGEST_BYTES]
 OTHER_NAMESPACE = hashlib.sha256(b"other suite").digest()[:DIGEST_BYTES]
+
+BackendT = TypeVar("BackendT", bound=Backend)
 
 _CANARY = 0xA5
 
@@ -714,6 +716,17 @@ class BackendSuite:
     def _check_bounds(self, stats: BackendStats) -> None:
         assert stats.capacity_bytes == self.capacity_bytes
         assert stats.used_bytes <= stats.capacity_bytes
+
+
+@contextlib.asynccontextmanager
+async def running(backend: BackendT) -> AsyncIterator[BackendT]:
+    """A backend open, and knowing all that it holds, until the block ends."""
+    await backend.open()
+    try:
+        await indexed(backend)
+        yield backend
+    finally:
+        await backend.close()
 
 
 async def indexed(backend: Backend) -> None:
