@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tierd.client import Client
@@ -18,6 +19,7 @@ class DaemonProcess:
     """`tierd serve` in `directory`, with its socket, file tier and log there.
 
     `storage` is TOML text for `[[storage]]` tables; None means a file tier in `directory`.
+    `prefetch` has keys of the `[prefetch]` table.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class DaemonProcess:
         capacity: str = "256MiB",
         storage: str | None = None,
         extra: str = "",
+        prefetch: Mapping[str, object] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -39,8 +42,11 @@ class DaemonProcess:
                 f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
                 'reserve_free = "0"\n'
             )
+        keys = {"min_tokens": 0, **(prefetch or {})}
+        waits = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         self.config.write_text(
-            f'socket = "{self.socket}"\n{extra}\n[host]\ncapacity = "{capacity}"\n{storage}',
+            f'socket = "{self.socket}"\n{extra}\n[prefetch]\n{waits}\n'
+            f'[host]\ncapacity = "{capacity}"\n{storage}',
             encoding="utf-8",
         )
         self.process: subprocess.Popen[bytes] | None = None

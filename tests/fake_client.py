@@ -60,6 +60,9 @@ class FakeDaemon:
     leases: dict[int, FakeLease] = field(default_factory=dict)
     waiting: list[tuple[FakePending, list[FakeHandle], list[bytes]]] = field(default_factory=list)
     lookups: int = 0
+    about: list[dict[str, int]] = field(default_factory=list)
+    ready: int = 0
+    hints: list[tuple[list[FakeHandle], list[bytes], dict[str, int]]] = field(default_factory=list)
     commits: list[list[bytes]] = field(default_factory=list)
     aborts: int = 0
     double_releases: int = 0
@@ -132,13 +135,24 @@ class FakeClient:
         self.closed = True
 
     def begin_acquire(
-        self, handles: Sequence[FakeHandle], hashes: Sequence[bytes], deadline_ms: int
+        self,
+        handles: Sequence[FakeHandle],
+        hashes: Sequence[bytes],
+        deadline_ms: int,
+        **about: int,
     ) -> FakePending:
         pending = FakePending()
         with self.daemon.lock:
+            self.daemon.about.append(about)
             self.daemon.lookups += 1
             self.daemon.waiting.append((pending, list(handles), list(hashes)))
         return pending
+
+    def ready(self, pending: FakePending) -> None:
+        self.daemon.ready += 1
+
+    def hint(self, handles: Sequence[FakeHandle], hashes: Sequence[bytes], **said: int) -> None:
+        self.daemon.hints.append((list(handles), list(hashes), said))
 
     def cancel(self, pending: FakePending) -> None:
         with self.daemon.lock:

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tierd import chain
 from tierd.chain import ChainIndex
+from tierd.eviction import policy
 
 ROOT = b"R" * 32
 HASHES = 40
@@ -36,7 +36,7 @@ class ChainAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         # Compaction must happen in small examples too.
-        self.slack = mock.patch.object(chain, "_HEAP_SLACK", 3)
+        self.slack = mock.patch.object(policy, "HEAP_SLACK", 3)
         self.slack.start()
         self.index = ChainIndex()
         self.blocks: dict[int, tuple[bytes, bytes]] = {}
@@ -143,8 +143,9 @@ class ChainAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def heap_is_bounded(self) -> None:
-        # One entry an item number at most, however often numbers are reused.
-        assert len(self.index._heap) <= ITEMS
+        # However often numbers are reused.
+        leaves = self.index.policy.leaves
+        assert leaves.entries <= 2 * (policy.HEAP_SLACK + len(leaves.rank))
 
 
 ChainAgainstModel.TestCase.settings = settings(
@@ -223,12 +224,15 @@ def test_eviction_among_many_dropped_entries_loses_no_block() -> None:
 def test_dropped_entries_do_not_pile_up() -> None:
     """An index filled and flushed for weeks would grow its heap until memory ends."""
     index = ChainIndex()
-    for item in range(10_000):
-        index.insert(item, hash_at(item), ROOT)
-    for item in range(9_990):
-        index.remove(item)
-    assert len(index._heap) <= chain._HEAP_SLACK
-    assert len(index) == 10
+    index.insert(0, hash_at(0), ROOT)
+    for _ in range(1_000):
+        for item in range(1, 11):
+            index.insert(item, hash_at(item), hash_at(0))
+        for item in range(1, 11):
+            index.remove(item)
+    leaves = index.policy.leaves
+    assert leaves.entries <= 2 * (policy.HEAP_SLACK + len(leaves.rank))
+    assert len(index) == 1
     index.check()
 
 

@@ -21,7 +21,7 @@ from tests.daemon_process import DaemonProcess
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
 from tierd.clock import SystemClock
-from tierd.config import StorageConfig
+from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.host import HostTier
 from tierd.daemon.node import SPACES_MAX, Node
 from tierd.daemon.promotion import Waiter
@@ -421,8 +421,9 @@ def test_memory_that_was_lent_is_not_taken_back_by_faulting_it_in(tmp_path: Path
 def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
     """Memory is lent to another engine by moving blocks: one slip is a wrong byte."""
     storage = f'[[storage]]\ntype = "file"\npath = "{tmp_path}/f"\ncapacity = "64MiB"\n'
+    storage += 'reserve_free = "0"\nwrite_policy = "write_through"\n'
     with (
-        small(tmp_path, extra_host=storage + 'reserve_free = "0"\n') as process,
+        small(tmp_path, extra_host=storage) as process,
         connected(process) as first,
         connected(process) as second,
     ):
@@ -548,8 +549,8 @@ def test_a_session_that_broke_the_rules_keeps_its_slots_until_it_closes(
         (os.urandom(4096), b"not a frame"),
         (encode(m.Status(1))[:4] + b"\xff\xff\xff\xff", b"exceeds the limit"),
         (encode(m.Reserve(1, 77, bytes(32), bytes(32))), b"handle 77 is not registered"),
-        (encode(m.Acquire(1, [], bytes(32), 0)), b"handles"),
-        (encode(m.Acquire(1, [3], bytes(32), 0)), b"handle 3 is not registered"),
+        (encode(m.Acquire(1, [], bytes(32), 0, 0, 0, 0)), b"handles"),
+        (encode(m.Acquire(1, [3], bytes(32), 0, 0, 0, 0)), b"handle 3 is not registered"),
         (encode(m.Hello(1, "again")), b"unknown here"),
         (encode(m.Welcome(1, b"", "", 1)), b"unknown here"),
     ],
@@ -606,7 +607,7 @@ def test_a_cancelled_lookup_is_answered(daemon: DaemonProcess) -> None:
         calls = range(2, 302)
         sock.sendall(
             b"".join(
-                encode(m.Acquire(call, [0], blob, 60_000)) + encode(m.Cancel(call))
+                encode(m.Acquire(call, [0], blob, 60_000, 0, 0, 0)) + encode(m.Cancel(call))
                 for call in calls
             )
         )
@@ -614,7 +615,7 @@ def test_a_cancelled_lookup_is_answered(daemon: DaemonProcess) -> None:
         while not all(missed(call) in said for call in calls):
             said += sock.recv(1 << 16)
         refused = counter(client, "acquires_refused_total")
-        sock.sendall(encode(m.Acquire(1000, [0], blob, 60_000)))
+        sock.sendall(encode(m.Acquire(1000, [0], blob, 60_000, 0, 0, 0)))
         while missed(1000) not in said:
             said += sock.recv(1 << 16)
         assert counter(client, "acquires_refused_total") == refused
@@ -922,7 +923,12 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
     hashes, parents = blocks.chain(3)
     clock = SystemClock()
     node = Node(
-        capacity_bytes=64 * 4096, lease_ttl_ms=1000, tiers=[tier], clock=clock, epoch=b"test"
+        capacity_bytes=64 * 4096,
+        lease_ttl_ms=1000,
+        tiers=[tier],
+        clock=clock,
+        epoch=b"test",
+        prefetch=PrefetchConfig(min_tokens=0),
     )
     slot = memoryview(bytearray(4096))
 
@@ -948,6 +954,7 @@ def test_a_status_of_many_long_namespaces_fits_a_frame() -> None:
     node = Node(
         capacity_bytes=1 << 20,
         lease_ttl_ms=1000,
+        prefetch=PrefetchConfig(min_tokens=0),
         tiers=[],
         clock=SystemClock(),
         epoch=bytes(8),

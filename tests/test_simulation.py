@@ -21,11 +21,14 @@ from tests.blocks import chain as make_chain
 from tests.blocks import namespace as make_namespace
 from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
+from tierd.clock import Clock
+from tierd.config import PrefetchConfig
 from tierd.core.host import HostTier, Lease, Reservation, Space
 from tierd.daemon import tier as tier_module
 from tierd.daemon.backup import Backups, WriteQueue
+from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
-from tierd.daemon.node import Node
+from tierd.daemon.node import Node, Patience
 from tierd.daemon.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier
@@ -170,7 +173,7 @@ def test_slots_freed_before_the_client_closed_are_seen(monkeypatch: pytest.Monke
         self._node.drop_owner(self.owner)
 
     monkeypatch.setattr(Session, "_end", end_and_free)
-    assert "may write" in caught()
+    assert "may write" in caught(range(130, 190))  # About one world in 70 notices.
 
 
 @pytest.mark.slow
@@ -275,8 +278,10 @@ def test_a_slot_that_changes_under_a_backup_is_seen(monkeypatch: pytest.MonkeyPa
 
     init = Backups.__init__
 
-    def unheld(self: Backups, memory: HostMemory, tiers: Sequence[StorageTier]) -> None:
-        init(self, memory, tiers)
+    def unheld(
+        self: Backups, memory: HostMemory, tiers: Sequence[StorageTier], clock: Clock
+    ) -> None:
+        init(self, memory, tiers, clock)
         self._host = Unheld(memory.host)  # type: ignore[assignment]  # stands in for it
 
     monkeypatch.setattr(Backups, "__init__", unheld)
@@ -297,6 +302,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
         lease_ttl_ms=100,
+        prefetch=PrefetchConfig(),
         tiers=[],
         engines=[],
         habits=Habits(),
@@ -343,8 +349,8 @@ def test_lookups_that_outlive_a_deadline_are_seen(monkeypatch: pytest.MonkeyPatc
     """An engine would wait for a tier that takes its time to give up."""
     promote = Node._promote
 
-    async def polite(self: Node, waiter: Waiter, hashes: Sequence[bytes], deadline_ns: int) -> None:
-        await promote(self, waiter, hashes, deadline_ns)
+    async def polite(self: Node, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
+        await promote(self, lookup, deadline_ns, patience)
         lookups = [task for task in self._tasks if task.get_name() == "lookup"]
         if lookups:
             await asyncio.wait(lookups)

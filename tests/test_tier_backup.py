@@ -181,7 +181,7 @@ def test_batches_in_flight_are_as_configured() -> None:
         gets = [what for what, _ in raw.log].count("get")
         assert gets == 12
         # All lookups at once, but no more than three reads.
-        assert bench.tiers[0].reads._value == 3
+        assert bench.tiers[0].reads.free == 3
 
     run(test, config("tier", read_batches=3, write_batches=1))
 

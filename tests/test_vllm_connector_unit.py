@@ -16,10 +16,12 @@ from tests.fake_client import FakeClient, FakeDaemon
 from tierd.errors import ConfigError
 from tierd.types import FORMAT_VERSION, Namespace
 from tierd_connectors.vllm_guard import Boundary, guarded
+from tierd_connectors.vllm_hints import NOTHING, SECONDS_MAX, TOLD_MAX, HintReader, RequestHints
 from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView
 from tierd_connectors.vllm_mover import Mover
 from tierd_connectors.vllm_options import parse
 from tierd_connectors.vllm_scheduler import Scheduled, SchedulerSide
+from tierd_connectors.vllm_speed import PrefillSpeed
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
 from tierd_connectors.vllm_work import Load, StoreItem, of_generation
 
@@ -64,6 +66,7 @@ class FakeRequest:
     request_id: str
     num_tokens: int
     salt: int = 0
+    arrival_time: float = field(default_factory=time.time)
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -178,6 +181,132 @@ def test_asking_again_changes_nothing() -> None:
     assert answers == {12}
     assert bench.daemon.lookups == 1
     assert len(bench.daemon.leases) == 1
+
+
+def test_one_request_has_one_number_however_often_it_asks() -> None:
+    """A preempted request would count as two users, and what is read once would be kept."""
+    bench = Bench()
+    for name in ("a", "b"):
+        request = FakeRequest(name, 14)
+        bench.side.add(request)
+        bench.side.matched_tokens(name, 0)
+        bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
+        bench.side.build([], [name], idle=True)
+        bench.side.matched_tokens(name, 0)
+    numbers = [about["request"] for about in bench.daemon.about]
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    assert all(0 < number < 1 << 63 for number in numbers)
+
+
+def test_hints_are_passed_on_when_the_request_ends() -> None:
+    """A pin would miss what was generated, or be said for one rank, twice, or for an old life."""
+    bench = Bench(ranks=2)
+    request = FakeRequest("a", 14)
+    hints = RequestHints(pin_s=1.5, next_use_s=30, priority=-1, session_end=True)
+    bench.side.add(request, hints)
+    bench.side.add(FakeRequest("b", 14))
+    bench.side.matched_tokens("a", 0)
+    bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
+    request.num_tokens = 22
+    assert not bench.daemon.hints
+    for name in ("a", "a", "b"):
+        bench.side.finish(name)
+    [(handles, hashes, said)] = bench.daemon.hints
+    assert [handle.namespace for handle in handles] == bench.namespaces
+    assert hashes == request.block_hashes
+    assert len(hashes) == 5
+    assert said == {
+        "pin_ms": 1500,
+        "next_use_ms": 30_000,
+        "priority": -1,
+        "session_ended": True,
+    }
+    assert not bench.daemon.leases
+
+
+def test_hints_end_with_their_generation() -> None:
+    """A pin that was said before the weights changed would keep KV that nobody may use."""
+    bench = Bench()
+    bench.side.add(FakeRequest("a", 14), RequestHints(pin_s=60))
+    bench.side.reset()
+    bench.side.finish("a")
+    assert not bench.daemon.hints
+
+
+@pytest.mark.parametrize(
+    ("params", "expected", "mistakes"),
+    [
+        (None, NOTHING, 0),
+        ({"do_remote_decode": True}, NOTHING, 0),
+        ({"tierd": {}}, NOTHING, 0),
+        ({"tierd": {"pin_s": 60, "priority": 1}}, RequestHints(pin_s=60, priority=1), 0),
+        (
+            {"tierd": {"session_end": True, "next_use_s": 0.5}},
+            RequestHints(session_end=True, next_use_s=0.5),
+            0,
+        ),
+        ("tierd", NOTHING, 0),
+        ({"tierd": [1]}, NOTHING, 1),
+        ({"tierd": {"pin": 60, "pin_s": 5}}, RequestHints(pin_s=5), 1),
+        ({"tierd": {"pin_s": "60", "priority": 1}}, RequestHints(priority=1), 1),
+        ({"tierd": {"pin_s": True}}, NOTHING, 1),
+        ({"tierd": {"pin_s": -1}}, NOTHING, 1),
+        ({"tierd": {"pin_s": float("nan")}}, NOTHING, 1),
+        ({"tierd": {"pin_s": float("inf")}}, RequestHints(pin_s=SECONDS_MAX), 0),
+        ({"tierd": {"pin_s": 10**400}}, RequestHints(pin_s=SECONDS_MAX), 0),
+        ({"tierd": {"pin_s": None}}, NOTHING, 1),
+        ({"tierd": {"priority": 2, "session_end": 1}}, NOTHING, 2),
+        ({"tierd": {"priority": True}}, NOTHING, 1),
+        ({"tierd": {"priority": 1.0}}, NOTHING, 1),
+        ({"tierd": {"priority": [[]]}}, NOTHING, 1),
+        ({"tierd": {7: 8, (): []}}, NOTHING, 1),
+    ],
+)
+def test_wrong_hints_are_left_out_and_named_once(
+    params: object, expected: RequestHints, mistakes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's typo would fail the request, or fill the engine's log."""
+    reader = HintReader()
+    with caplog.at_level("WARNING", logger="vllm.tierd"):
+        for _ in range(3):
+            assert reader.read(params) == expected
+    assert len(caplog.records) == mistakes <= TOLD_MAX
+
+
+def test_time_in_the_frontend_counts_and_a_preemption_begins_anew() -> None:
+    """A request that was tokenised slowly would wait a whole deadline on top, or a preempted
+    one would have no time at all to get its blocks back."""
+    bench = Bench()
+    request = FakeRequest("a", 14, arrival_time=time.time() - 60)
+    bench.side.add(request)
+    assert 60_000 <= bench.daemon.about[0]["waited_ms"] < 70_000
+    bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
+    bench.side.build([], ["a"], idle=True)
+    bench.side.matched_tokens("a", 0)
+    assert bench.daemon.about[1]["waited_ms"] < 10_000
+
+
+def test_the_daemon_is_told_once_that_the_engine_is_ready() -> None:
+    """best_effort would wait for a whole prefix while the engine idles."""
+    bench = Bench(daemon=FakeDaemon(answering=False))
+    bench.side.add(FakeRequest("a", 14))
+    assert bench.daemon.ready == 0
+    for _ in range(3):
+        assert bench.side.matched_tokens("a", 0) is None
+    assert bench.daemon.ready == 1
+
+
+def test_the_speed_of_prompts_is_that_of_steps_that_compute_them() -> None:
+    """Loads would be refused, or waited for, by the speed of decoding or of an idle engine."""
+    speed = PrefillSpeed()
+    now_ns = 10**9
+    for tokens, took_ms in ((2048, 100), (1, 5), (1, 60_000), (2048, 100), (64, 90), (2048, 100)):
+        speed.step(now_ns, tokens)
+        now_ns += took_ms * 10**6
+    assert speed.tokens_per_s == 20_480
+    speed.step(now_ns + 10**11, 0)
+    assert speed.tokens_per_s == 20_480, "a long pause is none of the engine's work"
+    assert PrefillSpeed().tokens_per_s == 0
 
 
 def test_all_ranks_must_have_a_block() -> None:

@@ -78,9 +78,10 @@ class Server:
             )
         self._wait(self._healthy, READY_S)
 
-    def complete(self, tokens: list[int]) -> tuple[list[int], int]:
+    def complete(self, tokens: list[int], **hints: float) -> tuple[list[int], int]:
         """The greedy answer's token ids, and how many of the prompt's tokens were cached."""
         request = {
+            "kv_transfer_params": {"tierd": hints},
             "model": self._model,
             "prompt": tokens,
             "max_tokens": 12,
@@ -194,6 +195,10 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str], Server]) ->
         loaded = 192 + 224 - 128
         assert server.metric("vllm:tierd_loaded_tokens_total") == loaded
         assert server.metric("vllm:external_prefix_cache_hits_total") == loaded
+
+        server.complete(one, pin_s=60)
+        server.wait_until(lambda: daemon.status()["host"]["pinned_bytes"] > 0)
+        assert daemon.status()["counters"]["pins_granted_blocks_total"] == 6
         assert server.metric("vllm:tierd_errors_total") == 0
         assert server.stop() == 0
     finally:

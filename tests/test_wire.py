@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "data" / "golden_frames.json"
 SAMPLES: list[m.Message] = [
     m.Hello(m.PROTOCOL_VERSION, "engine"),
     m.Register(1, {"model": "m", "tp_rank": 0, "hash_root": bytes(32)}, True),
-    m.Acquire(2, [0, 1], b"h" * 64, 2000),
+    m.Acquire(2, [0, 1], b"h" * 64, 2000, 1 << 62, 15, 20_000),
     m.Release(7),
     m.Cancel(2),
     m.Reserve(3, 0, b"h" * 32, b"p" * 32),
@@ -36,6 +36,8 @@ SAMPLES: list[m.Message] = [
     m.Committed(4, 1),
     m.StatusReply(5, {"version": "0.1.0", "host": {"blocks": 1}}),
     m.Error(0, "why"),
+    m.Ready(2),
+    m.Hint([0, 1], b"h" * 64, 600_000, 30_000, 2, True),
 ]
 
 

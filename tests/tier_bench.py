@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tests import blocks
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
-from tierd.config import StorageConfig
-from tierd.core.host import Effect, Lease, Space
+from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
+from tierd.core.host import Effect, Evicted, Lease, Space
 from tierd.daemon.node import Node
 from tierd.daemon.tier import StorageTier, opened
 from tierd.storage.breaker import PROBE_NAMESPACE
@@ -107,8 +107,7 @@ class Bench:
         """Evict all of L2."""
         for space in self.node.host.spaces.values():
             effects: list[Effect] = []
-            slots = space.chain.evict(len(space.chain), lambda slot: space.refs[slot] > 0)  # noqa: B023
-            self.node.host._evicted(space, slots, effects)
+            self.node.host._evict(space, len(space.chain), Evicted.ROOM, effects)
             self.node.memory._apply(effects)
 
     async def acquire(
@@ -143,6 +142,7 @@ def config(name: str, **changes: object) -> StorageConfig:
         "deadline_ms": int(DEADLINE_S * 1000),
         "slow_ms": int(DEADLINE_S * 1000),
         "probe_ms": int(PROBE_S * 1000),
+        "write_policy": WritePolicy.WRITE_THROUGH,
     }
     return StorageConfig(type="memory", name=name, **{**keys, **changes})  # type: ignore[arg-type]
 
@@ -163,6 +163,7 @@ def run(
             capacity_bytes=blocks_in_l2 * PAGE,
             lease_ttl_ms=1000,
             tiers=tiers,
+            prefetch=PrefetchConfig(min_tokens=0),
             clock=VirtualClock(loop),
             epoch=b"test",
             segment_bytes=blocks_in_l2 // 8 * PAGE,

@@ -68,9 +68,16 @@ def again_if_stalled(test: Callable[_P, None]) -> Callable[_P, None]:
     return played
 
 
+WRITTEN = {"write_policy": "write_through"}
+"""Traffic that goes on for ever must be written for ever, whatever a budget would say."""
+
+
 def table(kind: str, options: Mapping[str, object]) -> str:
     """A `[[storage]]` table as TOML."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in {"type": kind, **options}.items()]
+    lines = [
+        f"{key} = {json.dumps(value)}"
+        for key, value in {"type": kind, **WRITTEN, **options}.items()
+    ]
     return "\n".join(["[[storage]]", *lines, ""])
 
 

@@ -1,47 +1,47 @@
-"""An index of chained blocks that evicts the least recently used leaf first.
+"""An index of chained blocks, of which only leaves may be evicted.
 
 Blocks form a forest: each names its parent's hash. Only a block without resident
-children may go, so that what stays of a prefix never has a hole. Items are small
-dense integers (slot numbers): what is known of an item lies in lists indexed by it,
-here and at the owner, which halves memory and the cost of a touch against dicts.
+children may go, so that what stays of a prefix never has a hole; which leaf goes first
+is a policy's to say (`tierd.eviction`), except for blocks that somebody wants kept, or gone
+(`tierd.core.hints`). Items are small dense integers (slot numbers):
+what is known of an item lies in lists indexed by it, here, in the policy and at the
+owner, which halves memory and the cost of a touch against dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush, heapreplace
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice, repeat
+from typing import Final
 
-_ITEM_BITS = 32
-_ITEM_MASK = (1 << _ITEM_BITS) - 1
+from tierd.eviction.lru import Lru
+from tierd.eviction.policy import ABSENT, ITEM_MASK, Policy, Request
+
 _ABSENT = b""
 _NO_PARENT = b"\xff" * 32
 """Stands for the parent of a block that would close a ring; no hash in earnest is this."""
 
-_HEAP_SLACK = 64
-"""Below this many entries the heap is not worth compacting."""
+DEMOTED_MAX: Final = 1 << 18
+"""Blocks that are to go first; beyond it those that have been so for longest are as any other."""
 
 
 class ChainIndex:
-    """Hash to item, and the order in which items may be evicted.
+    """Hash to item, the forest of resident blocks, and eviction of its leaves by a policy."""
 
-    Recency is a stamp that a touch of a whole batch shares; touching costs one list
-    store an item. The heap holds at most one entry an item; an entry whose stamp is
-    out of date is put back with the right one when it comes up, and one whose item
-    left or got a child is dropped then. An entry is one integer, stamp above item:
-    it compares in half the time of a tuple.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy | None = None) -> None:
         self.items: dict[bytes, int] = {}
+        self.policy = policy or Lru()
+        self.kept: Container[bytes] = ()
+        """Hashes that stay while the blocks that they hang on are kept as well; the owner's."""
         self._hash: list[bytes] = []
         self._parent: list[bytes] = []
         self._children: list[int] = []
-        self._stamp: list[int] = []
-        self._queued = bytearray()
         # Resident children by parent hash, for parents that are not resident.
         self._orphans: dict[bytes, int] = {}
-        self._heap: list[int] = []
-        self._clock = 0
+        # Blocks that go before all others, resident or still to come, and which may be leaves.
+        self._demoted: dict[bytes, None] = {}
+        self._demoted_leaves: dict[int, None] = {}
+        self.policy.attach(self._children, self._hash)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -61,10 +61,10 @@ class ChainIndex:
         return self._parent[item]
 
     def insert(self, item: int, block_hash: bytes, parent: bytes) -> None:
-        """Add an item as the most recently used one. Neither item nor hash may be present."""
+        """Add an item. Neither item nor hash may be present."""
         assert block_hash
         assert block_hash not in self.items
-        assert 0 <= item <= _ITEM_MASK
+        assert 0 <= item <= ITEM_MASK
         if item >= len(self._hash):
             self._grow(item + 1)
         assert not self._hash[item]
@@ -78,15 +78,13 @@ class ChainIndex:
             self._children[above] += 1
         else:
             self._orphans[parent] = self._orphans.get(parent, 0) + 1
-        children = self._orphans.pop(block_hash, 0)
-        self._clock += 1
         self.items[block_hash] = item
         self._hash[item] = block_hash
         self._parent[item] = parent
-        self._children[item] = children
-        self._stamp[item] = self._clock
-        if not children:
-            self._push(item)
+        self._children[item] = self._orphans.pop(block_hash, 0) if self._orphans else 0
+        self.policy.insert(item, block_hash)
+        if block_hash in self._demoted:
+            self._demoted_leaves[item] = None
 
     def _is_below(self, block_hash: bytes, ancestor: bytes) -> bool:
         """Whether `ancestor` is among the resident ancestors of `block_hash`, or above the last."""
@@ -103,14 +101,10 @@ class ChainIndex:
         KeyError if the item is not in the index.
         """
         self.hash_of(item)
-        self._drop(item)
-        # The item's entry stays in the heap until it comes up; a bound keeps an index
-        # that is mostly filled and flushed from growing without end.
-        if len(self._heap) > _HEAP_SLACK and len(self._heap) > 2 * len(self.items):
-            self._compact()
+        self._drop(item, evicted=False)
 
     def move(self, item: int, target: int) -> None:
-        """Give a resident item another, free number; it keeps its place and its recency.
+        """Give a resident item another, free number; it keeps its place and its worth.
 
         KeyError if the item is not in the index.
         """
@@ -118,50 +112,132 @@ class ChainIndex:
         if target >= len(self._hash):
             self._grow(target + 1)
         assert not self._hash[target]
-        if self._queued[target]:
-            # The entry of whoever had the number before may come up later than this item must.
-            self._compact()
         self.items[block_hash] = target
         for column in (self._hash, self._parent):
             column[target], column[item] = column[item], _ABSENT
-        self._children[target] = self._children[item]
-        self._stamp[target] = self._stamp[item]
-        if not self._children[target]:
-            self._push(target)
+        self._children[target], self._children[item] = self._children[item], ABSENT
+        self.policy.move(item, target)
+        self.policy.leaves.parked.discard(item)
+        if block_hash in self._demoted:
+            self._demoted_leaves[target] = None
+
+    def use(self, request: Request) -> int:
+        """Count one request's use of its blocks; how many of them, from the first on, are here."""
+        found = list(map(self.items.get, request.hashes))
+        self.policy.use(request, found)
+        if self._demoted:
+            for block_hash in request.hashes:
+                self._demoted.pop(block_hash, None)
+        return found.index(None) if None in found else len(found)
 
     def touch(self, items: Iterable[int]) -> None:
-        """Make resident items the most recently used ones."""
-        self._clock += 1
-        stamp, now = self._stamp, self._clock
-        for item in items:
-            stamp[item] = now
+        """Make resident items recent, without a use."""
+        self.policy.touch(items)
+
+    def demote(self, hashes: Sequence[bytes]) -> int:
+        """Have a prefix go before all other blocks; how many of its blocks, from the last up.
+
+        It ends where the prefix is another chain's as well, and for each block when it is used.
+        Blocks that are not here count too: they may be on their way.
+        """
+        items, children, demoted = self.items, self._children, self._demoted
+        below = count = 0
+        for block_hash in reversed(hashes):
+            item = items.get(block_hash)
+            if item is not None:
+                if children[item] > below:
+                    break
+                below = 1
+                if not children[item]:
+                    self._demoted_leaves[item] = None
+            demoted[block_hash] = None
+            count += 1
+        if len(demoted) > DEMOTED_MAX:
+            for block_hash in list(islice(demoted, len(demoted) - DEMOTED_MAX * 7 // 8)):
+                del demoted[block_hash]
+        return count
+
+    def unkeep(self, hashes: Iterable[bytes]) -> None:
+        """These are no longer in `kept`, and may go again."""
+        for block_hash in hashes:
+            item = self.items.get(block_hash)
+            if item is not None:
+                self.policy.unpark(item)
+                if block_hash in self._demoted:
+                    self._demoted_leaves[item] = None
+
+    @property
+    def keeping(self) -> bool:
+        """Whether an eviction has passed over leaves because they are kept."""
+        return bool(self.policy.leaves.parked)
 
     def evict(self, count: int, busy: Callable[[int], bool]) -> list[int]:
-        """Remove up to `count` leaves that are not busy, coldest first, and return them.
+        """Remove up to `count` leaves that are not busy, the least valuable first, and return them.
 
+        `busy` is asked of an item just before it would leave, while it is still in the index.
         A parent that becomes a leaf meanwhile takes its turn in the same call.
         """
+        return self._make_room(repeat(None, count), busy)
+
+    def evict_for(self, hashes: Iterable[bytes], busy: Callable[[int], bool]) -> list[int]:
+        """Like `evict`, one leaf a newcomer, in order, up to the first that is worth too little.
+
+        The newcomers are a chain, shallow first: what hangs on a refused block has no use.
+        """
+        return self._make_room(hashes, busy)
+
+    def _make_room(
+        self, newcomers: Iterable[bytes | None], busy: Callable[[int], bool]
+    ) -> list[int]:
         taken: list[int] = []
-        kept: list[int] = []
-        heap, stamp = self._heap, self._stamp
-        while heap and len(taken) < count:
-            entry = heap[0]
-            item = entry & _ITEM_MASK
-            if not self._hash[item] or self._children[item]:
-                heappop(heap)
-                self._queued[item] = False
-            elif stamp[item] != entry >> _ITEM_BITS:
-                heapreplace(heap, stamp[item] << _ITEM_BITS | item)
-            elif busy(item):
-                kept.append(heappop(heap))
+        policy = self.policy
+        passed: list[int] = []
+        for newcomer in newcomers:
+            item = self._demoted_victim(busy, passed) if self._demoted_leaves else None
+            if item is None:
+                item = self._policy_victim(newcomer, busy)
+                if item is None:
+                    break
+                self._drop(item, evicted=True)
             else:
-                heappop(heap)
-                self._queued[item] = False
-                self._drop(item)
-                taken.append(item)
-        for entry in kept:
-            heappush(heap, entry)
+                self._drop(item, evicted=False)
+            taken.append(item)
+        policy.restore()
+        self._demoted_leaves.update(dict.fromkeys(passed))
         return taken
+
+    def _policy_victim(self, newcomer: bytes | None, busy: Callable[[int], bool]) -> int | None:
+        policy = self.policy
+        while (item := policy.victim(newcomer)) is not None:
+            if self._hash[item] in self.kept and self._stays(item):
+                policy.park(item)
+            elif busy(item):
+                policy.set_aside(item)
+            else:
+                return item
+        return None
+
+    def _demoted_victim(self, busy: Callable[[int], bool], passed: list[int]) -> int | None:
+        """The next of the blocks that go first; those that are busy are added to `passed`."""
+        leaves = self._demoted_leaves
+        while leaves:
+            item, _ = leaves.popitem()
+            if self._hash[item] not in self._demoted or self._children[item]:
+                continue  # Used, gone, or with a child: with the last one it comes up again.
+            if self._stays(item):
+                continue
+            if not busy(item):
+                return item
+            passed.append(item)
+        return None
+
+    def _stays(self, item: int) -> bool:
+        """Whether a leaf is kept: were a block that it hangs on not, that one could not go."""
+        kept, items = self.kept, self.items
+        above: int | None = item
+        while above is not None and self._hash[above] in kept:
+            above = items.get(self._parent[above])
+        return above is None
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
@@ -171,55 +247,44 @@ class ChainIndex:
         counted: dict[bytes, int] = {}
         for item in resident:
             assert self.items[self._hash[item]] == item
-            assert 0 < self._stamp[item] <= self._clock
             counted[self._parent[item]] = counted.get(self._parent[item], 0) + 1
-        for item in resident:
-            assert self._children[item] == counted.pop(self._hash[item], 0)
+        for item, children in enumerate(self._children):
+            expected = counted.pop(self._hash[item], 0) if item in resident else ABSENT
+            assert children == expected
         assert counted == self._orphans
-        queued = {entry & _ITEM_MASK for entry in self._heap}
-        assert len(queued) == len(self._heap)
-        assert queued == {item for item, flag in enumerate(self._queued) if flag}
-        for entry in self._heap:
-            # An entry may come up too early, which puts it back, but never too late.
-            item = entry & _ITEM_MASK
-            assert not self._hash[item] or entry >> _ITEM_BITS <= self._stamp[item]
-        assert {item for item in resident if not self._children[item]} <= queued
+        self.policy.check()
+        for item in resident:
+            block_hash = self._hash[item]
+            if block_hash in self._demoted and not self._children[item]:
+                assert item in self._demoted_leaves or block_hash in self.kept
+        assert len(self._demoted) <= DEMOTED_MAX
 
-    def _drop(self, item: int) -> None:
+    def _drop(self, item: int, *, evicted: bool) -> None:
         block_hash, parent = self._hash[item], self._parent[item]
         self._hash[item] = self._parent[item] = _ABSENT
         del self.items[block_hash]
         if self._children[item]:
             self._orphans[block_hash] = self._children[item]
+        self._children[item] = ABSENT
+        self.policy.remove(item, block_hash, evicted=evicted)
+        self.policy.leaves.parked.discard(item)
+        if self._demoted:
+            self._demoted.pop(block_hash, None)
         above = self.items.get(parent)
         if above is not None:
             self._children[above] -= 1
             if not self._children[above]:
-                self._push(above)
+                self.policy.expose(above)
+                if self._hash[above] in self._demoted:
+                    self._demoted_leaves[above] = None
         elif self._orphans[parent] > 1:
             self._orphans[parent] -= 1
         else:
             del self._orphans[parent]
-
-    def _push(self, item: int) -> None:
-        if not self._queued[item]:
-            self._queued[item] = True
-            heappush(self._heap, self._stamp[item] << _ITEM_BITS | item)
-
-    def _compact(self) -> None:
-        """Rebuild the heap from the leaves alone."""
-        leaves = [i for i in self.items.values() if not self._children[i]]
-        self._heap = [self._stamp[i] << _ITEM_BITS | i for i in leaves]
-        heapify(self._heap)
-        self._queued = bytearray(len(self._queued))
-        for item in leaves:
-            self._queued[item] = True
 
     def _grow(self, size: int) -> None:
         # An eighth more than asked: one item at a time costs twice an insert.
         more = size + size // 8 - len(self._hash)
         self._hash.extend([_ABSENT] * more)
         self._parent.extend([_ABSENT] * more)
-        self._children.extend([0] * more)
-        self._stamp.extend([0] * more)
-        self._queued.extend(bytes(more))
+        self._children.extend([ABSENT] * more)

@@ -8,6 +8,7 @@ socket: they are copied to and from slots that both sides have mapped.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -36,6 +37,9 @@ RECONNECT_MAX_S: Final = 2.0
 
 OUTBOUND_BYTES_MAX: Final = 8 << 20
 """Unsent calls to a daemon that does not read: beyond it the session is given up."""
+
+HINT_MS_MAX: Final = 1 << 40
+"""Far beyond what any daemon grants."""
 
 _DONT_WAIT: Final = int(socket.MSG_DONTWAIT)
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -228,18 +232,32 @@ class Client:
     # --- looking up -----------------------------------------------------------------
 
     def begin_acquire(
-        self, handles: Sequence[Handle], hashes: Sequence[bytes], deadline_ms: int
+        self,
+        handles: Sequence[Handle],
+        hashes: Sequence[bytes],
+        deadline_ms: int,
+        *,
+        request: int = 0,
+        waited_ms: int = 0,
+        prefill_tokens_per_s: int = 0,
     ) -> PendingAcquire:
         """Ask for the longest prefix of `hashes` that all `handles` have. Never blocks.
 
-        At most KEYS_PER_CALL_MAX hashes are asked for; a longer prefix is cut.
+        At most KEYS_PER_CALL_MAX hashes are asked for; a longer prefix is cut. `request` is
+        the same number each time that one request of a user asks (`request_number`), which
+        arrived `waited_ms` ago; the last is how fast the engine computes prompts, if known.
         """
         with self._lock:
             self.poll()
-            return self._begin_acquire(handles, hashes, deadline_ms)
+            about = (request, max(0, waited_ms), max(0, prefill_tokens_per_s))
+            return self._begin_acquire(handles, hashes, deadline_ms, about)
 
     def _begin_acquire(
-        self, handles: Sequence[Handle], hashes: Sequence[bytes], deadline_ms: int
+        self,
+        handles: Sequence[Handle],
+        hashes: Sequence[bytes],
+        deadline_ms: int,
+        about: tuple[int, int, int] = (0, 0, 0),
     ) -> PendingAcquire:
         self._calls += 1
         pending = PendingAcquire(self._calls, len(handles))
@@ -251,7 +269,7 @@ class Client:
         self._pending[pending.call] = pending
         blob = b"".join(hashes[: m.KEYS_PER_CALL_MAX])
         deadline_ms = max(0, deadline_ms)
-        self._send(m.Acquire(pending.call, known, blob, deadline_ms))
+        self._send(m.Acquire(pending.call, known, blob, deadline_ms, *about))
         return pending
 
     def acquire(
@@ -269,6 +287,45 @@ class Client:
                     break
                 self._receive(wait_s=left)
             return pending.lease
+
+    def ready(self, pending: PendingAcquire) -> None:
+        """Tell that the request could be computed now; it may be answered sooner. Never blocks."""
+        with self._lock:
+            if pending.call in self._pending:
+                self._send(m.Ready(pending.call))
+
+    def hint(
+        self,
+        handles: Sequence[Handle],
+        hashes: Sequence[bytes],
+        *,
+        pin_ms: int = 0,
+        next_use_ms: int = 0,
+        priority: int = 0,
+        session_ended: bool = False,
+    ) -> None:
+        """Say how the prefix `hashes`, from its first block on, will be used. Never blocks.
+
+        `pin_ms` has it kept so long, `next_use_ms` until its likely next use; `priority` is below
+        0 for what may go first, above for what had better stay. A prefix whose session has ended
+        goes first. The daemon honours it within bounds, and need not have the blocks yet. Nothing
+        happens while it is away. At most KEYS_PER_CALL_MAX hashes; the rest is left out.
+        """
+        _check_hashes(hashes)
+        known = [handle.number for handle in handles if handle.number is not None]
+        with self._lock:
+            if self._life is None or not hashes or not known or len(known) < len(handles):
+                return
+            self._send(
+                m.Hint(
+                    known,
+                    b"".join(hashes[: m.KEYS_PER_CALL_MAX]),
+                    min(max(0, pin_ms), HINT_MS_MAX),
+                    min(max(0, next_use_ms), HINT_MS_MAX),
+                    1 + (priority > 0) - (priority < 0),
+                    session_ended,
+                )
+            )
 
     def cancel(self, pending: PendingAcquire) -> None:
         """Give an acquire up; a lease that comes too late is released."""
@@ -769,6 +826,12 @@ def copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
+def request_number(request_id: str) -> int:
+    """A number for a request that has an id, the same wherever it is asked for; never 0."""
+    digest = hashlib.sha256(request_id.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1 or 1
+
+
 def _check_hashes(hashes: Sequence[bytes]) -> None:
     """Joined on the wire, hashes of other lengths would be cut at the wrong places."""
     if hashes and set(map(len, hashes)) != {HASH_BYTES}:
@@ -801,4 +864,5 @@ __all__ = [
     "NamespaceError",
     "PendingAcquire",
     "Reservation",
+    "request_number",
 ]

@@ -9,6 +9,7 @@ table, as in TIERD_STORAGE_FILE_DEADLINE_MS.
 from __future__ import annotations
 
 import difflib
+import enum
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,65 @@ class Size(int):
     """Bytes, written in the file as a number or as text like "8GiB"."""
 
 
+class WritePolicy(enum.Enum):
+    """When a storage tier gets the blocks that it lacks."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as they are stored."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When they are worth it; see tierd.core.writes."""
+    WRITE_BACK = "write_back"
+    """When they are about to leave L2."""
+
+
+class PrefetchPolicy(enum.Enum):
+    """How long a request waits for what storage tiers have of its prefix."""
+
+    BEST_EFFORT = "best_effort"
+    """Until the engine is ready to compute it."""
+    WAIT_COMPLETE = "wait_complete"
+    """Until all is there, or the longest time is over."""
+    TIMEOUT = "timeout"
+    """Until a time that grows with what is missing, or the longest time, is over."""
+
+
+class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Prefetch: how long requests wait for what storage tiers have, and for how much.
+
+    All times start when the request arrives at the engine and cover everything. The
+    connector's own deadline can only make them shorter.
+    """
+
+    policy: Annotated[
+        PrefetchPolicy,
+        Meta(
+            description="timeout: as long as the next three keys say; wait_complete: until all is "
+            "there, at most timeout_max_ms; best_effort: until the engine is ready."
+        ),
+    ] = PrefetchPolicy.TIMEOUT
+    timeout_base_ms: Annotated[
+        int, Meta(ge=0, le=600_000, description="Longest wait for a prefix, however short.")
+    ] = 1000
+    timeout_per_ki_ms: Annotated[
+        int,
+        Meta(ge=0, le=60_000, description="Added for every 1,024 tokens that L2 does not have."),
+    ] = 250
+    timeout_max_ms: Annotated[
+        int, Meta(ge=0, le=600_000, description="No request waits longer, whatever the policy.")
+    ] = 30_000
+    min_tokens: Annotated[
+        int,
+        Meta(ge=0, description="Fewer tokens than these are computed rather than brought."),
+    ] = 256
+    bytes_in_flight: Annotated[
+        Size,
+        Meta(
+            description="Most bytes of host memory that all tiers together read into at once; a "
+            "single batch that is more goes alone."
+        ),
+    ] = Size(256 << 20)
+
+
 class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The host tier (L2)."""
 
@@ -44,6 +104,18 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "a crashed engine's blocks are held as long.",
         ),
     ] = 30_000
+    pin_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.5,
+            description="Share of capacity that engines may have kept for them: pins, and half of "
+            "it for likely next uses and high priorities.",
+        ),
+    ] = 0.25
+    pin_max_s: Annotated[
+        int, Meta(ge=0, le=86_400, description="Nothing is kept longer than this after a hint.")
+    ] = 3600
 
 
 class StorageConfig(msgspec.Struct, kw_only=True):
@@ -90,6 +162,43 @@ class StorageConfig(msgspec.Struct, kw_only=True):
             "beyond it a backup is skipped and counted.",
         ),
     ] = Size(1 << 30)
+    write_policy: Annotated[
+        WritePolicy,
+        Meta(
+            description="When blocks are written: write_through at once; write_through_selective "
+            "those worth it, most of them when they are evicted from host memory; write_back all "
+            "when they are evicted, or the daemon stops."
+        ),
+    ] = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_uses: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4,
+            description="Distinct requests from which on write_through_selective writes a block "
+            "that is sure to be used again before it is evicted.",
+        ),
+    ] = 2
+    write_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="Budget of write_through_selective: this share of the bytes that "
+            "write_through would write.",
+        ),
+    ] = 0.58
+    write_bytes_per_s: Annotated[
+        Size, Meta(description="A further bound of write_through_selective; 0: none.")
+    ] = Size(0)
+    drive_writes_per_day: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A further bound of write_through_selective: how often a day the tier's "
+            "capacity may be written, for the life of an SSD; 0: no bound.",
+        ),
+    ] = 0.0
     fill_from_lower: Annotated[
         bool,
         Meta(description="Whether blocks that a tier below had are written into this one."),
@@ -133,6 +242,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(ge=0, le=600_000, description="Longest time for pending backups after SIGTERM."),
     ] = 10_000
     admin: AdminConfig = msgspec.field(default_factory=AdminConfig)
+    prefetch: PrefetchConfig = msgspec.field(default_factory=PrefetchConfig)
     storage: list[StorageConfig] = []
 
 
@@ -158,6 +268,7 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     _override(raw, Config, "TIERD_", environ)
     host = _table(raw, "host", HostConfig, environ)
     _table(raw, "admin", AdminConfig, environ)
+    _table(raw, "prefetch", PrefetchConfig, environ)
     tables = raw.get("storage", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError("storage must be written as [[storage]] tables")
@@ -176,13 +287,26 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     for tier in config.storage:
         if tier.write_queue <= 0:
             raise ConfigError(f"storage ({tier.name}).write_queue must be more than 0")
+        check_budget(tier)
+    if config.prefetch.bytes_in_flight <= 0:
+        raise ConfigError("prefetch.bytes_in_flight must be more than 0")
     if config.host.capacity <= 0:
         raise ConfigError("host.capacity must be more than 0")
     return config
 
 
+def check_budget(tier: StorageConfig) -> None:
+    """Raise ConfigError if a bound of writes is set that would not bind."""
+    selective = tier.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+    if (tier.write_bytes_per_s or tier.drive_writes_per_day) and not selective:
+        raise ConfigError(
+            f"storage ({tier.name}): write_bytes_per_s and drive_writes_per_day bound only "
+            'write_policy = "write_through_selective"'
+        )
+
+
 _STORAGE_PREFIX: Final = "TIERD_STORAGE_"
-_NOT_SCALARS: Final = ("host", "admin", "storage", "options", "overrides")
+_NOT_SCALARS: Final = ("host", "prefetch", "admin", "storage", "options", "overrides")
 
 _T = TypeVar("_T")
 
@@ -301,6 +425,11 @@ def _parse_text(kind: object, name: str, text: str) -> object:
             what = "a whole number" if list not in kinds else "a list of whole numbers"
             raise ConfigError(f"{name}={text} in the environment is not {what}") from error
         return numbers if list in kinds else numbers[0] if numbers else text
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError as error:
+            raise ConfigError(f"{name}={text} in the environment is not a number") from error
     return parts if list in kinds else text
 
 
@@ -329,6 +458,7 @@ def reference() -> str:
     tables: dict[str, type[msgspec.Struct]] = {
         "": Config,
         "host.": HostConfig,
+        "prefetch.": PrefetchConfig,
         "admin.": AdminConfig,
         "storage.": StorageConfig,
     }
@@ -351,7 +481,8 @@ def _reference_row(prefix: str, field: msgspec.structs.FieldInfo) -> str:
     if isinstance(kind, msgspec.inspect.Metadata):
         about = str((kind.extra_json_schema or {}).get("description", ""))
     if field.default is not msgspec.NODEFAULT:
-        default = f"`{field.default!r}`".replace("'", '"')
+        plain = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        default = f"`{plain!r}`".replace("'", '"')
     elif field.default_factory is not msgspec.NODEFAULT:
         default = f"`{field.default_factory()!r}`"
     else:

@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tierd.client import Client
 from tierd.errors import ConfigError
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
+from tierd_connectors.vllm_hints import HintReader
 from tierd_connectors.vllm_mover import FinishedLoad, Mover
 from tierd_connectors.vllm_namespace import (
     HASH_SCHEME_UNTAGGED,
@@ -110,6 +111,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._failed_blocks: set[int] = set()
         self._root_checked = False
         self._untagged = False
+        self._hints = HintReader()
         if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             # vLLM reads the policy after it has made its connector. With "fail" a load
             # that fails would fail the user's request.
@@ -278,7 +280,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if not self._root_checked:
             self._check_root()
         if not self.boundary.off:
-            self._scheduler.add(request)
+            params = getattr(request, "kv_transfer_params", None)
+            self._scheduler.add(request, self._hints.read(params))
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(

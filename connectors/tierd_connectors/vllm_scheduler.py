@@ -25,7 +25,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tierd.client import request_number
 from tierd_connectors.vllm_guard import Boundary
+from tierd_connectors.vllm_hints import NOTHING, RequestHints
+from tierd_connectors.vllm_speed import PrefillSpeed
 from tierd_connectors.vllm_work import Load, StepWork, StoreItem, Tally, of_generation
 
 if TYPE_CHECKING:
@@ -55,6 +58,9 @@ class EngineRequest(Protocol):
     def request_id(self) -> str: ...
 
     @property
+    def arrival_time(self) -> float: ...
+
+    @property
     def num_tokens(self) -> int: ...
 
     @property
@@ -78,8 +84,13 @@ class Scheduled(NamedTuple):
 @dataclass(slots=True)
 class _Tracked:
     request: EngineRequest
+    since_ns: int
+    """When it arrived or was preempted: what the daemon's prefetch policy counts from."""
+    hints: RequestHints = NOTHING
     pending: PendingAcquire | None = None
     give_up_ns: int = 0
+    wanted: bool = False
+    """The engine has asked, and the daemon has been told so."""
     lease: Lease | None = None
     renew_ns: int = 0
     asked: bool = False
@@ -122,15 +133,17 @@ class SchedulerSide:
         self._planned: list[Load] = []
         self._silent_until_ns = 0
         self._silence_ms = 0
+        self._speed = PrefillSpeed()
         self._connected: bool | None = None
         self._refusals: set[str] = set()
 
     # Lookups
 
-    def add(self, request: EngineRequest) -> None:
-        """A new request: start to look up its prefix."""
+    def add(self, request: EngineRequest, hints: RequestHints = NOTHING) -> None:
+        """A new request: start to look up its prefix. Its hints are passed on when it ends."""
         self._client.poll()
-        tracked = _Tracked(request)
+        waited_ns = max(0, int((time.time() - request.arrival_time) * 1e9))
+        tracked = _Tracked(request, time.monotonic_ns() - waited_ns, hints)
         self._tracked[request.request_id] = tracked
         self._look_up(tracked)
 
@@ -152,6 +165,9 @@ class SchedulerSide:
             self._client.poll()
             if not tracked.pending.done:
                 if now_ns < tracked.give_up_ns:
+                    if not tracked.wanted:
+                        tracked.wanted = True
+                        self._client.ready(tracked.pending)
                     return None
                 self._let_go(tracked)
                 self._note_silence(now_ns)
@@ -211,12 +227,16 @@ class SchedulerSide:
         work = StepWork(generation=self._generation, idle=idle)
         for load in self._planned:
             work.reused.extend(load.blocks)
+        prompt_tokens = 0
         for step in scheduled:
+            if step.tokens > 1:
+                prompt_tokens += step.tokens
             tracked = self._tracked.get(step.request_id)
             if tracked is not None:
                 self._track(tracked, step, work)
             else:
                 work.reused.extend(step.blocks)
+        self._speed.step(time.monotonic_ns(), prompt_tokens)
         self._look_after_client(idle=idle)
         work.loads, self._planned = self._planned, []
         return work
@@ -251,6 +271,8 @@ class SchedulerSide:
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._let_go(tracked)
+            if tracked.hints != NOTHING:
+                self._pass_on(tracked.hints, tracked.request.block_hashes)
 
     def reset(self) -> None:
         """Forget all that is stored: from now on another namespace is used, empty at first."""
@@ -300,7 +322,15 @@ class SchedulerSide:
         if now_ns < self._silent_until_ns:
             return
         hashes = list(tracked.request.block_hashes[:count])
-        tracked.pending = self._client.begin_acquire(self._handles, hashes, self._deadline_ms)
+        tracked.wanted = False
+        tracked.pending = self._client.begin_acquire(
+            self._handles,
+            hashes,
+            self._deadline_ms,
+            request=request_number(tracked.request.request_id),
+            waited_ms=(now_ns - tracked.since_ns) // 1_000_000,
+            prefill_tokens_per_s=self._speed.tokens_per_s,
+        )
         tracked.give_up_ns = now_ns + (self._deadline_ms + GRACE_MS) * 1_000_000
         self.tally.add(lookups=1)
 
@@ -319,6 +349,20 @@ class SchedulerSide:
             tracked.renew_ns = tracked.lease.expires_ns - life_ns // LEASE_RESERVE
             if life_ns <= 0:
                 self._let_go(tracked)
+
+    def _pass_on(self, hints: RequestHints, hashes: Sequence[bytes]) -> None:
+        """Tell the daemon what a request said, of its prompt and of what it generated.
+
+        Only now are all blocks known. The last may not be stored yet; the daemon does not mind.
+        """
+        self._client.hint(
+            self._handles,
+            list(hashes),
+            pin_ms=int(hints.pin_s * 1000),
+            next_use_ms=int(hints.next_use_s * 1000),
+            priority=hints.priority,
+            session_ended=hints.session_end,
+        )
 
     def _let_go(self, tracked: _Tracked) -> None:
         """Give back the lease, also one that has not arrived yet."""
@@ -339,6 +383,7 @@ class SchedulerSide:
     def _restart(self, tracked: _Tracked) -> None:
         """After a preemption: the blocks are gone, and what is stored may bring them back."""
         self._let_go(tracked)
+        tracked.since_ns = time.monotonic_ns()
         tracked.asked = tracked.running = False
         tracked.loaded = range(0)
         tracked.table = []

@@ -17,6 +17,7 @@ from tierd.errors import ConfigError
 
 COMMANDS = {
     "hash": "compute the block hashes of prompts given as token ids",
+    "replay": "run the eviction policies over a trace of requests",
     "serve": "run the daemon",
     "status": "show what a running daemon holds and does",
 }

@@ -8,12 +8,14 @@ counted in whole segments, whatever their slots hold, so it is a hard bound.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Final, NamedTuple
 
 from tierd.chain import ChainIndex
+from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
 from tierd.types import HASH_BYTES, Namespace
 
 SEGMENT_BYTES_MIN: Final = 64 << 20
@@ -35,6 +37,14 @@ EVICT_AHEAD_SHARE: Final = 1 / 128
 """Share of a space's slots that may be free in a full arena: an eviction takes 2 us a block,
 which a client then does not wait for."""
 
+LEAVING_AHEAD_SHARE: Final = 1 / 32
+"""Share that is kept free where tiers get blocks when they leave, or as many slots as the last
+call took if those are more: such a slot is free only once it is written, and a client that finds
+none has others dropped."""
+
+LEAVING_SHARE_MAX: Final = 1 / 8
+"""Share of a space's slots whose blocks may be leaving: what is written late is no longer L2's."""
+
 NO_SLOT: Final = -1
 
 
@@ -44,6 +54,17 @@ class Refusal(enum.IntEnum):
     PRESENT = -1
     BUSY = -2
     NO_ROOM = -3
+
+
+class Evicted(enum.Enum):
+    """Why blocks were evicted."""
+
+    ROOM = "room"
+    """A reservation needed their slots."""
+    AHEAD = "ahead"
+    """So that the next reservation finds free slots."""
+    LENT = "lent"
+    """Another namespace needed the memory."""
 
 
 class NewSegment(NamedTuple):
@@ -109,7 +130,8 @@ class Space:
     """One namespace's segments and slots. Slot numbers run through its segments.
 
     A slot of a live segment is in exactly one place: `free`, `writing` (by block hash,
-    reserved and not yet committed) or `chain` (READY). `generations` holds the
+    reserved and not yet committed), `chain` (READY) or `leaving` (evicted, but not free before
+    it is written to a tier; by slot, with hash and parent). `generations` holds the
     reservation that filled it last.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
@@ -127,6 +149,7 @@ class Space:
     backed_up: list[int] = field(default_factory=list)
     free: list[int] = field(default_factory=list)
     writing: dict[bytes, int] = field(default_factory=dict)
+    leaving: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     live: list[bool] = field(default_factory=list)
     sessions: int = 0
 
@@ -140,12 +163,24 @@ class Space:
         """Segments that hold memory."""
         return sum(self.live)
 
+    def identity(self, slot: int) -> tuple[bytes, bytes]:
+        """Hash and parent of the block in a slot, READY or leaving."""
+        return self.leaving.get(slot) or (self.chain.hash_of(slot), self.chain.parent_of(slot))
+
+
+Claim = Callable[[Space, Sequence[int], int], None]
+"""Told of the slots whose blocks are leaving. It may hold some, at most so many, to write them:
+they are free when `settle` finds that nobody holds them any more."""
+
 
 class HostTier:
     """The state machine of L2."""
 
-    def __init__(self, capacity_bytes: int, segment_bytes: int | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, segment_bytes: int | None = None, hints: Hints | None = None
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self.hints = hints or Hints(int(capacity_bytes * PIN_SHARE))
         target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
         small = max(capacity_bytes // SEGMENTS_MIN, 1)
         self.segment_bytes_target = segment_bytes or min(target, small)
@@ -153,9 +188,19 @@ class HostTier:
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
         self.allocated_bytes = 0
-        self.evicted_blocks = 0
+        self.evicted: Counter[Evicted] = Counter()
+        self.revived_blocks = 0
+        """Blocks that were asked for while they were leaving, and stayed."""
+        self.claim: Claim | None = None
+        self.claims_all = False
+        """Whether blocks usually are claimed, so that slots get free late."""
         self._next_id = 1
         self._writing_bytes: dict[int, int] = {}
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Blocks that were evicted, for whatever reason."""
+        return self.evicted.total()
 
     # --- namespaces -----------------------------------------------------------------
 
@@ -169,6 +214,7 @@ class HostTier:
                 return None
             per_segment = max(1, self.segment_bytes_target // slot_bytes)
             space = Space(namespace, digest, slot_bytes, per_segment)
+            space.chain.kept = self.hints.kept(digest)
             self.spaces[digest] = space
         return space
 
@@ -177,6 +223,8 @@ class HostTier:
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of READY blocks from the first hash on; touches them."""
         found = list(map(space.chain.items.get, hashes))
+        if None in found and space.leaving and self._revive(space, hashes):
+            found = list(map(space.chain.items.get, hashes))
         if None in found:
             del found[found.index(None) :]
         slots: list[int] = found  # type: ignore[assignment]  # cut at the first None
@@ -194,6 +242,14 @@ class HostTier:
         refs = space.refs
         for slot in slots:
             refs[slot] -= 1
+
+    def settle(self, space: Space, slots: Sequence[int]) -> list[Effect]:
+        """Free those of the slots whose blocks were leaving and that nobody holds any more."""
+        gone = [slot for slot in slots if slot in space.leaving and not space.refs[slot]]
+        for slot in gone:
+            del space.leaving[slot]
+            self._free(space, slot)
+        return [Forget(space, gone)] if gone else []
 
     def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> Lease:
         """Lease READY slots."""
@@ -225,6 +281,33 @@ class HostTier:
             self.release(lease.lease_id, lease.owner)
         return len(over)
 
+    # --- hints ----------------------------------------------------------------------
+
+    def hint(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint, now_ns: int
+    ) -> None:
+        """Believe what an engine says of a prefix in these namespaces, within bounds.
+
+        Of each namespace at most the share of the quota is kept that its memory, with what
+        nobody has yet, has of the whole: the others' blocks would have to make room for it.
+        """
+        parts = []
+        unused = self.capacity_bytes - self.allocated_bytes
+        for space in dict.fromkeys(spaces):
+            memory = space.live_segments * space.segment_bytes + unused
+            limit = self.hints.quota_bytes * memory // self.capacity_bytes
+            parts.append(Part(space.digest, space.slot_bytes, limit))
+            if hint.demotes:
+                self.hints.counters["demoted_blocks_total"] += space.chain.demote(hashes)
+        self.hints.take(parts, hashes, hint, now_ns)
+
+    def expire_hints(self, now_ns: int) -> bool:
+        """Let go of what was kept until now; False if there is no more of it."""
+        over = self.hints.expire(now_ns)
+        for digest, hashes in over:
+            self.spaces[digest].chain.unkeep(hashes)
+        return bool(over)
+
     # --- two-phase store ------------------------------------------------------------
 
     def reserve(
@@ -232,6 +315,8 @@ class HostTier:
     ) -> tuple[Reservation, list[Effect]]:
         """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first."""
         items, writing = space.chain.items, space.writing
+        if space.leaving:
+            self._revive(space, hashes)
         slots = list(map(items.get, hashes, repeat(Refusal.NO_ROOM)))
         touched = [slot for slot in slots if slot >= 0]
         wanted: list[int] = []
@@ -319,17 +404,21 @@ class HostTier:
 
         While memory is left, by a segment, whose pages can be faulted in before a client
         writes to them, ten times faster. In a full arena, by evicting now what the next
-        reservation would evict, within EVICT_AHEAD_SHARE of the space.
+        reservation would evict, within EVICT_AHEAD_SHARE of the space, or more where it takes
+        time to make a slot free.
         """
         effects: list[Effect] = []
         if len(space.free) <= space.slots_per_segment // 4 and self._grow(space, effects):
             return effects
         slots = space.live_segments * space.slots_per_segment
-        short = min(count, int(slots * EVICT_AHEAD_SHARE)) - len(space.free)
+        if self.claims_all:
+            ahead = max(int(slots * LEAVING_AHEAD_SHARE), count)
+            ahead = min(ahead, int(slots * LEAVING_SHARE_MAX))
+        else:
+            ahead = min(int(slots * EVICT_AHEAD_SHARE), count)
+        short = ahead - len(space.free) - len(space.leaving)
         if short > 0:
-            evicted = space.chain.evict(short, lambda slot: space.refs[slot] > 0)
-            if evicted:
-                self._evicted(space, evicted, effects)
+            self._evict(space, short, Evicted.AHEAD, effects)
         return effects
 
     def commit_count(self, owner: int, reservation_id: int, count: int) -> int:
@@ -362,10 +451,12 @@ class HostTier:
         while len(space.free) < count:
             if self._grow(space, effects) or self._borrow(space, effects):
                 continue
-            evicted = space.chain.evict(count - len(space.free), lambda s: space.refs[s] > 0)
-            if not evicted:
+            if self._evict(space, count - len(space.free), Evicted.ROOM, effects):
+                continue
+            if space.leaving or not space.chain.keeping:
                 break
-            self._evicted(space, evicted, effects)
+            # It has lent its memory since, and nothing else is left: pins never stop stores.
+            space.chain.unkeep(self.hints.override(space.digest))
         taken = space.free[-count:][::-1] if count else []
         del space.free[len(space.free) - len(taken) :]
         return taken, effects
@@ -423,10 +514,10 @@ class HostTier:
             short = len(rest) - len(room)
             if short <= 0:
                 break
-            evicted = space.chain.evict(short, lambda slot: space.refs[slot] > 0)
-            if not evicted:
+            if not self._evict(space, short, Evicted.LENT, effects):
                 return False
-            self._evicted(space, evicted, effects)
+            if any(slot in inside for slot in space.leaving):
+                return False  # Until it is written; a later call finds another segment, or this.
         if rest:
             self._move(space, list(zip(rest, room[-len(rest) :], strict=True)), effects)
         self._hollow(space, index, effects)
@@ -459,11 +550,34 @@ class HostTier:
             self._free(space, slot)
         effects.append(Move(space, pairs))
 
-    def _evicted(self, space: Space, slots: list[int], effects: list[Effect]) -> None:
-        self.evicted_blocks += len(slots)
-        for slot in slots:
-            self._free(space, slot)
-        effects.append(Forget(space, slots))
+    def _evict(self, space: Space, count: int, why: Evicted, effects: list[Effect]) -> int:
+        """Evict up to `count` of the coldest leaves; how many. What is claimed is free later."""
+        chain, refs, leaving = space.chain, space.refs, space.leaving
+        most = max(1, int(space.live_segments * space.slots_per_segment * LEAVING_SHARE_MAX))
+        room = max(0, most - len(leaving))
+
+        def busy(slot: int) -> bool:
+            if refs[slot]:
+                return True
+            leaving[slot] = chain.hash_of(slot), chain.parent_of(slot)
+            return False
+
+        slots = chain.evict(count, busy)
+        self.evicted[why] += len(slots)
+        if self.claim is not None and slots:
+            self.claim(space, slots, room)
+        effects += self.settle(space, slots)
+        return len(slots)
+
+    def _revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
+        """Make blocks READY again that are leaving; whether any was."""
+        by_hash = {block_hash: slot for slot, (block_hash, _) in space.leaving.items()}
+        again = [by_hash[h] for h in dict.fromkeys(hashes) if h in by_hash]
+        for slot in again:
+            block_hash, parent = space.leaving.pop(slot)
+            space.chain.insert(slot, block_hash, parent)
+        self.revived_blocks += len(again)
+        return bool(again)
 
     def _hollow(self, space: Space, index: int, effects: list[Effect]) -> None:
         per = space.slots_per_segment
@@ -524,14 +638,20 @@ class HostTier:
             assert len(space.refs) == len(space.generations) == total
             assert len(space.checksums) == len(space.backed_up) == total
             ready = sorted(space.chain.items.values())
-            places = sorted([*ready, *space.free, *space.writing.values()])
+            places = sorted([*ready, *space.free, *space.writing.values(), *space.leaving])
             assert places == [s for s in range(total) if space.live[s // space.slots_per_segment]]
             for slot, refs in enumerate(space.refs):
                 assert refs >= held.get((space.digest, slot), 0) >= 0
-            assert not any(space.refs[slot] for slot in {*range(total)}.difference(ready))
+            others = {*range(total)}.difference(ready, space.leaving)
+            assert not any(space.refs[slot] for slot in others)
+            for slot, (block_hash, _) in space.leaving.items():
+                assert space.refs[slot], "a block is leaving that nobody writes"
+                assert block_hash not in space.chain
+                assert block_hash not in space.writing
             for block_hash in space.writing:
                 assert block_hash not in space.chain
                 assert len(block_hash) == HASH_BYTES
+        self.hints.check()
         assert allocated == self.allocated_bytes
         assert allocated <= self.capacity_bytes
 

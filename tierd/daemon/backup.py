@@ -1,21 +1,26 @@
 """Backup: checksums of blocks in L2, and their way to the storage tiers that lack them.
 
-What waits is held in L2, so each tier has a bound of its own in bytes. Beyond it, or while
-the tier takes no writes, a block is skipped and counted, and offered again when an engine
-next presents it. Nothing here ever makes a client wait.
+Each tier's write policy (tierd.core.writes) says which blocks it gets, and when. What waits
+is held in L2, so each tier has a bound of its own in bytes. Beyond it, or while the tier
+takes no writes, a block is skipped and counted, and offered again when an engine next
+presents or uses it, and when it leaves L2. Nothing here ever makes a client wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from tierd.backend import Outcome, PutRequest, checksum
+from tierd.clock import Clock
 from tierd.core.host import Space
+from tierd.core.uses import Uses
+from tierd.core.writes import MISSED_MAX, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
+from tierd.eviction.reuse import Reuse
 
 PENDING_SHARE_MAX: Final = 0.25
 """Share of the capacity that blocks waiting for checksum and backup may pin in L2, of all
@@ -24,9 +29,6 @@ tiers together; each has an equal part, so that one that hangs leaves the others
 
 WRITE_PAUSE_S: Final = 0.02
 """How often a tier that takes no writes is looked at again while something waits for it."""
-
-MISSED_MAX: Final = 1 << 16
-"""Blocks remembered a tier, the latest ones, as not written; each costs about 200 bytes."""
 
 CHECKSUM_BATCH: Final = 32
 """Blocks summed by one hop to a thread: 64 MiB of 2 MiB blocks take about 3 ms."""
@@ -38,8 +40,9 @@ CHECKSUM_PAUSE_S: Final = 0.005
 class WriteQueue:
     """Blocks that one tier is to get. Each is held once for it, from `admit` to `let_go`."""
 
-    def __init__(self, tier: StorageTier, bit: int, bytes_max: int) -> None:
+    def __init__(self, tier: StorageTier, bit: int, bytes_max: int, l2_bytes: int) -> None:
         self.tier = tier
+        self.writes = Writes(tier.config, l2_bytes)
         self.bit = bit
         self.bytes_max = bytes_max
         self.pending_bytes = 0
@@ -47,44 +50,84 @@ class WriteQueue:
         """Waiting for a checksum, waiting to be written, and being written."""
         self.waiting: deque[tuple[Space, int]] = deque()
         self.writing: dict[tuple[Space, int], None] = {}
-        self.missed: dict[bytes, None] = {}
-        """Keys of blocks that the tier was to get and did not."""
+        self.unread: dict[bytes, None] = {}
+        """Keys of blocks that were written and not yet read, the latest MISSED_MAX."""
+        self.unflushed: deque[tuple[Space, int, bytes]] = deque()
+        """What it is still to be offered before the daemon stops."""
+        self.given_up = 0
+        """Blocks that waited for it since then and were not written."""
         self.ready = asyncio.Event()
         # Long enough for the first probe: a short stall costs no backups.
         self._patience_s = (tier.config.deadline_ms + tier.config.probe_ms) / 1000
         self._stopped_s: float | None = None
 
+    def room(self, space: Space) -> int:
+        """Blocks of a space that may wait in addition."""
+        if not self.tier.writes_allowed:
+            return 0
+        count = (self.bytes_max - self.pending_bytes) // space.slot_bytes
+        # A tier whose share is less than one block still gets one at a time.
+        return max(0 if self.pending_blocks else 1, count)
+
     def admit(self, space: Space, lacking: Sequence[int]) -> Sequence[int]:
         """As many of the slots as may wait, from the first on; the others are counted."""
-        count = 0
         if self.tier.writes_allowed:
             self._stopped_s = None
-            count = (self.bytes_max - self.pending_bytes) // space.slot_bytes
-            if not self.pending_blocks:
-                # A tier whose share is less than one block still gets one at a time.
-                count = max(1, count)
-        taken = lacking[: max(0, count)]
+        taken = lacking[: self.room(space)]
         self.skip(space, lacking[len(taken) :])
         self.pending_bytes += len(taken) * space.slot_bytes
         self.pending_blocks += len(taken)
         return taken
 
     def skip(self, space: Space, slots: Sequence[int]) -> None:
-        """Count blocks that the tier does not get this time, and remember that it lacks them."""
+        """Count blocks that the tier does not get this time, or not at all because they leave L2,
+        and remember that it lacks them."""
         if slots:
-            self.tier.counters["backup_skipped_total"] += len(slots)
+            dropped = sum(slot in space.leaving for slot in slots)
+            self.tier.counters["backup_skipped_total"] += len(slots) - dropped
+            self.tier.counters["backup_dropped_total"] += dropped
             self.lacks(space, slots)
 
+    def choose(
+        self, space: Space, lacking: Sequence[int], moment: Moment, reuse: Reuse, now_ns: int
+    ) -> list[int]:
+        """Those of the slots, all of which the tier lacks, that its policy wants now."""
+        hashes = [space.identity(slot)[0] for slot in lacking]
+        places = self.writes.choose(moment, space.digest, hashes, reuse, space.slot_bytes, now_ns)
+        if moment is Moment.LEAVING:
+            self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
+        return [lacking[place] for place in places]
+
     def lacks(self, space: Space, slots: Iterable[int]) -> None:
-        """Remember that the tier did not get these blocks, as long as there is room."""
-        for slot in slots:
-            self.missed[_key(space, slot)] = None
-        while len(self.missed) > MISSED_MAX:
-            del self.missed[next(iter(self.missed))]
+        """Remember that the tier did not get these blocks, though its policy wanted them."""
+        hashes = [space.identity(slot)[0] for slot in slots]
+        self.writes.missed.add(space.digest, hashes, refused=False)
+
+    def got(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Note how the writes of a batch ended."""
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            self.lacked(space, slot)
+            if outcome is Outcome.STORED:
+                self.unread[_key(space, slot)] = None
+        while len(self.unread) > MISSED_MAX:
+            del self.unread[next(iter(self.unread))]
+        unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
+        self.writes.budget.refund(unwritten * space.slot_bytes)
 
     def lacked(self, space: Space, slot: int) -> bool:
         """Whether the tier is known not to have got a block; forgets it."""
-        return self.missed.pop(_key(space, slot), self) is None
+        return self.writes.missed.remove(space.digest, space.identity(slot)[0])
+
+    def read(self, space: Space, slots: Iterable[int]) -> None:
+        """Blocks came from the tier: count those whose write this is the first use of."""
+        for slot in slots:
+            if self.unread.pop(_key(space, slot), self) is None:
+                self.tier.counters["written_and_read_total"] += 1
+
+    def asked(self, space: Space, hashes: Iterable[bytes]) -> None:
+        """A request asks for blocks that are not in L2: count those that were refused."""
+        lost = self.writes.missed.lost(space.digest, hashes)
+        self.tier.counters["refused_hits_total"] += lost
 
     def put(self, space: Space, slot: int) -> None:
         """Let an admitted block, which has a checksum, wait to be written."""
@@ -123,6 +166,8 @@ class WriteQueue:
             "backup_queue": self.pending_blocks,
             "backup_queue_bytes": self.pending_bytes,
             "backup_queue_bytes_max": self.bytes_max,
+            "write_policy": self.writes.policy.value,
+            "write_demand": round(self.writes.budget.demand, 3),
         }
 
 
@@ -141,14 +186,21 @@ class Backups:
     far as is known, while the block waits for it, and where the tier is not meant to get it.
     """
 
-    def __init__(self, memory: HostMemory, tiers: Sequence[StorageTier]) -> None:
+    def __init__(self, memory: HostMemory, tiers: Sequence[StorageTier], clock: Clock) -> None:
         self._memory = memory
         self._host = memory.host
+        self._clock = clock
+        self.uses = Uses()
+        self.stopping = False
+        """What is stored is written at once from now on; `flush` writes the rest."""
         share = int(self._host.capacity_bytes * PENDING_SHARE_MAX) // max(1, len(tiers))
         self.queues = [
-            WriteQueue(tier, 1 << i, min(tier.config.write_queue, share))
+            WriteQueue(tier, 1 << i, min(tier.config.write_queue, share), self._host.capacity_bytes)
             for i, tier in enumerate(tiers)
         ]
+        if tiers:
+            self._host.claim = self.leaving
+            self._host.claims_all = any(queue.writes.when_leaving for queue in self.queues)
         self._every = (1 << len(tiers)) - 1
         self._fresh: deque[_Fresh] = deque()
         self._fresh_ready = asyncio.Event()
@@ -156,26 +208,114 @@ class Backups:
 
     # --- what is to be backed up -----------------------------------------------------
 
-    def offer(self, space: Space, slots: Sequence[int]) -> None:
-        """Queue READY slots for the tiers that lack them, as far as these take more."""
-        backed_up = space.backed_up
+    def used(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
+        """A request asks for a prefix: that may make its blocks worth writing."""
+        leader = spaces[0].digest
+        self.uses.use(leader, hashes, request, self._clock.monotonic_ns())
+        for space in dict.fromkeys(spaces):
+            if space.digest != leader:
+                self.uses.follow(space.digest, leader)
+            items, backed_up, every = space.chain.items, space.backed_up, self._every
+            slots = [slot for h in hashes if (slot := items.get(h)) is not None]
+            for queue in self.queues:
+                if len(queue.writes.missed) and len(slots) < len(hashes):
+                    queue.asked(space, (h for h in hashes if h not in items))
+            lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] != every]
+            if lacked:
+                self.offer(space, lacked, Moment.USED)
+
+    def leaving(self, space: Space, slots: Sequence[int], count_max: int) -> None:
+        """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
+        write them. What a budget or a queue has no room for is what lies deepest."""
+        lacked = [slot for slot in reversed(slots) if space.backed_up[slot] != self._every]
+        if lacked:
+            self.offer(space, lacked, Moment.LEAVING, count_max)
+
+    def offer(
+        self, space: Space, slots: Sequence[int], moment: Moment, count_max: int | None = None
+    ) -> None:
+        """Queue slots for the tiers that lack them and want them, as far as these take more.
+
+        At most `count_max` slots, whatever the number of tiers.
+        """
         tiers: dict[int, int] = {}
         for queue in self.queues:
-            bit = queue.bit
-            lacking = [slot for slot in slots if not backed_up[slot] & bit]
-            if not lacking:
-                continue
-            taken = queue.admit(space, lacking)
-            self._host.hold(space, taken)
-            for slot in taken:
-                backed_up[slot] |= bit
-                tiers[slot] = tiers.get(slot, 0) | bit
+            wanted = self._wanted(queue, space, slots, moment)
+            more = len(wanted) if count_max is None else count_max - len(tiers)
+            for slot in self._take(queue, space, wanted, tiers, more):
+                tiers[slot] = tiers.get(slot, 0) | queue.bit
+        self._begin(space, tiers)
+
+    def _take(
+        self,
+        queue: WriteQueue,
+        space: Space,
+        wanted: Sequence[int],
+        anyhow: Container[int],
+        more: int,
+    ) -> Sequence[int]:
+        """Hold and mark those of the slots that a tier has room for: of those that are not to
+        be held anyhow at most so many `more`."""
+        if not wanted:
+            return ()
+        fresh = [slot for slot in wanted if slot not in anyhow]
+        beyond = set(fresh[max(0, more) :])
+        if beyond:
+            queue.skip(space, list(beyond))
+        taken = queue.admit(space, [slot for slot in wanted if slot not in beyond])
+        queue.writes.budget.refund((len(wanted) - len(taken)) * space.slot_bytes)
+        self._host.hold(space, taken)
+        for slot in taken:
+            space.backed_up[slot] |= queue.bit
+        return taken
+
+    def _wanted(
+        self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: Moment
+    ) -> list[int]:
+        """Those of the slots that a tier lacks and that its policy wants now."""
+        backed_up, bit = space.backed_up, queue.bit
+        lacking = [slot for slot in slots if not backed_up[slot] & bit]
+        if not lacking:
+            return []
+        if self.stopping:
+            moment = Moment.LEAVING
+        reuse = self.uses.reuse(space.digest)
+        return queue.choose(space, lacking, moment, reuse, self._clock.monotonic_ns())
+
+    def _begin(self, space: Space, tiers: Mapping[int, int]) -> None:
+        """Have slots written to the tiers whose bits they come with, after their checksums."""
         for slot, bits in tiers.items():
             if space.checksums[slot] is None:
                 self._fresh.append(_Fresh(space, slot, bits))
                 self._fresh_ready.set()
             else:
                 self._pass_on(_Fresh(space, slot, bits))
+
+    def flush(self) -> int:
+        """The daemon stops: begin to write what L2 has and tiers lack, as far as they take more.
+
+        To be called again and again; how many blocks are still to be begun, or have been given
+        up meanwhile.
+        """
+        if not self.stopping:
+            self.stopping = True
+            for queue in self.queues:
+                queue.unflushed.extend(
+                    (space, slot, block_hash)
+                    for space in self._host.spaces.values()
+                    # Parents come before their children, or nearly so.
+                    for block_hash, slot in space.chain.items.items()
+                    if not space.backed_up[slot] & queue.bit
+                )
+        for queue in self.queues:
+            todo = queue.unflushed
+            while todo and queue.room(todo[0][0]):
+                space, slot, block_hash = todo.popleft()
+                if space.chain.items.get(block_hash) == slot:
+                    wanted = self._wanted(queue, space, [slot], Moment.LEAVING)
+                    taken = self._take(queue, space, wanted, (), len(wanted))
+                    self._begin(space, dict.fromkeys(taken, queue.bit))
+        return sum(len(queue.unflushed) + queue.given_up for queue in self.queues)
 
     def offer_again(self, space: Space, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         """Offer blocks that an engine presents and that are there already (`slots` < 0)."""
@@ -187,7 +327,7 @@ class Backups:
                 if resident is not None and backed_up[resident] != every:
                     again[resident] = None
         if again:
-            self.offer(space, list(again))
+            self.offer(space, list(again), Moment.USED)
 
     def promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
         """Note that tier number `source` had these blocks, and fill those above that want them.
@@ -196,16 +336,19 @@ class Backups:
         goes to all tiers at once, and a lower one keeps it longer. To ask would cost a call
         for each promotion.
         """
+        self.queues[source].read(space, slots)
         bits = self._every & -(1 << source)
         for queue in self.queues[:source]:
             if not queue.tier.config.fill_from_lower:
                 bits |= queue.bit
-        below = [q for q in self.queues[source + 1 :] if q.missed and q.tier.writes_allowed]
+        below = [
+            q for q in self.queues[source + 1 :] if len(q.writes.missed) and q.tier.writes_allowed
+        ]
         for slot in slots:
             lacking = sum(queue.bit for queue in below if queue.lacked(space, slot))
             space.backed_up[slot] = bits & ~lacking
         if below or bits != self._every:
-            self.offer(space, slots)
+            self.offer(space, slots, Moment.STORED)
 
     # --- what waits ------------------------------------------------------------------
 
@@ -217,7 +360,12 @@ class Backups:
     @property
     def drainable(self) -> bool:
         """Whether blocks wait for a tier that takes writes."""
-        return any(q.pending_blocks and q.tier.writes_allowed for q in self.queues)
+        return any((q.pending_blocks or q.unflushed) and q.tier.writes_allowed for q in self.queues)
+
+    def note_capacities(self) -> None:
+        """Tell the write budgets what their tiers hold, which open late and may change."""
+        for queue in self.queues:
+            queue.writes.budget.resize(queue.tier.capacity_bytes)
 
     # --- work ------------------------------------------------------------------------
 
@@ -266,7 +414,7 @@ class Backups:
                     queue.skip(space, slots)
                     self._unmark(space, slots, queue)
             finally:
-                self._host.unhold(space, slots)
+                self._memory.let_go(space, slots)
                 for entry in batch:
                     del queue.writing[entry]
                 queue.let_go(space, len(slots))
@@ -278,8 +426,7 @@ class Backups:
             assert digest is not None
             requests.append(
                 PutRequest(
-                    space.chain.hash_of(slot),
-                    space.chain.parent_of(slot),
+                    *space.identity(slot),
                     digest,
                     self._memory.arena.view(space, slot),
                     space.namespace.block_bytes,
@@ -288,10 +435,13 @@ class Backups:
         outcomes = await queue.tier.put(space.digest, requests)
         kept = (Outcome.STORED, Outcome.PRESENT)
         lost = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome not in kept]
+        queue.got(space, slots, outcomes)
         queue.lacks(space, lost)
         self._unmark(space, lost, queue)
 
     def _unmark(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
+        if self.stopping:
+            queue.given_up += len(slots)
         for slot in slots:
             space.backed_up[slot] &= ~queue.bit
 
@@ -309,7 +459,7 @@ class Backups:
     def check(self) -> None:
         """Assert the invariants of masks and queues; for tests."""
         for space in self._host.spaces.values():
-            ready = set(space.chain.items.values())
+            ready = {*space.chain.items.values(), *space.leaving}
             for slot, bits in enumerate(space.backed_up):
                 assert 0 <= bits <= self._every
                 assert slot in ready or not bits, "a slot without a block is backed up"
@@ -327,7 +477,7 @@ class Backups:
 
 
 def _key(space: Space, slot: int) -> bytes:
-    return space.digest + space.chain.hash_of(slot)
+    return space.digest + space.identity(slot)[0]
 
 
 def _checksums(views: Sequence[memoryview]) -> list[bytes]:

@@ -8,8 +8,10 @@ are asked for the rest.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
+from tierd.core.prefetch import Worth
 from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.tier import StorageTier
 
@@ -23,8 +25,11 @@ class Lookup:
         hashes: Sequence[bytes],
         tiers: Sequence[StorageTier],
         promotions: Promotions,
+        worth: Worth,
     ) -> None:
         self._waiter = waiter
+        self._worth = worth
+        self._block_tokens = waiter.spaces[0].namespace.block_tokens
         self._hashes = hashes
         self._tiers = tiers
         self._promotions = promotions
@@ -63,6 +68,11 @@ class Lookup:
                 return  # A foreign backend may have swallowed the cancellation.
             found.update((h, number) for h, yes in zip(missing, answers, strict=True) if yes)
             self._advance(at)
+
+    @property
+    def ranks(self) -> int:
+        """How many `ask` there are."""
+        return len(self._found)
 
     async def finish(self, asks: Sequence[asyncio.Task[None]]) -> None:
         """Wait until all ranks have been asked for, and for what was begun as long as it may
@@ -110,8 +120,24 @@ class Lookup:
             reach += 1
         self._reach[at] = reach
         known = min(self._reach)
-        if known > self._begun:
-            hashes = self._hashes[self._begun : known]
-            self._begun = known
+        if known > self._begun and self._is_worth(known):
+            first, self._begun = self._begun, known
             for rank, has in enumerate(self._found):
-                self._promotions.join(self._waiter, rank, hashes, has)
+                self._promotions.join(self._waiter, rank, self._hashes[first:known], has, first)
+
+    def _is_worth(self, known: int) -> bool:
+        """Whether to bring what is new of the prefix of so many blocks."""
+        hashes = self._hashes[self._begun : known]
+        wanted: Counter[int] = Counter()
+        for space, found in zip(self._waiter.spaces, self._found, strict=True):
+            for block_hash in hashes:
+                number = found.get(block_hash)
+                if number is not None and block_hash not in space.chain.items:
+                    wanted[number] += space.namespace.block_bytes
+        loads_s = {}
+        for number, size_bytes in wanted.items():
+            speed = self._tiers[number].read_bytes_per_s
+            if speed:
+                loads_s[number] = size_bytes / speed
+        tokens = self._block_tokens
+        return self._worth.bringing(known * tokens, len(hashes) * tokens, loads_s)

@@ -79,6 +79,12 @@ class HostMemory:
         """Have slots for the next `count` blocks before they are asked for."""
         self._apply(self.host.make_room_ahead(space, count))
 
+    def let_go(self, space: Space, slots: Sequence[int]) -> None:
+        """Undo one hold of each slot; what was to leave and is held by nobody is free then."""
+        self.host.unhold(space, slots)
+        if space.leaving:
+            self._apply(self.host.settle(space, slots))
+
     def payload(self, space: Space, slot: int) -> memoryview:
         """The bytes of a slot that count."""
         return self.arena.view(space, slot)[: space.namespace.block_bytes]
@@ -88,11 +94,12 @@ class HostMemory:
         digest = space.checksums[slot]
         assert digest is not None
         index, place = divmod(slot, space.slots_per_segment)
+        block_hash, parent = space.identity(slot)
         self.arena.segments(space)[index].ledger.ready(
             LedgerRecord(
                 place,
-                space.chain.hash_of(slot),
-                space.chain.parent_of(slot),
+                block_hash,
+                parent,
                 space.namespace.block_bytes,
                 digest,
                 space.generations[slot],
@@ -162,6 +169,6 @@ class HostMemory:
             for index, segment in enumerate(self.arena.segments(space)):
                 for record in segment.ledger.records():
                     slot = index * space.slots_per_segment + record.place
-                    assert space.chain.items.get(record.block_hash) == slot
+                    assert space.identity(slot)[0] == record.block_hash
                     assert space.checksums[slot] == record.checksum
                     assert space.generations[slot] == record.generation

@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Final
 
 from tierd import __version__
 from tierd.clock import Clock
-from tierd.core.host import HostTier, Lease, Reservation, Space
+from tierd.config import PrefetchConfig
+from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
+from tierd.core.host import Evicted, HostTier, Lease, Reservation, Space
+from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
+from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
@@ -41,6 +46,29 @@ SHOWN_CHARS_MAX: Final = 100
 """Of a namespace's text in STATUS; a field that differs further on still has another digest."""
 
 
+class Patience:
+    """How long one ACQUIRE waits for tiers: until its deadline, or until `end`."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._timeout: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def within(self, seconds: float) -> AsyncIterator[None]:
+        """Around the wait: a TimeoutError after so long, or when `end` is called."""
+        try:
+            async with asyncio.timeout(0.0 if self.ended else seconds) as self._timeout:
+                yield
+        finally:
+            self._timeout = None  # It cannot be ended any more, and READY may still come.
+
+    def end(self) -> None:
+        """Wait no longer; idempotent."""
+        if not self.ended and self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+        self.ended = True
+
+
 class Node:
     """L2, its storage tiers, and the work between them."""
 
@@ -52,18 +80,26 @@ class Node:
         tiers: Sequence[StorageTier],
         clock: Clock,
         epoch: bytes,
+        prefetch: PrefetchConfig | None = None,
         executor: Executor | None = None,
         segment_bytes: int | None = None,
+        pin_share: float = PIN_SHARE,
+        pin_max_s: int = PIN_MAX_S,
     ) -> None:
-        self.host = HostTier(capacity_bytes, segment_bytes)
+        hints = Hints(int(capacity_bytes * pin_share), pin_max_s)
+        self.host = HostTier(capacity_bytes, segment_bytes, hints)
         self.tiers = list(tiers)
         self.epoch = epoch
+        self.prefetch = prefetch if prefetch is not None else PrefetchConfig()
         self.lease_ttl_ns = lease_ttl_ms * 1_000_000
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, executor)
-        self.backups = Backups(self.memory, self.tiers)
-        self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn)
+        self.backups = Backups(self.memory, self.tiers, clock)
+        self.promotions = Promotions(
+            self.memory, self.backups, self.tiers, self.spawn, self.prefetch.bytes_in_flight
+        )
         self._clock = clock
+        self._break_even = BreakEven()
         self._started_ns = clock.monotonic_ns()
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,14 +150,16 @@ class Node:
             log.exception("a task failed by a bug of ours")
 
     async def drain(self, budget_s: float) -> int:
-        """Wait for pending backups at most `budget_s`; the count of those left undone.
+        """Write what tiers are to get and lack, at most `budget_s`; the count left undone.
 
-        Not for those of a tier that takes no writes.
+        A tier that takes no writes is not waited for.
         """
         end = asyncio.get_running_loop().time() + budget_s
+        left = self.backups.flush()
         while self.backups.drainable and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.01)
-        return self.backlog()
+            left = self.backups.flush()
+        return self.backlog() + left
 
     def backlog(self) -> int:
         """Blocks that wait for a checksum or a backup, in flight included, once a tier."""
@@ -150,8 +188,20 @@ class Node:
 
     # --- acquire --------------------------------------------------------------------
 
+    def used(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
+        """Count the request's use of a prefix, resident or not; before it is acquired.
+
+        A request counts once, however often it asks; 0 is another request each time.
+        """
+        if self.tiers:
+            self.backups.used(spaces, hashes, request)
+
     def acquire_now(
-        self, owner: int, spaces: list[Space], hashes: Sequence[bytes]
+        self,
+        owner: int,
+        spaces: list[Space],
+        hashes: Sequence[bytes],
+        prefill_tokens_per_s: int = 0,
     ) -> tuple[bool, Lease | None]:
         """Lease the resident prefix if no tier is needed; (False, None) says `acquire` must run."""
         self.counters["requested_blocks_total"] += len(hashes)
@@ -162,45 +212,89 @@ class Node:
         if count == 0:
             return True, None
         self.counters["acquired_blocks_total"] += count
+        self._saved(count * spaces[0].namespace.block_tokens, prefill_tokens_per_s)
         cut = [(space, slots[:count]) for space, slots in parts]
         return True, self.host.grant(owner, cut, self._expiry_ns())
 
+    def acquire_deadline_ns(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], *, waited_ms: int, client_ms: int
+    ) -> int:
+        """When an ACQUIRE that came just now is answered at the latest, CLOCK_MONOTONIC."""
+        resident = min(len(self.host.prefix(space, hashes)) for space in spaces)
+        return deadline_ns(
+            self.prefetch,
+            now_ns=self._clock.monotonic_ns(),
+            waited_ms=waited_ms,
+            client_ms=client_ms,
+            missing_tokens=(len(hashes) - resident) * spaces[0].namespace.block_tokens,
+        )
+
     async def acquire(
-        self, owner: int, spaces: list[Space], hashes: Sequence[bytes], deadline_ns: int
+        self,
+        owner: int,
+        spaces: list[Space],
+        hashes: Sequence[bytes],
+        deadline_ns: int,
+        *,
+        patience: Patience | None = None,
+        waited_ms: int = 0,
+        prefill_tokens_per_s: int = 0,
     ) -> Lease | None:
         """Promote what tiers have, verify, and lease the longest prefix by the deadline.
 
-        `deadline_ns` is CLOCK_MONOTONIC. Cancelling gives up the wait and leases nothing.
+        `deadline_ns` is CLOCK_MONOTONIC; `patience` can end the wait sooner. With the engine's
+        speed of computing prompts, what would be computed sooner is not promoted. Cancelling
+        gives up the wait and leases nothing.
         """
-        waiter = Waiter(spaces)
+        began_ns = self._clock.monotonic_ns()
+        waiter = Waiter(spaces, began_ns - waited_ms * MS)
+        tokens = spaces[0].namespace.block_tokens
         try:
             waiter.refresh(self.host, hashes)
             resident = min(waiter.length(at, hashes) for at in range(len(spaces)))
-            if self.tiers and resident < len(hashes):
-                await self._promote(waiter, hashes, deadline_ns)
+            worth = Worth(
+                self.prefetch,
+                self._break_even,
+                resident_tokens=resident * tokens,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+            )
+            if self.tiers and worth.asking(len(hashes) * tokens):
+                lookup = Lookup(waiter, hashes, self.tiers, self.promotions, worth)
+                await self._promote(lookup, deadline_ns, patience or Patience())
+                self.counters["loads_refused_total"] += worth.refused
                 waiter.refresh(self.host, hashes)
             lease = waiter.conclude(self.host, owner, hashes, self._expiry_ns())
             if lease is not None:
                 count = len(lease.parts[0][1])
                 self.counters["acquired_blocks_total"] += count
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
+                self._saved(count * tokens, prefill_tokens_per_s)
             if self._clock.monotonic_ns() > deadline_ns + LATE_NS:
                 self.counters["answers_late_total"] += 1
             return lease
         finally:
             waiter.close(self.host)
+            self.counters["waited_us_total"] += (self._clock.monotonic_ns() - began_ns) // 1000
 
-    async def _promote(self, waiter: Waiter, hashes: Sequence[bytes], deadline_ns: int) -> None:
+    def _saved(self, tokens: int, prefill_tokens_per_s: int) -> None:
+        """Count what a lease saves its engine, but for what waiting and copying cost it."""
+        self.counters["saved_tokens_total"] += tokens
+        if prefill_tokens_per_s:
+            self.counters["saved_us_total"] += 1_000_000 * tokens // prefill_tokens_per_s
+
+    async def _promote(self, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
         """Have the tiers asked, and what they have promoted, as far as the deadline allows."""
-        lookup = Lookup(waiter, hashes, self.tiers, self.promotions)
-        asks = [self.spawn(partial(lookup.ask, at), "lookup") for at in range(len(waiter.spaces))]
+        asks = [self.spawn(partial(lookup.ask, at), "lookup") for at in range(lookup.ranks)]
         left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            async with patience.within(max(0.0, left_s)):
                 await lookup.finish(asks)
         except TimeoutError:
-            self.counters["deadline_missed_total"] += 1
-            lookup.blame()
+            if patience.ended:
+                self.counters["best_effort_ended_total"] += 1
+            else:
+                self.counters["deadline_missed_total"] += 1
+                lookup.blame()
         finally:
             # Not waited for: a backend may take its time to let go, a deadline does not.
             for ask in asks:
@@ -226,8 +320,12 @@ class Node:
         self.counters["stored_blocks_total"] += len(ready)
         # Without a tier no block leaves the arena, and nobody would read its checksum.
         if self.tiers:
-            self.backups.offer(reservation.space, ready)
+            self.backups.offer(reservation.space, ready, Moment.STORED)
         return len(ready)
+
+    def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint) -> None:
+        """An engine says how a prefix will be used."""
+        self.host.hint(spaces, hashes, hint, self._clock.monotonic_ns())
 
     def drop_owner(self, owner: int) -> None:
         """A session's peer has closed: its reservations are free; its leases end at their time."""
@@ -237,7 +335,10 @@ class Node:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self.counters["leases_expired_total"] += self.host.expire(self._clock.monotonic_ns())
+            while self.host.expire_hints(self._clock.monotonic_ns()):
+                await asyncio.sleep(0)
             self.memory.keep_hollow()
+            self.backups.note_capacities()
 
     def _expiry_ns(self) -> int:
         return self._clock.monotonic_ns() + self.lease_ttl_ns
@@ -251,6 +352,10 @@ class Node:
         blocks = sum(len(space.chain) for space in spaces)
         counters = Counter(self.counters)
         counters["evicted_blocks_total"] = host.evicted_blocks
+        for why in Evicted:
+            counters[f"evicted_{why.value}_blocks_total"] = host.evicted[why]
+        counters["revived_blocks_total"] = host.revived_blocks
+        counters.update(host.hints.counters)
         return {
             "version": __version__,
             "epoch": self.epoch.hex(),
@@ -262,7 +367,9 @@ class Node:
                 "used_bytes": sum(len(s.chain) * s.slot_bytes for s in spaces),
                 "blocks": blocks,
                 "writing_blocks": sum(len(s.writing) for s in spaces),
+                "leaving_blocks": sum(len(s.leaving) for s in spaces),
                 "leases": len(host.leases),
+                "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
             },
             "storage": [{**q.tier.status(), **q.status()} for q in self.backups.queues],

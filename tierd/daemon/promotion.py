@@ -9,7 +9,7 @@ belong to the batch until its I/O has ended, whoever still waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +18,7 @@ from tierd.core.host import HostTier, Lease, Reservation, Space
 from tierd.daemon.backup import Backups
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
+from tierd.daemon.turns import Rank, Turn, Turns
 
 Spawn = Callable[[Callable[[], Coroutine[object, object, None]], str], asyncio.Task[None]]
 
@@ -27,6 +28,8 @@ class Waiter:
     """One ACQUIRE: what it holds so far, by space and block hash."""
 
     spaces: list[Space]
+    arrived_ns: int = 0
+    """When its request arrived at the engine, CLOCK_MONOTONIC."""
     held: list[dict[bytes, int]] = field(default_factory=list)
     batches: dict[Promotion, None] = field(default_factory=dict)
     open: bool = True
@@ -89,15 +92,20 @@ class Promotion:
 
     space: Space
     first: int
-    hashes: list[bytes]
+    left: list[bytes]
+    """Its blocks that are still under way."""
     done: asyncio.Future[None]
+    place: int
+    """Of its first block in the prefix of who wanted it first."""
+    under_way: dict[tuple[bytes, bytes], Promotion]
+    """Where others find it, by space and block."""
     waiters: set[Waiter] = field(default_factory=set)
     source: StorageTier | None = None
     """The tier that it reads, or waits for its turn to read."""
     reading: StorageTier | None = None
     """The tier that is being read."""
-    queueing: asyncio.Task[None] | None = None
-    """Its own task, while that waits for a turn to read."""
+    turn: Turn | None = None
+    """What it waits for, while it waits for a turn to read."""
 
     @property
     def doubtful(self) -> bool:
@@ -105,40 +113,71 @@ class Promotion:
         already does: else all that want a popular block would wait in an outage, each in turn."""
         return self.source is not None and not self.source.reads_allowed
 
+    def rank(self) -> Rank:
+        """Whose turn it is: what the request that has waited longest needs, in prefix order."""
+        return min((waiter.arrived_ns for waiter in self.waiters), default=0), self.place
+
+    def join(self, waiter: Waiter) -> None:
+        """Another waiter has come; the batch goes to its place in the queue."""
+        if waiter not in self.waiters:
+            self.waiters.add(waiter)
+            if self.turn is not None:
+                self.turn.earlier()
+
     def leave(self, waiter: Waiter) -> None:
-        """A waiter has gone. Without any, a batch leaves the queue: behind reads that hang it
-        would keep its blocks from being read from anywhere else."""
+        """A waiter has gone. Without any, a batch leaves the queue, and at once is nothing that
+        another could join: behind reads that hang it would keep its blocks from being read from
+        anywhere else."""
         self.waiters.discard(waiter)
-        if not self.waiters and self.queueing is not None:
-            self.queueing.cancel()
+        if not self.waiters and self.turn is not None:
+            self.turn.granted.cancel()
+            self.keep([])
+
+    def keep(self, left: list[bytes]) -> None:
+        """Only these blocks are under way any more."""
+        for block_hash in set(self.left).difference(left):
+            del self.under_way[self.space.digest, block_hash]
+        self.left = left
 
 
 class Promotions:
     """All promotions under way, by space and block."""
 
     def __init__(
-        self, memory: HostMemory, backups: Backups, tiers: Sequence[StorageTier], spawn: Spawn
+        self,
+        memory: HostMemory,
+        backups: Backups,
+        tiers: Sequence[StorageTier],
+        spawn: Spawn,
+        bytes_max: int,
     ) -> None:
+        """At most `bytes_max` bytes of slots are being read into at once."""
         self.under_way: dict[tuple[bytes, bytes], Promotion] = {}
+        self.turns = Turns([tier.reads for tier in tiers], bytes_max)
         self._memory = memory
         self._backups = backups
         self._tiers = tiers
         self._spawn = spawn
 
     def join(
-        self, waiter: Waiter, at: int, hashes: Sequence[bytes], found: Mapping[bytes, int]
+        self,
+        waiter: Waiter,
+        at: int,
+        hashes: Sequence[bytes],
+        found: Mapping[bytes, int],
+        first: int,
     ) -> None:
         """Have `waiter` get these blocks: hold what is resident, and promote the rest.
 
-        `found` says which tier has a block. A block that was resident or under way a moment
-        ago and is neither any more is left out.
+        `found` says which tier has a block, `first` the place of the first one in the prefix.
+        A block that was resident or under way a moment ago and is neither any more is left out.
         """
         loop = asyncio.get_running_loop()
         space, held = waiter.spaces[at], waiter.held[at]
         items, limit = space.chain.items, batch_blocks(space)
         current: Promotion | None = None
         begun = []
-        for block_hash in hashes:
+        for place, block_hash in enumerate(hashes, first):
             slot = items.get(block_hash)
             if slot is not None:
                 if block_hash not in held:
@@ -152,32 +191,30 @@ class Promotions:
                 tier = found.get(block_hash)
                 if tier is None:
                     continue
-                if current is None or current.first != tier or len(current.hashes) >= limit:
-                    current = Promotion(space, tier, [], loop.create_future())
+                if current is None or current.first != tier or len(current.left) >= limit:
+                    done = loop.create_future()
+                    current = Promotion(space, tier, [], done, place, self.under_way)
                     begun.append(current)
-                current.hashes.append(block_hash)
+                current.left.append(block_hash)
                 self.under_way[key] = batch = current
             waiter.batches[batch] = None
-            batch.waiters.add(waiter)
+            batch.join(waiter)
         for batch in begun:
             self._spawn(partial(self._run, batch), "promotion")
 
     async def _run(self, batch: Promotion) -> None:
-        left = batch.hashes
         try:
             for number in range(batch.first, len(self._tiers)):
-                if self._tiers[number].reads_allowed:
-                    before, left = left, await self._bring(batch, number, left)
-                    self._forget(batch, set(before).difference(left))
-                if not left or not batch.waiters:
+                if not batch.left or not batch.waiters:
                     break
+                if self._tiers[number].reads_allowed:
+                    batch.keep(await self._bring(batch, number, batch.left))
+        except asyncio.CancelledError:
+            if batch.waiters:  # It is the daemon that stops.
+                raise
         finally:
-            self._forget(batch, left)
+            batch.keep([])
             batch.done.set_result(None)
-
-    def _forget(self, batch: Promotion, hashes: Iterable[bytes]) -> None:
-        for block_hash in hashes:
-            del self.under_way[batch.space.digest, block_hash]
 
     async def _bring(self, batch: Promotion, number: int, hashes: Sequence[bytes]) -> list[bytes]:
         """Read blocks into fresh slots; what is sound becomes READY and held by the waiters.
@@ -186,11 +223,9 @@ class Promotions:
         """
         space, tier = batch.space, self._tiers[number]
         batch.source = tier
-        if not batch.waiters:
-            return []
-        batch.queueing = asyncio.current_task()
-        async with tier.reads:
-            batch.queueing = None
+        batch.turn = Turn(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
+        async with self.turns.take(batch.turn):
+            batch.turn = None
             if not batch.waiters:
                 return []
             unknown = [space.namespace.hash_root] * len(hashes)

@@ -79,9 +79,12 @@ async def _main(
         node = Node(
             capacity_bytes=config.host.capacity,
             lease_ttl_ms=config.host.lease_ttl_ms,
+            pin_share=config.host.pin_share,
+            pin_max_s=config.host.pin_max_s,
             tiers=tiers,
             clock=clock,
             epoch=secrets.token_bytes(8),
+            prefetch=config.prefetch,
             executor=executor,
         )
         allowed = frozenset(config.allow_uids) or default_allow_uids()

@@ -11,14 +11,16 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from tierd import __version__
 from tierd.clock import Clock
+from tierd.config import PrefetchPolicy
+from tierd.core.hints import Hint, Priority
 from tierd.core.host import Lease, Refusal, Space
-from tierd.daemon.node import Node
+from tierd.daemon.node import Node, Patience
 from tierd.daemon.transport import SocketTransport, Transport
 from tierd.errors import NamespaceError, RefusedError, RemoteProtocolError
 from tierd.memory.arena import Segment as ArenaSegment
@@ -33,9 +35,6 @@ ACQUIRES_IN_FLIGHT_MAX: Final = 256
 
 HANDLES_MAX: Final = 256
 """Registrations a session."""
-
-DEADLINE_MS_MAX: Final = 600_000
-"""Longest wait that an ACQUIRE is given, whatever it asks for."""
 
 SESSIONS_MAX: Final = 1024
 """Connected clients; a node has tens of engine processes."""
@@ -66,6 +65,7 @@ class Session:
         self._spaces: dict[int, Space] = {}
         self._wants_segments: set[int] = set()
         self._acquires: dict[int, asyncio.Task[None]] = {}
+        self._patience: dict[int, Patience] = {}
         self._over = False
         # The session layer lets only these through; a dict costs less than a match.
         self._handlers: dict[type[m.Message], Callable[[Any], None]] = {
@@ -78,6 +78,8 @@ class Session:
             m.Commit: self._commit,
             m.Abort: self._abort,
             m.Status: self._status,
+            m.Ready: self._ready,
+            m.Hint: self._hint,
         }
         node.memory.listeners.append(self._announce)
 
@@ -133,6 +135,20 @@ class Session:
         if task is not None:
             task.cancel()
 
+    def _ready(self, message: m.Ready) -> None:
+        patience = self._patience.get(message.call)
+        if patience is not None and self._node.prefetch.policy is PrefetchPolicy.BEST_EFFORT:
+            patience.end()
+
+    def _hint(self, message: m.Hint) -> None:
+        if message.priority > max(Priority):
+            raise RemoteProtocolError(f"HINT has a priority of {message.priority}")
+        spaces = self._named(message.handles)
+        hint = Hint(
+            message.pin_ms, message.next_use_ms, Priority(message.priority), message.session_ended
+        )
+        self._node.hint(spaces, m.split_hashes(message.hashes), hint)
+
     def _status(self, message: m.Status) -> None:
         self._send(m.StatusReply(message.call, self._node.status()))
 
@@ -177,6 +193,14 @@ class Session:
             raise RemoteProtocolError(f"handle {handle} is not registered")
         return space
 
+    def _named(self, handles: Sequence[int]) -> list[Space]:
+        """The namespaces of the handles of a call that may name several."""
+        if not 1 <= len(handles) <= m.HANDLES_PER_CALL_MAX:
+            raise RemoteProtocolError(
+                f"a call names 1 to {m.HANDLES_PER_CALL_MAX} handles, not {len(handles)}"
+            )
+        return [self._space(handle) for handle in handles]
+
     # --- store ----------------------------------------------------------------------
 
     def _reserve(self, message: m.Reserve) -> None:
@@ -201,32 +225,44 @@ class Session:
     # --- acquire --------------------------------------------------------------------
 
     def _acquire(self, message: m.Acquire) -> None:
-        if not 1 <= len(message.handles) <= m.HANDLES_PER_CALL_MAX:
-            raise RemoteProtocolError(
-                f"ACQUIRE names 1 to {m.HANDLES_PER_CALL_MAX} handles, not {len(message.handles)}"
-            )
         if message.call in self._acquires:
             raise RemoteProtocolError(f"call {message.call} is in flight already")
-        spaces = [self._space(handle) for handle in message.handles]
+        spaces = self._named(message.handles)
         hashes = m.split_hashes(message.hashes)
-        settled, lease = self._node.acquire_now(self.owner, spaces, hashes)
+        settled, lease = self._node.acquire_now(
+            self.owner, spaces, hashes, message.prefill_tokens_per_s
+        )
         if not settled and len(self._acquires) >= ACQUIRES_IN_FLIGHT_MAX:
             self._node.counters["acquires_refused_total"] += 1
             settled = True
         if settled:
             self._acquired(message.call, lease)
+        # After the reply, if there is one: 0.5 us a block that nobody need wait for.
+        self._node.used(spaces, hashes, message.request)
+        if settled:
             return
-        deadline_ms = min(message.deadline_ms, DEADLINE_MS_MAX)
-        deadline_ns = self._clock.monotonic_ns() + deadline_ms * 1_000_000
-        call = message.call
-        work = partial(self._acquire_slowly, call, spaces, hashes, deadline_ns)
-        self._acquires[call] = task = self._node.spawn(work, "acquire")
+        call, node = message.call, self._node
+        deadline_ns = node.acquire_deadline_ns(
+            spaces, hashes, waited_ms=message.waited_ms, client_ms=message.deadline_ms
+        )
+        self._patience[call] = patience = Patience()
+        ask = partial(
+            node.acquire,
+            self.owner,
+            spaces,
+            hashes,
+            deadline_ns,
+            patience=patience,
+            waited_ms=message.waited_ms,
+            prefill_tokens_per_s=message.prefill_tokens_per_s,
+        )
+        self._acquires[call] = task = node.spawn(
+            partial(self._acquire_slowly, call, ask), "acquire"
+        )
         task.add_done_callback(partial(self._acquire_over, call))
 
-    async def _acquire_slowly(
-        self, call: int, spaces: list[Space], hashes: tuple[bytes, ...], deadline_ns: int
-    ) -> None:
-        lease = await self._node.acquire(self.owner, spaces, hashes, deadline_ns)
+    async def _acquire_slowly(self, call: int, ask: Callable[[], Awaitable[Lease | None]]) -> None:
+        lease = await ask()
         if not self._over:
             self._acquired(call, lease)
         elif lease is not None:
@@ -242,6 +278,7 @@ class Session:
 
     def _acquired(self, call: int, lease: Lease | None) -> None:
         self._acquires.pop(call, None)
+        self._patience.pop(call, None)
         if lease is None:
             self._send(m.Acquired(call, 0, 0, b"", 0))
             return

@@ -19,6 +19,7 @@ from typing import Final, TypeVar
 from tierd.backend import Backend, BackendStats, GetRequest, GetResult, Outcome, PutRequest
 from tierd.config import StorageConfig
 from tierd.core.host import Space
+from tierd.daemon.turns import Lane
 from tierd.errors import BackendError, ConfigError
 from tierd.storage.breaker import BreakerBackend
 from tierd.storage.measured import MeasuredBackend
@@ -73,7 +74,7 @@ class StorageTier:
         self.name = config.name
         self.raw = raw
         self.counters: Counter[str] = Counter()
-        self.reads = asyncio.Semaphore(config.read_batches)
+        self.reads = Lane(config.read_batches)
         self.tried = asyncio.Event()
         """Its first open() has ended, well or not."""
         self._open = False
@@ -160,6 +161,16 @@ class StorageTier:
     def writes_allowed(self) -> bool:
         """Whether a write may succeed; if not, it is refused at once."""
         return self._open and self._backend.writes_allowed
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """How fast blocks come from it, waiting included; None before the first one."""
+        return self._measured.read_bytes_per_s
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the backend can hold; 0 while that is not known."""
+        return self._backend.stats().capacity_bytes if self._open else 0
 
     def blame_reads(self) -> None:
         """A request's deadline has passed while it waited for a read of this tier."""

@@ -258,7 +258,14 @@ class Engine:
         handles = [link.numbers[place] for place in places]
         call = link.next_call()
         deadline_ms = random.choice((0, 1, 5, 20, 100, 1000))
-        asked = link.ask(m.Acquire(call, handles, b"".join(hashes), deadline_ms))
+        about = (random.randrange(4), random.choice((0, 0, 5, 2000)), random.choice((0, 1, 10**6)))
+        asked = link.ask(m.Acquire(call, handles, b"".join(hashes), deadline_ms, *about))
+        if self._chance(0.1):
+            link.send(m.Ready(call))
+        if self._chance(0.1):
+            pin_ms, next_use_ms = random.choice((0, 1000, 10**9)), random.choice((0, 0, 100))
+            about_it = (pin_ms, next_use_ms, random.randrange(3), self._chance(0.3))
+            link.send(m.Hint(handles, b"".join(hashes), *about_it))
         if self._chance(self._habits.cancel):
             await asyncio.sleep(random.choice((0, 0.001, 0.01)))
             link.send(m.Cancel(call))
@@ -397,11 +404,11 @@ class Engine:
                     b"TK\x00\x00\x03\x00\x00\x00\x93\x09\xc0",
                     sound[:-1] + b"\xc1",
                     encode(m.Hello(m.PROTOCOL_VERSION, "again")),
-                    encode(m.Acquire(call, [], b"", 5)),
-                    encode(m.Acquire(call, [200], bytes(32), 5)),
+                    encode(m.Acquire(call, [], b"", 5, 0, 0, 0)),
+                    encode(m.Acquire(call, [200], bytes(32), 5, 0, 0, 0)),
                     encode(m.Reserve(call, 0, bytes(64), bytes(32))),
                     encode(m.Reserve(call, 0, bytes(31), bytes(31))),
-                    encode(m.Welcome(1, b"", "", 1)),
+                    encode(m.Welcome(m.PROTOCOL_VERSION, b"", "", 1)),
                 )
             )
         )

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from tierd.config import PrefetchPolicy
 from tierd.core.host import Space
 from tierd.daemon.node import Node
 from tierd.daemon.server import Session
@@ -53,6 +54,7 @@ class Life:
     def __init__(self, world: World, plan: Plan, *, faulty: bool) -> None:
         self.world = world
         self.plans = plan.tiers
+        self.best_effort = plan.prefetch.policy is PrefetchPolicy.BEST_EFFORT
         self.backends = [
             WatchedBackend(world, number, tier, faulty=faulty)
             for number, tier in enumerate(plan.tiers)
@@ -63,6 +65,7 @@ class Life:
         self.node = Node(
             capacity_bytes=plan.capacity_bytes,
             lease_ttl_ms=plan.lease_ttl_ms,
+            prefetch=plan.prefetch,
             tiers=[
                 StorageTier(tier.config, backend)
                 for tier, backend in zip(plan.tiers, self.backends, strict=True)
@@ -206,6 +209,7 @@ class Life:
     def _check_evictable(self) -> None:
         """Nothing that clients said may keep a block for ever; this empties the index."""
         for space in self.node.host.spaces.values():
+            space.chain.unkeep(self.node.host.hints.override(space.digest))
             count = len(space.chain)
             if len(space.chain.evict(count, lambda slot: False)) < count:
                 self.world.fail("blocks that can never be evicted")
@@ -303,6 +307,9 @@ class Referee:
                 self._due(m.Acquired, message.call, message, message.deadline_ms / 1000)
             case m.Cancel():
                 if (m.Acquired, message.call) in self._open:
+                    self._due(m.Acquired, message.call, self._asked[message.call], 0)
+            case m.Ready():
+                if life.best_effort and (m.Acquired, message.call) in self._open:
                     self._due(m.Acquired, message.call, self._asked[message.call], 0)
             case m.Register():
                 self._due(m.Registered, message.call, message, 0)

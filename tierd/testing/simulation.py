@@ -17,7 +17,7 @@ from random import Random
 from typing import Final
 
 from tierd.backend import verify_block
-from tierd.config import Size, StorageConfig
+from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
 from tierd.daemon.node import HOUSEKEEPING_S
 from tierd.testing.backend import StoredBlock
 from tierd.testing.engine import Engine, Habits, Link
@@ -77,6 +77,7 @@ def draw_plan(random: Random, world: World) -> Plan:
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
         lease_ttl_ms=random.choice((50, 200, 2000)),
+        prefetch=_draw_prefetch(random),
         tiers=tiers,
         engines=[random.choice(models) for _ in range(random.randint(1, 4))],
         habits=_draw_habits(random),
@@ -126,6 +127,8 @@ def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: 
         write_batches=random.choice((1, 2)),
         write_queue=Size(random.choice((PAGE_BYTES, total_bytes, total_bytes))),
         fill_from_lower=random.random() < 0.7,
+        write_policy=random.choice(list(WritePolicy)),
+        write_share=random.choice((0.1, 0.5, 1.0)),
     )
     return TierPlan(
         disk_bytes=total_bytes // 2 if small else None,
@@ -133,6 +136,13 @@ def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: 
         outages=outages,
         hangs=random.random() < 0.7,
         config=config,
+    )
+
+
+def _draw_prefetch(random: Random) -> PrefetchConfig:
+    # The auditor waits long for all that there is.
+    return PrefetchConfig(
+        policy=random.choice(list(PrefetchPolicy)), timeout_base_ms=PATIENT_MS, min_tokens=0
     )
 
 
@@ -335,7 +345,7 @@ async def _audit_rank(world: World, rank: Namespace) -> None:
 async def _audit_chain(world: World, link: Link, rank: Namespace, chain: Sequence[bytes]) -> int:
     """How many blocks of a chain the daemon finds; they are verified."""
     handle = link.numbers[0]
-    asked = link.ask(m.Acquire(link.next_call(), [handle], b"".join(chain), 10_000))
+    asked = link.ask(m.Acquire(link.next_call(), [handle], b"".join(chain), 10_000, 0, 0, 0))
     acquired = await link.answer(asked, m.Acquired)
     if acquired is None or not acquired.lease:
         return 0

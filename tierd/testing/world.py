@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from tierd.config import StorageConfig
+from tierd.config import PrefetchConfig, StorageConfig
 from tierd.testing.backend import StoredBlock
 from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
@@ -76,6 +76,7 @@ class Plan:
     capacity_bytes: int
     segment_bytes: int
     lease_ttl_ms: int
+    prefetch: PrefetchConfig
     tiers: list[TierPlan]
     engines: list[list[Namespace]]
     habits: Habits

@@ -17,13 +17,13 @@ import msgpack
 from tierd.errors import RemoteProtocolError
 from tierd.types import HASH_BYTES
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 KEYS_PER_CALL_MAX: Final = 16_384
 """Hashes in one call: 512 KiB, 3 ms of the daemon's loop. A longer prefix is cut by the caller."""
 
 HANDLES_PER_CALL_MAX: Final = 64
-"""Ranks of one engine on one node that an ACQUIRE may name."""
+"""Ranks of one engine on one node that an ACQUIRE or a HINT may name."""
 
 SLOT_PRESENT: Final = 0xFFFF_FFFE
 """RESERVED: the block is there already; nothing to write."""
@@ -50,6 +50,15 @@ class Acquire(NamedTuple):
     handles: list[int]
     hashes: bytes
     deadline_ms: int
+    request: int
+    waited_ms: int
+    prefill_tokens_per_s: int
+
+
+class Ready(NamedTuple):
+    """The engine could compute the request of an ACQUIRE now."""
+
+    call: int
 
 
 class Release(NamedTuple):
@@ -79,6 +88,17 @@ class Abort(NamedTuple):
 
 class Status(NamedTuple):
     call: int
+
+
+class Hint(NamedTuple):
+    """What the engine says of a prefix; `priority` is 0 (low), 1 or 2 (high)."""
+
+    handles: list[int]
+    hashes: bytes
+    pin_ms: int
+    next_use_ms: int
+    priority: int
+    session_ended: bool
 
 
 class Welcome(NamedTuple):
@@ -131,7 +151,9 @@ class Error(NamedTuple):
     reason: str
 
 
-FromClient = Hello | Register | Acquire | Release | Cancel | Reserve | Commit | Abort | Status
+FromClient = (
+    Hello | Register | Acquire | Release | Cancel | Reserve | Commit | Abort | Status | Ready | Hint
+)
 FromDaemon = Welcome | Registered | Segment | Acquired | Reserved | Committed | StatusReply | Error
 Message = FromClient | FromDaemon
 
@@ -145,6 +167,8 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Commit: 7,
     Abort: 8,
     Status: 9,
+    Ready: 10,
+    Hint: 11,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -175,7 +199,7 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9})
+FROM_CLIENT: Final = frozenset({1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})
 FROM_DAEMON: Final = frozenset({64, 65, 66, 67, 68, 69, 70, 71})
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack

@@ -1,0 +1,400 @@
+"""Uses, write budgets and write policies, on made-up time."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tierd.config import Size, StorageConfig, WritePolicy, parse
+from tierd.core.uses import Uses
+from tierd.core.writes import (
+    DEMAND_EARLY,
+    DEMAND_MAX,
+    HORIZON_S_MAX,
+    RATE_BURST_S,
+    Missed,
+    Moment,
+    WriteBudget,
+    Writes,
+)
+from tierd.errors import ConfigError
+from tierd.eviction.reuse import Reuse
+
+SPACE = b"n" * 16
+S = 1_000_000_000
+BLOCK = 4096
+L2_BYTES = 1000 * BLOCK
+
+
+def chain(count: int, tag: object = 0) -> list[bytes]:
+    return [hashlib.sha256(f"{tag}/{i}".encode()).digest() for i in range(count)]
+
+
+def config(policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE, **keys: object):
+    return StorageConfig(type="memory", write_policy=policy, **keys)  # type: ignore[arg-type]
+
+
+def counts(uses: Uses, hashes: Sequence[bytes]) -> list[int]:
+    return [uses.reuse(SPACE).uses(block_hash) for block_hash in hashes]
+
+
+# --- uses -------------------------------------------------------------------------------
+
+
+def test_a_request_that_asks_in_chunks_is_one_use() -> None:
+    """Chunked prefill would make every block of a long prompt look popular, as HiCache's
+    selective policy did where one request reached its threshold of two by itself."""
+    uses, hashes = Uses(), chain(8)
+    for end in (2, 4, 8, 8):
+        uses.use(SPACE, hashes[:end], request=7, now_ns=end * S)
+    assert counts(uses, hashes) == [1] * 8
+
+
+def test_a_request_that_comes_back_between_others_is_one_use() -> None:
+    """A preempted or retried request would count again, and have its blocks written."""
+    uses, hashes = Uses(), chain(3)
+    for request in (1, 2, 1, 2, 1):
+        uses.use(SPACE, hashes, request, now_ns=0)
+    assert counts(uses, hashes) == [2] * 3
+
+
+def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
+    """A request that comes back shorter would forget what has been counted of it."""
+    uses, hashes = Uses(), chain(8)
+    for end in (8, 2, 8):
+        uses.use(SPACE, hashes[:end], request=7, now_ns=0)
+    assert counts(uses, hashes) == [1] * 8
+
+
+def test_requests_without_a_number_are_requests_of_their_own() -> None:
+    """Blocks of a client that names no requests would never be written by the second use."""
+    uses, hashes = Uses(), chain(1)
+    for _ in range(3):
+        uses.use(SPACE, hashes, 0, now_ns=0)
+    assert counts(uses, hashes) == [3]
+
+
+def test_namespaces_do_not_share_uses() -> None:
+    """Another model's traffic on the same tokens would have this one's blocks written."""
+    uses, hashes = Uses(), chain(1)
+    uses.use(SPACE, hashes, 1, now_ns=0)
+    uses.use(b"m" * 16, hashes, 2, now_ns=0)
+    assert counts(uses, hashes) == [1]
+
+
+def test_ranks_of_an_engine_share_their_uses() -> None:
+    """The loop would spend its time counting each block once a rank."""
+    uses, hashes = Uses(), chain(2)
+    uses.follow(b"r" * 16, SPACE)
+    uses.use(SPACE, hashes, 1, now_ns=0)
+    uses.use(SPACE, hashes, 2, now_ns=0)
+    assert uses.reuse(b"r" * 16).uses(hashes[0]) == 2
+
+
+def test_requests_are_remembered_up_to_a_bound() -> None:
+    """The daemon's memory would grow with every request that it has ever served."""
+    uses = Uses(counted_max=64)
+    hashes = chain(1)
+    for request in range(1, 1000):
+        uses.use(SPACE, hashes, request, now_ns=0)
+        uses.use(SPACE, hashes, 1, now_ns=0)
+        assert len(uses._counted) <= 64
+    assert list(uses._counted)[-1] == (SPACE, 1), "one that goes on is not forgotten"
+
+
+# --- budgets ----------------------------------------------------------------------------
+
+
+def spend_all(budget: WriteBudget, now_ns: int) -> int:
+    """Write what may be, at most 100 blocks."""
+    budget.pass_time(now_ns)
+    return budget.spend_on(100, BLOCK) * BLOCK
+
+
+def test_the_demand_is_steered_to_the_share() -> None:
+    """An operator who pays by the request would pay for more than the share that was set, or have
+    less written than was paid for."""
+    rng = random.Random(1)
+    for share in (0.1, 0.4, 0.8):
+        budget = WriteBudget(config(write_share=share), L2_BYTES)
+        written = 0
+        for number in range(40_000):
+            budget.offer(BLOCK)
+            if rng.random() >= budget.demand:
+                assert budget.spend_on(1, BLOCK) == 1
+                written += number >= 20_000
+        assert written / 20_000 == pytest.approx(share, abs=0.05)
+
+
+def test_the_rate_bounds_what_is_written() -> None:
+    """A shared link would be filled by backups."""
+    budget = WriteBudget(config(write_share=1.0, write_bytes_per_s=Size(BLOCK)), L2_BYTES)
+    first = spend_all(budget, 0)
+    assert first == RATE_BURST_S * BLOCK
+    total = sum(spend_all(budget, second * S) for second in range(1, 101))
+    assert 99 * BLOCK <= total <= 101 * BLOCK
+
+
+def test_endurance_bounds_what_is_written_in_a_day() -> None:
+    """An SSD would be worn out in a year instead of five."""
+    budget = WriteBudget(config(write_share=1.0, drive_writes_per_day=0.5), L2_BYTES)
+    assert budget.spend_on(5, BLOCK) == 5, "without a capacity there is nothing to count in"
+    capacity = 10_000 * BLOCK
+    budget.resize(capacity)
+    total = sum(spend_all(budget, minute * 60 * S) for minute in range(24 * 60))
+    assert 0.49 * capacity <= total <= 0.53 * capacity
+    budget.resize(capacity)
+    assert spend_all(budget, 24 * 3600 * S) <= 4 * BLOCK, "the same capacity is no new burst"
+    budget.resize(capacity // 2)
+    total = sum(spend_all(budget, (24 * 60 + minute) * 60 * S) for minute in range(24 * 60))
+    assert 0.24 * capacity <= total <= 0.28 * capacity, "a smaller drive takes less"
+
+
+def test_a_bound_by_speed_raises_the_demand_before_it_stops_all() -> None:
+    """The bytes of each second would go to whatever comes first in it."""
+    budget = WriteBudget(config(write_share=1.0, write_bytes_per_s=Size(10 * BLOCK)), L2_BYTES)
+    rng = random.Random(1)
+    stopped = 0
+    for number in range(40_000):  # 100 blocks a second: only a tenth may be written.
+        budget.pass_time(number * S // 100)
+        budget.offer(BLOCK)
+        if rng.random() >= budget.demand:
+            written = budget.spend_on(1, BLOCK)
+            stopped += number >= 20_000 and not written
+    assert budget.demand == pytest.approx(0.9, abs=0.06)
+    assert stopped < 600, "of 2,000 that the bound lets through"
+
+
+def test_what_was_not_written_is_not_paid_for() -> None:
+    """Blocks that the tier has already, or that it refuses, would eat the budget."""
+    budget = WriteBudget(config(write_bytes_per_s=Size(BLOCK)), L2_BYTES)
+    spend_all(budget, 0)
+    budget.refund(BLOCK)
+    assert spend_all(budget, 0) == BLOCK
+    calm, busy = (WriteBudget(config(), L2_BYTES) for _ in range(2))
+    for _ in range(1000):
+        calm.offer(BLOCK)
+        busy.offer(BLOCK)
+        busy.spend_on(1, BLOCK)
+        busy.refund(BLOCK)
+    assert busy.demand == calm.demand
+
+
+def test_the_horizon_is_the_time_that_the_tier_takes_to_turn_over() -> None:
+    """A small tier would be given what comes back long after it has dropped it."""
+    budget = WriteBudget(config(), L2_BYTES)
+    assert budget.horizon_s == HORIZON_S_MAX, "nothing is known of the tier"
+    budget.resize(1000 * BLOCK)
+    for second in range(3000):
+        budget.pass_time(second * S)
+        budget.offer(20 * BLOCK)
+        budget.spend_on(10, BLOCK)
+    assert budget.horizon_s == pytest.approx(100, rel=0.1)
+    budget.pass_time(100_000 * S)
+    assert budget.horizon_s == HORIZON_S_MAX, "nothing is written any more"
+
+
+def parsed(environ: dict[str, str], **keys: object) -> StorageConfig:
+    raw: dict[str, object] = {"host": {"capacity": "1GiB"}, "storage": [{"type": "file", **keys}]}
+    (tier,) = parse(raw, environ).storage
+    return tier
+
+
+def test_budgets_are_read_from_file_and_environment() -> None:
+    """A bound that was set would not hold, or a daemon not start."""
+    tier = parsed({"TIERD_STORAGE_FILE_WRITE_SHARE": "0.3"}, drive_writes_per_day=1)
+    assert (tier.write_share, tier.drive_writes_per_day) == (0.3, 1.0)
+    assert parsed({}, write_policy="write_back").write_policy is WritePolicy.WRITE_BACK
+    for bad in ({"write_policy": "write_thru"}, {"write_share": 0}, {"write_uses": 5}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            parsed({}, **bad)
+    with pytest.raises(ConfigError, match="WRITE_SHARE=much"):
+        parsed({"TIERD_STORAGE_FILE_WRITE_SHARE": "much"})
+
+
+def test_a_bound_that_would_not_bind_is_refused() -> None:
+    """An operator would think the SSD safe under write_back."""
+    with pytest.raises(ConfigError, match="bound only write_policy"):
+        parsed({}, write_policy="write_back", write_bytes_per_s="1MiB")
+
+
+# --- what was missed --------------------------------------------------------------------
+
+
+def test_each_refusal_costs_one_hit() -> None:
+    """The price of a budget would be counted again each time that a block comes back."""
+    missed, hashes = Missed(), chain(4)
+    missed.add(SPACE, hashes[:3], refused=True)
+    missed.add(SPACE, hashes[3:], refused=False)
+    assert missed.lost(SPACE, hashes) == 3, "what a full queue cost is no refusal"
+    assert missed.lost(SPACE, hashes) == 0
+    missed.add(SPACE, hashes[:1], refused=True)
+    assert missed.lost(b"m" * 16, hashes) == 0
+    assert missed.lost(SPACE, hashes) == 1, "refused again"
+
+
+def test_a_block_that_was_written_after_all_is_no_loss() -> None:
+    """A hit of the tier would count as one that its policy cost."""
+    missed, hashes = Missed(), chain(2)
+    missed.add(SPACE, hashes, refused=True)
+    assert missed.remove(SPACE, hashes[0])
+    assert not missed.remove(SPACE, hashes[0])
+    assert missed.lost(SPACE, hashes) == 1
+
+
+def test_what_was_missed_is_remembered_up_to_a_bound() -> None:
+    """The memory of what was refused would outgrow what it is about; the latest counts."""
+    missed = Missed(limit=64)
+    for number in range(50):
+        missed.add(SPACE, chain(5, number), refused=True)
+        assert len(missed) <= 64
+    assert missed.lost(SPACE, chain(5, 49)) == 5
+    assert missed.lost(SPACE, chain(5, 0)) == 0
+
+
+# --- policies ---------------------------------------------------------------------------
+
+
+class Foreseen(Reuse):
+    """A book in which every block has the same uses and chance of use."""
+
+    def __init__(self, uses: int, chance: float | None = None) -> None:
+        super().__init__()
+        self._given = uses, chance
+
+    def uses(self, block_hash: bytes) -> int:
+        return self._given[0]
+
+    def chance(self, block_hash: bytes, horizon_s: float) -> float:
+        chance = self._given[1]
+        assert chance is not None, "nobody needs to know"
+        assert 0 < horizon_s <= HORIZON_S_MAX
+        return chance
+
+
+def takes(writes: Writes, moment: Moment, uses: int, chance: float | None = None) -> bool:
+    chosen = writes.choose(moment, SPACE, chain(1), Foreseen(uses, chance), BLOCK, 0)
+    return chosen == [0]
+
+
+def selective(demand: float, **keys: object) -> Writes:
+    """A selective policy whose budget has come to a demand."""
+    writes = Writes(config(WritePolicy.WRITE_THROUGH_SELECTIVE, **keys), L2_BYTES)
+    writes.budget.demand, writes.budget._first_steps = demand, 0
+    return writes
+
+
+def test_write_through_writes_whatever_comes() -> None:
+    """First-seen prefixes would not be kept, as HiCache's write_through failed to."""
+    writes = Writes(config(WritePolicy.WRITE_THROUGH), 1)
+    assert all(takes(writes, moment, 1) for moment in Moment)
+
+
+def test_write_back_writes_when_a_block_leaves_and_not_before() -> None:
+    """Popular blocks would be written although L2 keeps them; HiCache's write_back sends to
+    storage whatever it demotes, needed or not."""
+    writes = Writes(config(WritePolicy.WRITE_BACK), 1)
+    assert not takes(writes, Moment.STORED, 1)
+    assert not takes(writes, Moment.USED, 50)
+    assert takes(writes, Moment.LEAVING, 1)
+
+
+def test_selective_writes_at_once_while_the_budget_has_room() -> None:
+    """A quiet node would lose what it had in memory with the daemon, for writes that it has."""
+    assert takes(selective(DEMAND_EARLY), Moment.STORED, 1)
+    assert not takes(selective(2 * DEMAND_EARLY), Moment.STORED, 1)
+    writes = Writes(config(write_share=1.0, write_bytes_per_s=Size(1000 * BLOCK)), L2_BYTES)
+    for second in range(400):
+        writes.choose(Moment.STORED, SPACE, chain(40, second), Foreseen(1), BLOCK, second * S)
+    now_ns = 400 * S
+    assert writes.choose(Moment.STORED, SPACE, chain(1), Foreseen(1), BLOCK, now_ns) == [0]
+
+
+def least(writes: Writes, moment: Moment) -> float:
+    """The least chance of use that is enough, in steps of a thousandth."""
+    return next(p / 1000 for p in range(1001) if takes(writes, moment, 2, p / 1000))
+
+
+def test_selective_asks_for_more_the_higher_the_demand() -> None:
+    """The budget would be spent on whatever comes first."""
+    for demand in (0.02, 0.2, 0.5, DEMAND_MAX):
+        writes = selective(demand)
+        assert not takes(writes, Moment.STORED, 1), "one use is not enough"
+        assert not takes(writes, Moment.USED, 1)
+        assert least(writes, Moment.LEAVING) == pytest.approx(demand, abs=0.001)
+        # What stays can be written later, and with better knowledge.
+        assert least(writes, Moment.USED) > demand
+
+
+def test_what_everybody_uses_is_written_though_it_stays() -> None:
+    """The system prompt that never leaves L2 would be lost with the daemon, and unknown to the
+    other nodes that share the tier."""
+    assert takes(selective(0.2), Moment.USED, 20, 0.99)
+    assert takes(selective(DEMAND_MAX), Moment.USED, 20, 1.0)
+
+
+def bounded(blocks: int) -> Writes:
+    """A selective policy that may write so many blocks now."""
+    return selective(0.2, write_bytes_per_s=Size(round(blocks * BLOCK / RATE_BURST_S)))
+
+
+def test_selective_writes_nothing_beyond_a_bound() -> None:
+    """The bound that an operator set would be a wish."""
+    writes = bounded(10)
+    taken = sum(takes(writes, Moment.LEAVING, 9, 1.0) for _ in range(50))
+    assert taken == 10
+    assert not any(takes(writes, moment, 9, 1.0) for moment in Moment)
+
+
+def test_a_bound_that_ends_within_a_chain_keeps_the_prefix() -> None:
+    """Children without their parents would be written, which no request can use."""
+    writes = bounded(5)
+    hashes = chain(8)
+    chosen = writes.choose(Moment.LEAVING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
+    assert chosen == [0, 1, 2, 3, 4]
+    assert writes.missed.lost(SPACE, hashes) == 3
+
+
+def test_what_was_refused_is_offered_once() -> None:
+    """The share would be of offers, not of what write_through would write: a block that is
+    refused and computed again, time after time, would buy writes for others."""
+    writes = selective(0.5)
+    for _ in range(2000):
+        takes(writes, Moment.STORED, 1)
+        assert not takes(writes, Moment.LEAVING, 1, 0.0)
+    assert writes.budget.demand == 0.5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_number_of_uses_is_the_configured_one(count: int) -> None:
+    """`write_uses` would be a key without effect; HiCache's threshold is no setting."""
+    writes = selective(0.5, write_uses=count)
+    enough = [takes(writes, Moment.USED, n, 1.0) for n in (1, 2, 3, 4)]
+    assert enough == [n >= count for n in (1, 2, 3, 4)]
+
+
+def test_a_use_counts_although_the_block_has_left() -> None:
+    """A block that L2 drops between its uses would be new each time: HiCache's hit count of a
+    node goes with the node, and does not grow while it is evicted."""
+    uses, hashes = Uses(), chain(4)
+    for request in (1, 2):
+        # Nobody tells of storing and evicting: there is nothing to tell.
+        uses.use(SPACE, hashes, request, now_ns=request * S)
+    writes, reuse = selective(2 * DEMAND_EARLY), uses.reuse(SPACE)
+    assert [reuse.uses(block_hash) for block_hash in hashes] == [2] * 4
+    assert writes.choose(Moment.LEAVING, SPACE, hashes, reuse, BLOCK, 2 * S) == [0, 1, 2, 3]
+
+
+def test_turns_are_told_from_documents_that_are_read_once() -> None:
+    """The budget would go to long documents, and the turns of a conversation be recomputed."""
+    uses = Uses()
+    talk = chain(400, "talk")
+    for turn in range(1, 200):
+        uses.use(SPACE, talk[: 2 * turn], 2 * turn, 20 * turn * S)
+        uses.use(SPACE, chain(64, turn), 2 * turn + 1, 20 * turn * S)
+    last = [talk[396], talk[0], *chain(64, 199)[:2]]
+    writes, reuse = selective(0.2), uses.reuse(SPACE)
+    assert writes.choose(Moment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]

@@ -1,0 +1,37 @@
+"""A small generator of traces in Mooncake's format: conversations, a shared prompt, scans."""
+
+from __future__ import annotations
+
+import json
+import random
+
+BLOCK_TOKENS = 512
+
+
+def trace_lines(seed: int, requests: int = 400, scan_every: int = 25) -> list[bytes]:
+    """Chats that come back with all they had and a little more, and now and then a long scan."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 1 << 30))
+    chats: list[list[int]] = []
+    lines = []
+    now_ms = 0
+    for number in range(requests):
+        now_ms += int(rng.expovariate(1 / 400))
+        if number % scan_every == scan_every - 1:
+            ids = [next(fresh) for _ in range(40)]
+        else:
+            if not chats or rng.random() < 0.4:
+                chats.append([0])
+            # Mostly a chat of late, and shorter with every turn.
+            chat = chats[-1 - min(int(rng.expovariate(0.08)), len(chats) - 1)]
+            chat += [next(fresh) for _ in range(rng.randint(1, 6))]
+            ids = chat
+        tokens = len(ids) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
+        record = {
+            "timestamp": now_ms,
+            "input_length": tokens,
+            "output_length": rng.randint(1, 400),
+            "hash_ids": ids,
+        }
+        lines.append(json.dumps(record).encode() + b"\n")
+    return lines

@@ -1,0 +1,311 @@
+"""`tierd replay`: what a node with these tiers would have hit and written on a trace.
+
+Runs the very policies and index of the daemon, so that a node can be sized before it is
+bought. Reads the trace whole (about 100 B a block reference).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import repeat
+from typing import Final
+
+from tierd.config import StorageConfig, WritePolicy, check_budget, convert
+from tierd.errors import ConfigError
+from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
+from tierd.eviction.lru import Lru
+from tierd.eviction.policy import ITEM_MASK
+from tierd.replay.optimal import Hits, belady, ideal
+from tierd.replay.simulate import Outcome, Setup, simulate
+from tierd.replay.trace import Trace, open_trace, read_trace
+
+DEFAULT_BLOCK_TOKENS: Final = 512
+"""Mooncake's."""
+
+DEFAULT_BLOCK_BYTES: Final = DEFAULT_BLOCK_TOKENS * (128 << 10)
+"""KV of an 8B model with grouped-query attention in 16 bits."""
+
+BUDGET: Final[dict[str, Callable[[str], object]]] = {
+    "write_policy": str,
+    "write_uses": int,
+    "write_share": float,
+    "write_bytes_per_s": str,
+    "drive_writes_per_day": float,
+}
+"""Keys of a tier's configuration that may be given here, with the same meaning and default."""
+
+PROGRESS_PERIOD_S: Final = 0.2
+_DAY_S: Final = 86_400
+
+Json = dict[str, "Json"] | list["Json"] | str | float | int | None
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="run the eviction policies over a trace of requests",
+        description="Replay a trace in Mooncake's format (a JSON object a line: timestamp in ms, "
+        "input_length, output_length, hash_ids; plain or gzip) at given tier sizes, in time "
+        "order, with the daemon's own policies. A usable hit is a block that was there together "
+        "with all blocks before it.",
+    )
+    parser.add_argument("trace", metavar="TRACE")
+    add = parser.add_argument
+    add("--l2-blocks", type=int, nargs="+", required=True, metavar="N", help="size of L2")
+    add("--l3-blocks", type=int, nargs="+", default=[0], metavar="N", help="of L3 (default: none)")
+    add("--policy", choices=POLICIES, default=L2_DEFAULT, help="L2's (default: %(default)s)")
+    add(
+        "--l3-policy", choices=POLICIES, default=STORAGE_DEFAULT, help="L3's (default: %(default)s)"
+    )
+    for key, kind in BUDGET.items():
+        flag = f"--{key.replace('_', '-')}"
+        add(flag, type=kind, metavar="X", help=f"storage.{key} of L3 (default: the daemon's)")
+    add("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS, metavar="N")
+    add(
+        "--block-bytes",
+        type=int,
+        default=DEFAULT_BLOCK_BYTES,
+        metavar="N",
+        help="bytes of a block's KV on all ranks together (default: %(default)s)",
+    )
+    add(
+        "--drive-bytes", type=int, metavar="N", help="L3's drives together (default: what it holds)"
+    )
+    add(
+        "--output-hint",
+        action="store_true",
+        help="let the policies see how many tokens each request generated",
+    )
+    add("--what-if", action="store_true", help="also run other sizes and policies")
+    add("--json", action="store_true", help="print JSON: an object, or a list for several sizes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; the exit status."""
+    setups = _setups(args)
+    progress = _Progress()
+    with open_trace(args.trace) as source:
+        progress.say(f"reading {args.trace}")
+        trace = read_trace(source, args.trace, args.block_tokens)
+    if not args.output_hint:
+        trace.requests = [request._replace(output_tokens=None) for request in trace.requests]
+    # Millions of objects and no cycle: looking for one costs a twentieth of the time.
+    gc.disable()
+    try:
+        reports = [_replay(trace, setup, args, progress) for setup in setups]
+    finally:
+        gc.enable()
+    progress.clear()
+    if args.json:
+        print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
+    else:
+        for report in reports:
+            print("\n".join(_table(report)))
+    return 0
+
+
+def _setups(args: argparse.Namespace) -> list[Setup]:
+    for name in ("block_tokens", "block_bytes", "drive_bytes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    l2, l3 = args.l2_blocks, args.l3_blocks
+    if len(l3) == 1:
+        l3 = l3 * len(l2)
+    if len(l2) != len(l3):
+        raise ConfigError(f"--l3-blocks: want one size, or one for each of the {len(l2)} of L2")
+    for blocks, least in [*zip(l2, repeat(1)), *zip(l3, repeat(0))]:
+        if not least <= blocks <= ITEM_MASK:
+            raise ConfigError(f"a tier of {blocks} blocks: want {least} to {ITEM_MASK}")
+    given = {key: value for key in BUDGET if (value := getattr(args, key)) is not None}
+    storage = convert({"type": "memory", **given}, StorageConfig, "storage.")
+    check_budget(storage)
+    return [
+        Setup(a, b, args.policy, args.l3_policy, storage, args.block_bytes)
+        for a, b in zip(l2, l3, strict=True)
+    ]
+
+
+# --- what is reported ---------------------------------------------------------------
+
+
+def _replay(
+    trace: Trace, setup: Setup, args: argparse.Namespace, progress: _Progress
+) -> dict[str, Json]:
+    report: dict[str, Json] = {
+        "trace": {
+            "requests": len(trace.requests),
+            "seconds": trace.seconds,
+            "block_refs": trace.block_refs,
+            "unique_blocks": trace.unique_blocks,
+        }
+    }
+    report.update(_one(trace, setup, args, progress, "replaying"))
+    progress.say("looking into the future")
+    sizes = {"l2": setup.l2_blocks, "total": setup.l2_blocks + setup.l3_blocks}
+    report["ideal"] = _ratios(ideal(trace, args.block_tokens), trace)
+    report["belady"] = {
+        name: _ratios(belady(trace, blocks, args.block_tokens), trace)
+        for name, blocks in sizes.items()
+    }
+    if args.what_if:
+        report["what_if"] = [
+            {"change": change, **_one(trace, other, args, progress, f"what if {change}")}
+            for change, other in _what_if(setup)
+        ]
+    return report
+
+
+def _what_if(setup: Setup) -> list[tuple[str, Setup]]:
+    rows = [("L2 twice the size", replace(setup, l2_blocks=2 * setup.l2_blocks))]
+    if setup.l2_policy != Lru.name:
+        rows.append((f"L2 by {Lru.name}", replace(setup, l2_policy=Lru.name)))
+    if setup.l3_blocks:
+        rows.append(("L3 twice the size", replace(setup, l3_blocks=2 * setup.l3_blocks)))
+        if setup.l3_policy != Lru.name:
+            rows.append((f"L3 by {Lru.name}", replace(setup, l3_policy=Lru.name)))
+        if setup.storage.write_policy is not WritePolicy.WRITE_THROUGH:
+            through = StorageConfig(type="memory", write_policy=WritePolicy.WRITE_THROUGH)
+            rows.append(("no admission", replace(setup, storage=through)))
+    return rows
+
+
+def _one(
+    trace: Trace, setup: Setup, args: argparse.Namespace, progress: _Progress, doing: str
+) -> dict[str, Json]:
+    total = len(trace.requests)
+    outcome = simulate(
+        trace, setup, args.block_tokens, lambda done: progress.say(f"{doing}: {done}/{total}")
+    )
+    both = Hits()
+    both.add(outcome.l2.blocks, outcome.l2.tokens)
+    both.add(outcome.l3.blocks, outcome.l3.tokens)
+    return {
+        "l2": {
+            "blocks": setup.l2_blocks,
+            "policy": setup.l2_policy,
+            **_ratios(outcome.l2, trace),
+            "stored_blocks": outcome.l2_stored,
+            "refused_blocks": outcome.l2_refused,
+        },
+        "l3": _storage(trace, setup, outcome, args) if setup.l3_blocks else None,
+        "total": _ratios(both, trace),
+    }
+
+
+def _storage(
+    trace: Trace, setup: Setup, outcome: Outcome, args: argparse.Namespace
+) -> dict[str, Json]:
+    written = outcome.l3_written * setup.block_bytes
+    drive = args.drive_bytes or setup.l3_blocks * setup.block_bytes
+    days = trace.seconds / _DAY_S
+    return {
+        "blocks": setup.l3_blocks,
+        "policy": setup.l3_policy,
+        "write_policy": setup.storage.write_policy.value,
+        **_ratios(outcome.l3, trace),
+        "written_blocks": outcome.l3_written,
+        "writes_per_access": outcome.l3_written / max(trace.block_refs, 1),
+        "written_bytes": written,
+        "drive_writes_a_day": written / drive / days if days else None,
+        "refused_blocks": outcome.l3_refused,
+        "refused_hits": outcome.refused_hits,
+    }
+
+
+def _ratios(hits: Hits, trace: Trace) -> dict[str, Json]:
+    return {
+        "usable_hit_ratio": hits.blocks / max(trace.block_refs, 1),
+        "usable_token_ratio": hits.tokens / max(sum(trace.input_tokens), 1),
+    }
+
+
+# --- how it is shown ----------------------------------------------------------------
+
+
+def _table(report: dict[str, Json]) -> list[str]:
+    trace = _object(report["trace"])
+    lines = [
+        f"{trace['requests']} requests in {_number(trace['seconds']):.0f} s, "
+        f"{trace['block_refs']} block references, {trace['unique_blocks']} blocks",
+        "",
+        f"{'':<28} {'blocks':>8} {'hits %':>7} {'tokens %':>9} {'writes/access':>14} "
+        f"{'written GB':>11} {'drive writes/day':>17}",
+    ]
+    lines += _tier_lines("", report)
+    for name, row in (("ideal", _object(report["ideal"])), *_ceilings(report)):
+        lines.append(f"{name:<28} {'':>8} {_percents(row)}")
+    for other in _list(report.get("what_if")):
+        row = _object(other)
+        lines += ["", f"what if {row['change']}", *_tier_lines("  ", row)]
+    return [*lines, ""]
+
+
+def _ceilings(report: dict[str, Json]) -> list[tuple[str, dict[str, Json]]]:
+    rows = _object(report["belady"])
+    names = ("l2", "total") if report["l3"] else ("l2",)
+    return [(f"belady, {name}", _object(rows[name])) for name in names]
+
+
+def _tier_lines(indent: str, report: dict[str, Json]) -> list[str]:
+    l2 = _object(report["l2"])
+    lines = [f"{indent + 'L2, ' + str(l2['policy']):<28} {l2['blocks']:>8} {_percents(l2)}"]
+    if report["l3"] is None:
+        return lines
+    l3 = _object(report["l3"])
+    daily = l3["drive_writes_a_day"]
+    lines.append(
+        f"{indent + 'L3, ' + str(l3['policy']):<28} {l3['blocks']:>8} {_percents(l3)} "
+        f"{_number(l3['writes_per_access']):>14.3f} {_number(l3['written_bytes']) / 1e9:>11.1f} "
+        f"{'-' if daily is None else format(_number(daily), '.2f'):>17}  {l3['write_policy']}"
+    )
+    lines.append(f"{indent + 'both':<28} {'':>8} {_percents(_object(report['total']))}")
+    return lines
+
+
+def _percents(row: dict[str, Json]) -> str:
+    hits, tokens = row["usable_hit_ratio"], row["usable_token_ratio"]
+    return f"{100 * _number(hits):>7.2f} {100 * _number(tokens):>9.2f}"
+
+
+def _object(value: Json) -> dict[str, Json]:
+    assert isinstance(value, dict)
+    return value
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Json) -> float:
+    assert isinstance(value, int | float)
+    return value
+
+
+class _Progress:
+    """One line on a terminal's stderr, rewritten now and then; nothing elsewhere."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown = sys.stderr.isatty()
+        self._next_s = 0.0
+
+    def say(self, text: str) -> None:
+        """Show what is being done, if the last one has stood long enough to be read."""
+        now_s = self._clock()
+        if self._shown and now_s >= self._next_s:
+            self._next_s = now_s + PROGRESS_PERIOD_S
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Leave an empty line."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,308 @@
+"""Which blocks a storage tier gets, and when: its write policy and its write budget.
+
+The daemon and `tierd replay` decide by this. Pure: the caller says what time it is and carries
+the writes out. It refuses to know slots and queues: whether a tier can take a block just now is
+decided elsewhere.
+
+How `write_through_selective` spends its budget: a block that leaves L2 is written if it is likely
+enough to be used again while the tier still has it. How likely is the demand, which is steered so
+that the writes come to what the budget allows: it rises while they are more, and falls while there
+is room. A block that stays in L2 can wait: it is written before only if `write_uses` requests have
+used it and it is likelier still, so that a crash, and other nodes, find what everybody uses. Once
+the demand has fallen to nearly nothing everything is written as soon as it is stored.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import ceil, exp
+from typing import Final, assert_never
+
+from tierd.config import StorageConfig, WritePolicy
+from tierd.eviction.reuse import Reuse
+
+DEMAND_START: Final = 0.2
+"""What is demanded once anything is known of reuse."""
+
+FIRST_STEPS: Final = 3
+"""Steps until then: a sixteenth of L2 is written as soon as it is stored."""
+
+DEMAND_MIN: Final = 0.001
+DEMAND_MAX: Final = 0.95
+
+DEMAND_EARLY: Final = 0.01
+"""Demand from which on down a block is written as soon as it is stored."""
+
+STAYING: Final = 0.1
+"""Power of the demand that is made of a block which stays in L2."""
+
+STEPS: Final = 40
+"""Steps of the demand while L2's capacity comes up for writing."""
+
+GAIN: Final = 0.05
+"""How fast it is steered: at twice the budget the demand doubles in 14 steps."""
+
+KEEP: Final = 0.95
+"""Share of what was counted that is kept at each step: it is of the last 20 steps or so. With fewer
+the demand swings with each long prompt, and the same writes keep fewer hits; with more it follows
+a change too late, and more is written than the share."""
+
+RATE_BURST_S: Final = 10.0
+"""Seconds of `write_bytes_per_s` that may be written at once: it protects a network."""
+
+ENDURANCE_BURST_S: Final = 3600.0
+"""Seconds of `drive_writes_per_day` that may be written at once: a drive counts its years."""
+
+HORIZON_S_MAX: Final = 1800.0
+"""How far ahead use is predicted at most; also the horizon of a tier that never turns over."""
+
+MISSED_MAX: Final = 1 << 16
+"""Blocks remembered a tier, the latest ones, as not written; each costs about 200 bytes."""
+
+DAY_S: Final = 86_400.0
+NS: Final = 1_000_000_000
+
+
+class Moment(enum.Enum):
+    """When a tier may get a block that it lacks."""
+
+    STORED = "stored"
+    """It has just become readable in L2."""
+    USED = "used"
+    """A request asks for it, and it is in L2."""
+    LEAVING = "leaving"
+    """It is about to leave L2, by eviction or because the daemon stops."""
+
+
+class Bucket:
+    """Bytes that may be written at once: it starts full, and may owe the rest of what it gave last.
+
+    It fills at a speed.
+    """
+
+    def __init__(self, bytes_per_s: float, burst_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._size_bytes = self._level_bytes = bytes_per_s * burst_s
+
+    def fill(self, size_bytes: float) -> None:
+        """Add bytes, as far as they fit."""
+        self._level_bytes = min(self._size_bytes, self._level_bytes + size_bytes)
+
+    def take(self, size_bytes: float) -> None:
+        """Take bytes out; it is for the caller to look at the room first."""
+        self._level_bytes -= size_bytes
+
+    def room(self, size_bytes: int) -> int:
+        """Blocks that may be taken."""
+        return max(0, ceil(self._level_bytes / size_bytes))
+
+
+class WriteBudget:
+    """What `write_through_selective` may write: a share of all that it could, and a speed.
+
+    The share is kept on average, the speed always, but for a burst.
+    """
+
+    def __init__(self, config: StorageConfig, l2_bytes: int) -> None:
+        self.demand = 0.0
+        """How likely a block must be used again to be worth a write."""
+        self._first_steps = FIRST_STEPS
+        self._share = config.write_share
+        self._endurance_per_s = config.drive_writes_per_day / DAY_S
+        self._by_rate: Bucket | None = None
+        if config.write_bytes_per_s:
+            self._by_rate = Bucket(config.write_bytes_per_s, RATE_BURST_S)
+        self._by_endurance: Bucket | None = None
+        self._step_bytes = max(1, l2_bytes // STEPS)
+        self._capacity_bytes = 0
+        self._last_ns: int | None = None
+        # Of late: what came up, what was written, and how long that took.
+        self._offered_bytes = self._written_bytes = self._span_s = 0.0
+        self._stepped_bytes = 0
+
+    @property
+    def horizon_s(self) -> float:
+        """How long the tier keeps what it gets, from its capacity and what it has got of late."""
+        if not self._capacity_bytes or not self._written_bytes:
+            return HORIZON_S_MAX
+        return min(self._capacity_bytes * self._span_s / self._written_bytes, HORIZON_S_MAX)
+
+    def pass_time(self, now_ns: int) -> None:
+        """It is so late: what is bounded by speed may go on."""
+        passed_s = (now_ns - self._last_ns) / NS if self._last_ns is not None else 0.0
+        self._last_ns = now_ns
+        self._span_s += passed_s
+        for bucket in self._buckets():
+            bucket.fill(bucket.bytes_per_s * passed_s)
+
+    def offer(self, size_bytes: int) -> None:
+        """Blocks come up for a decision that write_through would have written by then: their share
+        may be written."""
+        self._offered_bytes += size_bytes
+        self._stepped_bytes += size_bytes
+        while self._stepped_bytes >= self._step_bytes:
+            self._stepped_bytes -= self._step_bytes
+            self._steer()
+
+    def spend_on(self, count: int, size_bytes: int) -> int:
+        """So many blocks are worth a write; how many of them may be written now."""
+        for bucket in self._buckets():
+            count = min(count, bucket.room(size_bytes))
+        self._written_bytes += count * size_bytes
+        for bucket in self._buckets():
+            bucket.take(count * size_bytes)
+        return count
+
+    def refund(self, size_bytes: int) -> None:
+        """A block was not written after all."""
+        self._written_bytes = max(0.0, self._written_bytes - size_bytes)
+        for bucket in self._buckets():
+            bucket.fill(size_bytes)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """The tier's capacity is known, or has changed: `drive_writes_per_day` is counted in it."""
+        if not capacity_bytes or capacity_bytes == self._capacity_bytes:
+            return
+        self._capacity_bytes = capacity_bytes
+        if self._endurance_per_s:
+            self._by_endurance = Bucket(capacity_bytes * self._endurance_per_s, ENDURANCE_BURST_S)
+
+    def _buckets(self) -> list[Bucket]:
+        return [b for b in (self._by_rate, self._by_endurance) if b is not None]
+
+    def _steer(self) -> None:
+        if self._first_steps:
+            self._first_steps -= 1
+            if not self._first_steps:
+                self.demand = DEMAND_START
+            return
+        allowed = [self._share * self._offered_bytes]
+        allowed += [bucket.bytes_per_s * self._span_s for bucket in self._buckets()]
+        usage = self._written_bytes / max(min(allowed), 1.0)
+        demand = self.demand * exp(min(GAIN * (usage - 1), 1.0))
+        self.demand = min(max(demand, DEMAND_MIN), DEMAND_MAX)
+        self._offered_bytes *= KEEP
+        self._written_bytes *= KEEP
+        self._span_s *= KEEP
+
+
+class Missed:
+    """The blocks that a tier did not get, by namespace and hash; at most `limit`, the latest.
+
+    Ghosts: what comes back to one that the policy refused would have been a hit of the tier.
+    """
+
+    def __init__(self, limit: int = MISSED_MAX) -> None:
+        self._limit = limit
+        # True if it was the policy's choice, and nobody has come back to it yet.
+        self._refused: dict[bytes, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._refused)
+
+    def knows(self, digest: bytes, block_hash: bytes) -> bool:
+        """Whether the tier is known not to have got a block."""
+        return digest + block_hash in self._refused
+
+    def add(self, digest: bytes, hashes: Iterable[bytes], *, refused: bool) -> None:
+        """The tier does not get these blocks; `refused` if its policy did not want them."""
+        missed = self._refused
+        for block_hash in hashes:
+            missed[digest + block_hash] = refused
+        if len(missed) > self._limit:
+            # More than one: a dict would step over all that left before, each time.
+            excess = len(missed) - self._limit * 63 // 64
+            for key in list(islice(missed, excess)):
+                del missed[key]
+
+    def remove(self, digest: bytes, block_hash: bytes) -> bool:
+        """The tier has got a block, or may; whether it was known not to have."""
+        return self._refused.pop(digest + block_hash, None) is not None
+
+    def lost(self, digest: bytes, hashes: Iterable[bytes]) -> int:
+        """A request asks for blocks that are not in L2: how many the tier would have, but for its
+        policy. Each refusal costs one hit: had it been written, it would not be refused again.
+        """
+        missed, lost = self._refused, 0
+        for block_hash in hashes:
+            key = digest + block_hash
+            if missed.get(key):
+                missed[key] = False
+                lost += 1
+        return lost
+
+
+class Writes:
+    """One tier's decisions, its budget, and what it did not get."""
+
+    def __init__(self, config: StorageConfig, l2_bytes: int) -> None:
+        self.policy = config.write_policy
+        self.budget = WriteBudget(config, l2_bytes)
+        self.missed = Missed()
+        self._uses = config.write_uses
+
+    @property
+    def when_leaving(self) -> bool:
+        """Whether blocks are meant to be written as late as when they leave L2."""
+        return self.policy is not WritePolicy.WRITE_THROUGH
+
+    def choose(
+        self,
+        moment: Moment,
+        digest: bytes,
+        hashes: Sequence[bytes],
+        reuse: Reuse,
+        size_bytes: int,
+        now_ns: int,
+    ) -> list[int]:
+        """Places of the blocks that are to be written now, of some that the tier lacks.
+
+        All are `size_bytes`, and in the order in which they are to be written: parents before
+        children, but for those that leave. Spent are the bytes of those chosen; those that leave
+        and are not are missed.
+        """
+        match self.policy:
+            case WritePolicy.WRITE_THROUGH:
+                return [*range(len(hashes))]
+            case WritePolicy.WRITE_BACK:
+                return [*range(len(hashes))] if moment is Moment.LEAVING else []
+            case WritePolicy.WRITE_THROUGH_SELECTIVE:
+                return self._select(moment, digest, hashes, reuse, size_bytes, now_ns)
+            case _:
+                assert_never(self.policy)
+
+    def _select(
+        self,
+        moment: Moment,
+        digest: bytes,
+        hashes: Sequence[bytes],
+        reuse: Reuse,
+        size_bytes: int,
+        now_ns: int,
+    ) -> list[int]:
+        budget = self.budget
+        budget.pass_time(now_ns)
+        if moment is Moment.STORED:
+            # What was refused counts once: write_through would write it once.
+            new = sum([not self.missed.knows(digest, block_hash) for block_hash in hashes])
+            budget.offer(new * size_bytes)
+        early = budget.demand <= DEMAND_EARLY
+        if moment is Moment.STORED and not early:
+            return []
+        demand = budget.demand if moment is Moment.LEAVING else budget.demand**STAYING
+        chosen = [*range(len(hashes))]
+        if moment is Moment.USED and not early:
+            chosen = [place for place in chosen if reuse.uses(hashes[place]) >= self._uses]
+        if not early:
+            chances = reuse.chances([hashes[place] for place in chosen], budget.horizon_s)
+            chosen = [p for p, chance in zip(chosen, chances, strict=True) if chance >= demand]
+        chosen = chosen[: budget.spend_on(len(chosen), size_bytes)]
+        if moment is not Moment.LEAVING:
+            return chosen
+        if len(chosen) < len(hashes):
+            taken = set(chosen)
+            refused = [h for place, h in enumerate(hashes) if place not in taken]
+            self.missed.add(digest, refused, refused=True)
+        return chosen

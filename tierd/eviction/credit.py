@@ -1,0 +1,81 @@
+"""Recency with a credit for use: a block used n times counts as younger by log2(n) turnovers.
+
+The default of storage tiers. It needs no clock and learns nothing, so it is the same after a
+restart; a scan only pushes out what is as little used as itself; and since the credit is
+counted in capacities, it means the same at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import log2
+from typing import Final
+
+from tierd.eviction.policy import NO_ITEM, Ghosts, Policy, Request
+
+USES_MAX: Final = 64
+GHOST_RATIO: Final = 2
+"""Blocks that left and are remembered, to each that the tier can hold."""
+CREDIT: Final = 0.5
+"""Insertions of a whole capacity that a doubling of the uses is worth."""
+
+_LOG2: Final = [0.0, *(log2(n) for n in range(1, USES_MAX + 1))]
+
+
+class Credit(Policy):
+    """Rank is the count of insertions at the last use, plus the credit."""
+
+    name = "credit"
+
+    def __init__(self, capacity: int, credit: float = CREDIT, ghost: int = GHOST_RATIO) -> None:
+        super().__init__(capacity)
+        self._clock = 0
+        self._uses: list[int] = []
+        self._ghosts = Ghosts(capacity * ghost)
+        self._credit = credit
+
+    def _rank(self, uses: int) -> int:
+        return self._clock + int(self._credit * self.capacity * _LOG2[uses])
+
+    def use(self, request: Request, items: Sequence[int | None]) -> None:
+        rank, uses = self.leaves.rank, self._uses
+        records = self._ghosts.records
+        for block_hash, item in zip(request.hashes, items, strict=True):
+            if item is not None:
+                if uses[item] < USES_MAX:
+                    uses[item] += 1
+                rank[item] = self._rank(uses[item])
+            elif (count := records.get(block_hash)) is not None:
+                records[block_hash] = min(count + 1, USES_MAX)
+
+    def touch(self, items: Iterable[int]) -> None:
+        rank, uses = self.leaves.rank, self._uses
+        for item in items:
+            rank[item] = self._rank(uses[item])
+
+    def insert(self, item: int, block_hash: bytes) -> None:
+        if item >= len(self._uses):
+            self._uses.extend([0] * (item + item // 8 + 1 - len(self._uses)))
+        self._uses[item] = self._ghosts.records.pop(block_hash, 1)
+        self._clock += 1
+        self.leaves.put(item, 0, self._rank(self._uses[item]))
+
+    def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
+        if evicted:
+            self._ghosts.put(block_hash, self._uses[item])
+        super().remove(item, block_hash, evicted=evicted)
+
+    def move(self, item: int, target: int) -> None:
+        super().move(item, target)
+        if target >= len(self._uses):
+            self._uses.extend([0] * (target + target // 8 + 1 - len(self._uses)))
+        self._uses[target] = self._uses[item]
+
+    def victim(self, newcomer: bytes | None) -> int | None:
+        self.leaves.settle()
+        item = self.leaves.peek(0)
+        return None if item == NO_ITEM else item
+
+    def check(self) -> None:
+        super().check()
+        assert len(self._ghosts.records) <= self._ghosts.limit

@@ -1,0 +1,35 @@
+"""The least recently used leaf goes first: the floor that no other policy may fall below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tierd.eviction.policy import NO_ITEM, Policy, Request
+
+
+class Lru(Policy):
+    """Recency is a stamp that a request's blocks share; touching costs one list store an item."""
+
+    name = "lru"
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self._clock = 0
+
+    def use(self, request: Request, items: Sequence[int | None]) -> None:
+        self.touch(item for item in items if item is not None)
+
+    def touch(self, items: Iterable[int]) -> None:
+        self._clock += 1
+        rank, now = self.leaves.rank, self._clock
+        for item in items:
+            rank[item] = now
+
+    def insert(self, item: int, block_hash: bytes) -> None:
+        self._clock += 1
+        self.leaves.put(item, 0, self._clock)
+
+    def victim(self, newcomer: bytes | None) -> int | None:
+        self.leaves.settle()
+        item = self.leaves.peek(0)
+        return None if item == NO_ITEM else item

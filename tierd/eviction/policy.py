@@ -1,0 +1,257 @@
+"""What a policy is told, and what it answers: the order in which the leaves of a chain may go.
+
+The index (`tierd.chain`) knows which blocks are resident and which of them are leaves; a
+policy knows how much each is worth. Pure: time comes with each request, in seconds of a
+clock that never goes back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice
+from typing import ClassVar, Final, NamedTuple
+
+ITEM_BITS: Final = 32
+ITEM_MASK: Final = (1 << ITEM_BITS) - 1
+
+ABSENT: Final = -1
+"""In the column of children: the item is not resident."""
+
+NO_ITEM: Final = -1
+
+GHOSTS_MIN: Final = 64
+"""Blocks that even the smallest memory of what has left holds."""
+
+HEAP_SLACK: Final = 64
+"""Below this many entries the heaps are not worth compacting."""
+
+
+class Request(NamedTuple):
+    """One request's use of a chain of blocks, shallow first.
+
+    `partial` says that the last block is not full: an engine offloads full blocks only,
+    but a trace lists it. `output_tokens` is how many tokens the engine generated or
+    expects to, None if it has not said.
+    """
+
+    hashes: Sequence[bytes]
+    now_s: float
+    partial: bool = False
+    output_tokens: int | None = None
+
+
+class Policy(ABC):
+    """Orders the leaves of one index. Items are the index's small dense integers.
+
+    Only the index calls it: each item is inserted, exposed whenever it becomes a leaf again,
+    and removed. `capacity` is how many items there may be at most; it may change.
+    """
+
+    name: ClassVar[str]
+    places: ClassVar[int] = 1
+    """How many queues the leaves are in; more than one `victim` looks at."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.leaves = LeafHeaps(self.places)
+        self.hashes: list[bytes] = []
+        self._aside: list[int] = []
+
+    def attach(self, children: list[int], hashes: list[bytes]) -> None:
+        """Learn where the index has the number of children and the hash of each item.
+
+        A policy only reads them.
+        """
+        self.leaves.children = children
+        self.hashes = hashes
+
+    @abstractmethod
+    def use(self, request: Request, items: Sequence[int | None]) -> None:
+        """A request uses these blocks, once; `items` are the resident ones, by place."""
+
+    @abstractmethod
+    def touch(self, items: Iterable[int]) -> None:
+        """Resident items were looked at outside of a request: they are recent, not used."""
+
+    @abstractmethod
+    def insert(self, item: int, block_hash: bytes) -> None:
+        """An item is resident now; its block may have been used before it came."""
+
+    @abstractmethod
+    def victim(self, newcomer: bytes | None) -> int | None:
+        """The leaf to evict next, so that `newcomer` can have its place.
+
+        None if there is no leaf, or every one is worth more than the newcomer. A newcomer of
+        None is one of whom nothing is known, which is never refused.
+        """
+
+    def set_aside(self, item: int) -> None:
+        """The last victim is busy: pass over it until `restore`."""
+        self.leaves.pop(item)
+        self._aside.append(item)
+
+    def restore(self) -> None:
+        """End of a series of victims: what was set aside may be one again."""
+        aside, self._aside = self._aside, []
+        for item in aside:
+            self.expose(item)
+
+    def park(self, item: int) -> None:
+        """The last victim is to stay: it does not come up again before `unpark`."""
+        self.set_aside(item)
+        self._aside.pop()
+        self.leaves.parked.add(item)
+
+    def unpark(self, item: int) -> None:
+        """A resident item may go again; nothing if it was not parked."""
+        if item in self.leaves.parked:
+            self.leaves.parked.remove(item)
+            if not self.leaves.children[item]:
+                self.expose(item)
+
+    def expose(self, item: int) -> None:
+        """An item has become a leaf."""
+        self.leaves.expose(item)
+
+    def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
+        """An item has left: as a victim, or for a reason that says nothing of its worth."""
+        self.leaves.bound()
+
+    def move(self, item: int, target: int) -> None:
+        """An item has another number and keeps its worth."""
+        self.leaves.put(target, self.leaves.place[item], self.leaves.rank[item])
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        assert not self._aside
+        self.leaves.check()
+
+
+class Ghosts:
+    """What is remembered of blocks that are not resident: at most `limit`, the oldest go first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = max(limit, GHOSTS_MIN)
+        self.records: dict[bytes, int] = {}
+
+    def put(self, block_hash: bytes, record: int) -> None:
+        """Remember a block as the newest one."""
+        self.records.pop(block_hash, None)
+        self.records[block_hash] = record
+        if len(self.records) > self.limit:
+            self.trim()
+
+    def trim(self) -> None:
+        """Forget the oldest eighth: one at a time, a dict would step over all that left before."""
+        for block_hash in list(islice(self.records, len(self.records) - self.limit * 7 // 8)):
+            del self.records[block_hash]
+
+
+class LeafHeaps:
+    """Queues of leaves by rank, of which the lowest goes first.
+
+    Each item has a place (a queue) and a rank in it. A rank may only grow while the item
+    keeps its place. Entries are lazy: one that came too early is put back with the right
+    rank, one of an item that left, got a child or changed its place is dropped when it
+    comes up. Entries number at most twice what there ever was of items, and HEAP_SLACK.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.heaps: list[list[int]] = [[] for _ in range(places)]
+        self.children: list[int] = []
+        self.rank: list[int] = []
+        self.place: list[int] = []
+        self.parked: set[int] = set()
+        """Items that are to stay: a leaf among them need not have an entry."""
+        # Items that may be leaves without an entry. Most get a child before anybody asks.
+        self._fresh: list[int] = []
+
+    @property
+    def entries(self) -> int:
+        """Entries there are, stale ones and those to be made included."""
+        return sum(map(len, self.heaps)) + len(self._fresh)
+
+    def put(self, item: int, place: int, rank: int) -> None:
+        """Give an item, resident or about to be, a place and a rank."""
+        if item >= len(self.rank):
+            more = item + item // 8 + 1 - len(self.rank)
+            self.rank.extend([0] * more)
+            self.place.extend([0] * more)
+        self.rank[item] = rank
+        self.place[item] = place
+        self._fresh.append(item)
+
+    def expose(self, item: int) -> None:
+        """Enter a leaf."""
+        heappush(self.heaps[self.place[item]], self.rank[item] << ITEM_BITS | item)
+
+    def rerank(self, item: int, place: int, rank: int) -> None:
+        """Give a resident item another place and rank."""
+        self.rank[item] = rank
+        if self.place[item] != place:
+            self.place[item] = place
+            if not self.children[item]:
+                self._fresh.append(item)
+
+    def settle(self) -> None:
+        """Enter what has become a leaf since the last call; before a series of `peek`."""
+        if not self._fresh:
+            return
+        children = self.children
+        fresh = [item for item in self._fresh if not children[item]]
+        self._fresh.clear()
+        if sum(map(len, self.heaps)) + len(fresh) > HEAP_SLACK + len(children):
+            self._compact()
+            return
+        for item in fresh:
+            self.expose(item)
+
+    def bound(self) -> None:
+        """Bound what waits to be entered."""
+        if len(self._fresh) > HEAP_SLACK + len(self.rank):
+            self.settle()
+
+    def peek(self, place: int) -> int:
+        """The leaf with the lowest rank in a place, or NO_ITEM."""
+        heap, children = self.heaps[place], self.children
+        while heap:
+            entry = heap[0]
+            item = entry & ITEM_MASK
+            if children[item] or self.place[item] != place:
+                heappop(heap)
+            elif self.rank[item] != entry >> ITEM_BITS:
+                heapreplace(heap, self.rank[item] << ITEM_BITS | item)
+            else:
+                return item
+        return NO_ITEM
+
+    def pop(self, item: int) -> None:
+        """Take back the entry of the leaf that `peek` has just found."""
+        entry = heappop(self.heaps[self.place[item]])
+        assert entry & ITEM_MASK == item
+
+    def _compact(self) -> None:
+        for heap in self.heaps:
+            heap.clear()
+        for item, children in enumerate(self.children):
+            if not children:
+                self.heaps[self.place[item]].append(self.rank[item] << ITEM_BITS | item)
+        for heap in self.heaps:
+            heapify(heap)
+
+    def check(self) -> None:
+        """Assert that every leaf will come up, and none too late; for tests."""
+        due: dict[int, int] = {}
+        for place, heap in enumerate(self.heaps):
+            for entry in heap:
+                item = entry & ITEM_MASK
+                if self.place[item] == place:
+                    rank = entry >> ITEM_BITS
+                    due[item] = min(rank, due.get(item, rank))
+        waiting = self.parked.union(self._fresh)
+        assert all(self.children[item] != ABSENT for item in self.parked)
+        for item, children in enumerate(self.children):
+            if not children and item not in waiting:
+                assert due[item] <= self.rank[item]

@@ -1,0 +1,234 @@
+"""What is known of the use of blocks, resident or not: who decides what to keep asks here.
+
+At each use a block gets a class: how often it has been used and how many new blocks came with
+that use say most about when, if ever, it comes back. Per class the chance of reuse by age is
+learned (`tierd.eviction.survival`). One book serves all indexes of the same hashes: the
+namespaces of one engine's ranks, and all tiers. It refuses to know slots and sizes. Pure: time
+comes with each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+from tierd.eviction.policy import Request
+from tierd.eviction.survival import Rebuild, Survival, Tables
+
+USES_MAX: Final = 20
+_LEVEL: Final = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * 10, 5]
+"""Level of a number of uses: 2, 3, 4 to 5, 6 to 9, 10 to 19, and more."""
+
+_LEVELS: Final = 6
+_SIZES: Final = 8
+_OUTPUTS: Final = 4
+
+# Classes: of a block that is not full, of first uses, of later uses.
+_PARTIAL: Final = 0
+_FIRST: Final = 1
+_AGAIN: Final = _FIRST + _OUTPUTS * 2 * _SIZES
+_GROUPS: Final = [
+    0,
+    *[0] * (_AGAIN - _FIRST),
+    *[1 + level for level in range(_LEVELS) for _ in range(3)],
+]
+KINDS: Final = len(_GROUPS)
+"""How many classes there are."""
+
+KNOWN_MAX: Final = 1 << 18
+"""Blocks that are remembered, unless said otherwise; each costs about 250 bytes."""
+
+KNOWN_MIN: Final = 64
+
+TRIM: Final = 64
+"""A full book forgets this part of itself at a time: one block at a time, a dict would step over
+all that left before."""
+
+SLICE: Final = 256
+"""Blocks counted between two chances to do something else: about 0.1 ms."""
+
+REBUILD_EVERY: Final = 64
+"""Requests between two rebuilds of the tables, which take 1.5 ms; at first more often."""
+
+# A record of a block: last use in ms, class, uses.
+_USES_BITS: Final = 5
+_USES_MASK: Final = (1 << _USES_BITS) - 1
+_KIND_BITS: Final = 7
+_KIND_MASK: Final = (1 << _KIND_BITS) - 1
+_TIME_SHIFT: Final = _USES_BITS + _KIND_BITS
+assert KINDS <= 1 << _KIND_BITS
+assert USES_MAX <= _USES_MASK
+
+
+class Reuse:
+    """The last use of each block, how many there were, and what such blocks promise.
+
+    At most `limit` blocks are known; the one that was used longest ago is forgotten first.
+    """
+
+    def __init__(self, limit: int = KNOWN_MAX) -> None:
+        self.limit = max(limit, KNOWN_MIN)
+        self.now_ms = 0
+        """Time of the last request: it never goes back, even if the requests' clock does."""
+        self.requests = 0
+        self.survival = Survival(_GROUPS)
+        self._records: dict[bytes, int] = {}
+        self._rebuild_at = 1
+        # Class of a block that comes without a request having named it.
+        self._unnamed = _FIRST
+
+    @property
+    def known(self) -> int:
+        """Blocks that are remembered."""
+        return len(self._records)
+
+    # --- counting -------------------------------------------------------------------
+
+    def use(self, request: Request) -> None:
+        """Count one distinct request's use of its blocks, and learn; takes as long as it takes."""
+        for _ in self.use_slices(request):
+            pass
+        if self.rebuild_due:
+            self.install(self.begin_rebuild().run())
+
+    def use_slices(self, request: Request) -> Iterator[None]:
+        """Count a use in steps of at most SLICE blocks, for who has other work in between.
+
+        Other requests may be counted meanwhile. The owner sees to the rebuilds.
+        """
+        hashes, records = request.hashes, self._records
+        now_ms = self.now_ms = max(self.now_ms, int(request.now_s * 1000))
+        known = 0
+        while known < len(hashes) and hashes[known] in records:
+            known += 1
+            if known % (4 * SLICE) == 0:
+                yield
+        first, again = _classes(known, len(hashes) - known, request.output_tokens)
+        self._unnamed = first
+        full = len(hashes) - request.partial
+        kinds: list[int] = []
+        for start in range(0, len(hashes), SLICE):
+            if start:
+                yield
+            part = hashes[start : start + SLICE]
+            self.survival.used(part, now_ms)
+            self._count(part, full - start, first, again, now_ms, kinds)
+            if len(records) > self.limit:
+                self._trim()
+        self._watch(hashes, kinds, now_ms)
+        self.requests += 1
+
+    def _count(
+        self,
+        hashes: Sequence[bytes],
+        full: int,
+        first: int,
+        again: int,
+        now_ms: int,
+        kinds: list[int],
+    ) -> None:
+        """Write the records of some blocks and add their classes to `kinds`."""
+        records = self._records
+        stamp = now_ms << _TIME_SHIFT
+        fresh = stamp | first << _USES_BITS | 1
+        for i, block_hash in enumerate(hashes):
+            # Taken out first, so that the dict is in order of use.
+            record = records.pop(block_hash, 0)
+            if record:
+                count = record & _USES_MASK
+                if count < USES_MAX:
+                    count += 1
+                kind = again + 3 * _LEVEL[count]
+                records[block_hash] = stamp | kind << _USES_BITS | count
+            elif i < full:
+                kind = first
+                records[block_hash] = fresh
+            else:
+                kind = _PARTIAL
+                records[block_hash] = stamp | kind << _USES_BITS | 1
+            kinds.append(kind)
+
+    def _trim(self) -> None:
+        excess = len(self._records) - self.limit + self.limit // TRIM
+        for block_hash in list(islice(self._records, excess)):
+            del self._records[block_hash]
+
+    def _watch(self, hashes: Sequence[bytes], kinds: list[int], now_ms: int) -> None:
+        """Watch the middle block of each run of one class."""
+        start = 0
+        for end in range(1, len(kinds) + 1):
+            if end == len(kinds) or kinds[end] != kinds[start]:
+                middle = hashes[(start + end) // 2]
+                self.survival.watch(middle, kinds[start], now_ms, end - start)
+                start = end
+
+    # --- learning -------------------------------------------------------------------
+
+    @property
+    def rebuild_due(self) -> bool:
+        """Whether enough has been counted for new tables, and none are being made."""
+        return self.requests >= self._rebuild_at and not self.survival.rebuilding
+
+    def begin_rebuild(self) -> Rebuild:
+        """What the next tables are made of; `run` it in any thread, then `install` the outcome.
+
+        Counting goes on meanwhile, with the old tables.
+        """
+        self._rebuild_at = self.requests + min(REBUILD_EVERY, max(8, self.requests // 4))
+        return self.survival.begin_rebuild(self.now_ms)
+
+    def install(self, tables: Tables) -> None:
+        """Use new tables from now on."""
+        self.survival.install(tables)
+
+    # --- asking ---------------------------------------------------------------------
+
+    def uses(self, block_hash: bytes) -> int:
+        """Requests that have used a block, USES_MAX at most; 0 if it is not known."""
+        return self._records.get(block_hash, 0) & _USES_MASK
+
+    def last_use(self, block_hash: bytes) -> tuple[int, int] | None:
+        """Class and time in ms of a block's last use; None if it is not known."""
+        record = self._records.get(block_hash)
+        return (
+            None if record is None else (record >> _USES_BITS & _KIND_MASK, record >> _TIME_SHIFT)
+        )
+
+    def last_use_or_now(self, block_hash: bytes) -> tuple[int, int]:
+        """The same; a block that is not known, such as one just generated, is taken for a new
+        one of the last request."""
+        return self.last_use(block_hash) or (self._unnamed, self.now_ms)
+
+    def chance(self, block_hash: bytes, horizon_s: float) -> float:
+        """The chance that a block is used within so many seconds from the last request on."""
+        kind, last_ms = self.last_use_or_now(block_hash)
+        return self.survival.reuse_chance(kind, self.now_ms - last_ms, int(horizon_s * 1000))
+
+    def chances(self, hashes: Iterable[bytes], horizon_s: float) -> list[float]:
+        """The `chance` of each of many blocks; those that were last used together cost one."""
+        records, known = self._records, dict[int, float]()
+        chances: list[float] = []
+        for block_hash in hashes:
+            use = records.get(block_hash, 0) >> _USES_BITS
+            chance = known.get(use)
+            if chance is None:
+                chance = known[use] = self.chance(block_hash, horizon_s)
+            chances.append(chance)
+        return chances
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        self.survival.check()
+        assert len(self._records) <= self.limit
+
+
+def _classes(known: int, new: int, output_tokens: int | None) -> tuple[int, int]:
+    """Class of a request's first-time blocks, and the lowest of its others', by how many of its
+    leading blocks were known and how many there are after those."""
+    size = min(max(new, 1).bit_length(), _SIZES) - 1
+    length = 0
+    if output_tokens is not None:
+        length = 1 if output_tokens < 32 else 2 if output_tokens < 128 else 3
+    first = _FIRST + (2 * length + (known >= 2)) * _SIZES + size
+    return first, _AGAIN + (0 if new < 2 else 1 if new < 5 else 2)

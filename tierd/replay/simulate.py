@@ -1,0 +1,187 @@
+"""A trace through one node's two tiers, with the daemon's policies, index and budgets. Pure.
+
+A request's blocks are looked up, used and stored at once: no time passes between lookup
+and store, and no load feeds back into the arrival times. What L3 has and L2 lacks is
+promoted. L3 sees every use, L2's hits included, and takes all that it is to get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tierd.chain import ChainIndex
+from tierd.config import StorageConfig
+from tierd.core.writes import NS, Moment, Writes
+from tierd.eviction import make_policy
+from tierd.eviction.policy import Policy, Request
+from tierd.eviction.reuse import Reuse
+from tierd.replay.optimal import Hits
+from tierd.replay.trace import Trace
+
+_ROOT: Final = b"\x00" * 32
+_DIGEST: Final = b""
+"""There is one namespace."""
+
+PROGRESS_EVERY: Final = 256
+"""Requests between two calls of the progress callback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One node: sizes in blocks, 0 for a tier that is not there.
+
+    Of `storage` counts what says which blocks are written.
+    """
+
+    l2_blocks: int
+    l3_blocks: int
+    l2_policy: str
+    l3_policy: str
+    storage: StorageConfig
+    block_bytes: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run of a setup came to, in blocks."""
+
+    l2: Hits = field(default_factory=Hits)
+    l3: Hits = field(default_factory=Hits)
+    l2_stored: int = 0
+    l2_refused: int = 0
+    l3_written: int = 0
+    l3_refused: int = 0
+    """Left L2 and were not written, by choice."""
+    refused_hits: int = 0
+    """Of those, came back."""
+
+
+class Tier:
+    """An index and its free items."""
+
+    def __init__(self, blocks: int, policy: Policy) -> None:
+        self.index = ChainIndex(policy)
+        self.free = list(range(blocks - 1, -1, -1))
+
+
+def simulate(
+    trace: Trace,
+    setup: Setup,
+    block_tokens: int,
+    progress: Callable[[int], None] = lambda requests: None,
+) -> Outcome:
+    """Run the whole trace; `progress` gets the count of requests done, now and then."""
+    node = _Node(setup)
+    for number, (request, tokens) in enumerate(
+        zip(trace.requests, trace.input_tokens, strict=True)
+    ):
+        if number % PROGRESS_EVERY == 0:
+            progress(number)
+        in_l2, usable = node.request(request)
+        first = min(in_l2 * block_tokens, tokens)
+        node.outcome.l2.add(in_l2, first)
+        node.outcome.l3.add(usable - in_l2, min(usable * block_tokens, tokens) - first)
+    progress(len(trace.requests))
+    return node.outcome
+
+
+class _Node:
+    def __init__(self, setup: Setup) -> None:
+        self.block_bytes = setup.block_bytes
+        self.outcome = Outcome()
+        self.reuse = Reuse()
+        self.l2, self.l3 = (
+            Tier(blocks, make_policy(name, blocks, self.reuse))
+            for blocks, name in (
+                (setup.l2_blocks, setup.l2_policy),
+                (setup.l3_blocks, setup.l3_policy),
+            )
+        )
+        self.writes: Writes | None = None
+        if setup.l3_blocks:
+            self.writes = Writes(setup.storage, setup.l2_blocks * setup.block_bytes)
+            self.writes.budget.resize(setup.l3_blocks * setup.block_bytes)
+        self.now_ns = 0
+        # What lies in L2's items: hash and parent.
+        self.blocks: list[tuple[bytes, bytes]] = [(b"", b"")] * setup.l2_blocks
+
+    def request(self, request: Request) -> tuple[int, int]:
+        """Serve one request: the leading blocks that L2 had, and that both tiers had together."""
+        hashes = request.hashes
+        self.reuse.use(request)
+        in_l2 = usable = self.l2.index.use(request)
+        items, below = self.l2.index.items, self.l3.index.items
+        absent = [place for place, h in enumerate(hashes) if h not in items]
+        if self.writes is None:
+            if absent:
+                self._store(hashes, absent)
+            return in_l2, usable
+        self.now_ns = int(request.now_s * NS)
+        while usable < len(hashes) and (hashes[usable] in below or hashes[usable] in items):
+            usable += 1
+        self.l3.index.use(request)
+        lacking = [place for place, h in enumerate(hashes) if h not in below]
+        self.outcome.refused_hits += self.writes.missed.lost(_DIGEST, [hashes[i] for i in absent])
+        self._offer(Moment.USED, hashes, [i for i in lacking if hashes[i] in items])
+        if absent:
+            new = set(self._store(hashes, absent))
+            self._offer(Moment.STORED, hashes, [i for i in lacking if i in new])
+        return in_l2, usable
+
+    def _store(self, hashes: Sequence[bytes], absent: list[int]) -> list[int]:
+        """Store in L2 what it lacks, in chain order, as far as its policy makes room; which."""
+        index, free = self.l2.index, self.l2.free
+        if len(absent) > len(free):
+            items = index.items
+            own = {items[h] for h in hashes if h in items}
+            newcomers = [hashes[i] for i in absent[len(free) :]]
+            if self.writes is None:
+                gone = index.evict_for(newcomers, own.__contains__)
+            else:
+                # What L2 refuses L3 can never get, and it has more room.
+                gone = index.evict(len(newcomers), own.__contains__)
+                self._leave(gone)
+            free.extend(gone)
+        stored = absent[: len(free)]
+        self.outcome.l2_stored += len(stored)
+        self.outcome.l2_refused += len(absent) - len(stored)
+        for i in stored:
+            item = free.pop()
+            parent = hashes[i - 1] if i else _ROOT
+            self.blocks[item] = hashes[i], parent
+            index.insert(item, hashes[i], parent)
+        return stored
+
+    def _leave(self, gone: list[int]) -> None:
+        below = self.l3.index.items
+        # The deepest came first.
+        leaving = [self.blocks[item] for item in reversed(gone)]
+        leaving = [block for block in leaving if block[0] not in below]
+        written = self._write(Moment.LEAVING, leaving)
+        self.outcome.l3_refused += len(leaving) - written
+
+    def _offer(self, moment: Moment, hashes: Sequence[bytes], places: list[int]) -> None:
+        if places:
+            self._write(moment, [(hashes[i], hashes[i - 1] if i else _ROOT) for i in places])
+
+    def _write(self, moment: Moment, blocks: list[tuple[bytes, bytes]]) -> int:
+        """Write those of the blocks that L3's policy wants; how many."""
+        assert self.writes is not None
+        hashes = [block_hash for block_hash, _ in blocks]
+        chosen = self.writes.choose(
+            moment, _DIGEST, hashes, self.reuse, self.block_bytes, self.now_ns
+        )
+        index, free = self.l3.index, self.l3.free
+        if len(chosen) > len(free):
+            free.extend(index.evict(len(chosen) - len(free), _never))
+        for place in chosen[: len(free)]:
+            self.writes.missed.remove(_DIGEST, hashes[place])
+            index.insert(free.pop(), *blocks[place])
+            self.outcome.l3_written += 1
+        return len(chosen)
+
+
+def _never(item: int) -> bool:
+    return False
