@@ -35,7 +35,7 @@ class Scene:
 
     def __init__(self, *models: str, pin_max_s: int = 3600) -> None:
         hints = Hints(QUOTA * PAGE, pin_max_s)
-        self.host = HostTier(SLOTS * PAGE, 4 * PAGE, hints)
+        self.host = HostTier(SLOTS * PAGE, 4 * PAGE, hints, "lru")
         self.now_ns = NOW
         self.spaces = [self.open(model) for model in models or ("a",)]
         self.space = self.spaces[0]
@@ -261,7 +261,7 @@ def test_pins_never_stop_stores() -> None:
 def test_pins_give_way_where_nothing_else_is_left() -> None:
     """With every slot pinned a reservation would find none, until the pins expire."""
     hints = Hints(8 * PAGE)
-    host = HostTier(8 * PAGE, 4 * PAGE, hints)
+    host = HostTier(8 * PAGE, 4 * PAGE, hints, "lru")
     space = host.open_space(blocks.namespace(PAGE))
     assert space is not None
     hashes, parents = blocks.chain(8)

@@ -103,7 +103,7 @@ def test_a_block_that_was_written_is_not_written_again(policy: WritePolicy) -> N
         puts = bench.tiers[0].counters["put_calls_total"]
         assert await bench.acquire(hashes) == 4, "from the tier"
         for request in range(1, 5):
-            bench.node.used([bench.space], hashes, request)
+            bench.node.learning.note([bench.space], hashes, request)
             bench.store(4, "again")
         await bench.backed_up()
         assert bench.tiers[0].counters["put_calls_total"] == puts
@@ -134,7 +134,7 @@ def test_a_write_that_failed_is_tried_again(policy: WritePolicy) -> None:
         assert not written(bench)
         raw.put_many = put_many  # type: ignore[method-assign]
         await asyncio.sleep(30)
-        bench.node.used([bench.space], hashes, 2)
+        bench.node.learning.note([bench.space], hashes, 2)
         assert await bench.node.drain(10.0) == 0
         assert set(hashes) <= written(bench)
         bench.node.check()
@@ -292,17 +292,17 @@ def test_one_request_does_not_make_its_blocks_worth_writing() -> None:
     async def test(bench: Bench) -> None:
         demanding(bench, 2 * DEMAND_EARLY)
         # As likely a reuse as can be: it is not what is tested here.
-        reuse = bench.node.backups.uses.reuse(bench.space.digest)
+        reuse = bench.space.reuse
         reuse.chance = lambda block_hash, horizon_s: 1.0  # type: ignore[method-assign]
         hashes, _ = blocks.chain(8, "one")
         spaces = [bench.space]
         for end in (2, 4, 8):
-            bench.node.used(spaces, hashes[:end], request=1)
+            bench.node.learning.note(spaces, hashes[:end], request=1)
             bench.store(end, "one")
-        bench.node.used(spaces, hashes, request=1)
+        bench.node.learning.note(spaces, hashes, request=1)
         await asyncio.sleep(1)
         assert not written(bench)
-        bench.node.used(spaces, hashes, request=2)
+        bench.node.learning.note(spaces, hashes, request=2)
         await bench.backed_up()
         assert written(bench) == set(hashes)
 
@@ -318,8 +318,9 @@ def test_a_hit_that_a_refusal_cost_is_counted() -> None:
         bench.forget()
         counters = bench.tiers[0].counters
         assert counters["backup_refused_total"] == 8
-        bench.node.used([bench.space], hashes, request=2)
-        bench.node.used([bench.space], hashes, request=3)
+        bench.node.learning.note([bench.space], hashes, request=2)
+        bench.node.learning.note([bench.space], hashes, request=3)
+        await bench.learned()
         assert counters["refused_hits_total"] == 8, "each refusal costs at most one hit"
         assert not written(bench)
 

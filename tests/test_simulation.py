@@ -32,6 +32,7 @@ from tierd.daemon.node import Node, Patience
 from tierd.daemon.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier
+from tierd.eviction import L2_DEFAULT
 from tierd.memory.arena import Arena
 from tierd.storage.breaker import BreakerBackend
 from tierd.storage.circuit import Circuit
@@ -302,6 +303,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
         lease_ttl_ms=100,
+        eviction=L2_DEFAULT,
         prefetch=PrefetchConfig(),
         tiers=[],
         engines=[],

@@ -1,15 +1,13 @@
-"""Uses, write budgets and write policies, on made-up time."""
+"""Write budgets and write policies, on made-up time."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from tierd.config import Size, StorageConfig, WritePolicy, parse
-from tierd.core.uses import Uses
 from tierd.core.writes import (
     DEMAND_EARLY,
     DEMAND_MAX,
@@ -21,6 +19,7 @@ from tierd.core.writes import (
     Writes,
 )
 from tierd.errors import ConfigError
+from tierd.eviction.policy import Request
 from tierd.eviction.reuse import Reuse
 
 SPACE = b"n" * 16
@@ -35,74 +34,6 @@ def chain(count: int, tag: object = 0) -> list[bytes]:
 
 def config(policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE, **keys: object):
     return StorageConfig(type="memory", write_policy=policy, **keys)  # type: ignore[arg-type]
-
-
-def counts(uses: Uses, hashes: Sequence[bytes]) -> list[int]:
-    return [uses.reuse(SPACE).uses(block_hash) for block_hash in hashes]
-
-
-# --- uses -------------------------------------------------------------------------------
-
-
-def test_a_request_that_asks_in_chunks_is_one_use() -> None:
-    """Chunked prefill would make every block of a long prompt look popular, as HiCache's
-    selective policy did where one request reached its threshold of two by itself."""
-    uses, hashes = Uses(), chain(8)
-    for end in (2, 4, 8, 8):
-        uses.use(SPACE, hashes[:end], request=7, now_ns=end * S)
-    assert counts(uses, hashes) == [1] * 8
-
-
-def test_a_request_that_comes_back_between_others_is_one_use() -> None:
-    """A preempted or retried request would count again, and have its blocks written."""
-    uses, hashes = Uses(), chain(3)
-    for request in (1, 2, 1, 2, 1):
-        uses.use(SPACE, hashes, request, now_ns=0)
-    assert counts(uses, hashes) == [2] * 3
-
-
-def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
-    """A request that comes back shorter would forget what has been counted of it."""
-    uses, hashes = Uses(), chain(8)
-    for end in (8, 2, 8):
-        uses.use(SPACE, hashes[:end], request=7, now_ns=0)
-    assert counts(uses, hashes) == [1] * 8
-
-
-def test_requests_without_a_number_are_requests_of_their_own() -> None:
-    """Blocks of a client that names no requests would never be written by the second use."""
-    uses, hashes = Uses(), chain(1)
-    for _ in range(3):
-        uses.use(SPACE, hashes, 0, now_ns=0)
-    assert counts(uses, hashes) == [3]
-
-
-def test_namespaces_do_not_share_uses() -> None:
-    """Another model's traffic on the same tokens would have this one's blocks written."""
-    uses, hashes = Uses(), chain(1)
-    uses.use(SPACE, hashes, 1, now_ns=0)
-    uses.use(b"m" * 16, hashes, 2, now_ns=0)
-    assert counts(uses, hashes) == [1]
-
-
-def test_ranks_of_an_engine_share_their_uses() -> None:
-    """The loop would spend its time counting each block once a rank."""
-    uses, hashes = Uses(), chain(2)
-    uses.follow(b"r" * 16, SPACE)
-    uses.use(SPACE, hashes, 1, now_ns=0)
-    uses.use(SPACE, hashes, 2, now_ns=0)
-    assert uses.reuse(b"r" * 16).uses(hashes[0]) == 2
-
-
-def test_requests_are_remembered_up_to_a_bound() -> None:
-    """The daemon's memory would grow with every request that it has ever served."""
-    uses = Uses(counted_max=64)
-    hashes = chain(1)
-    for request in range(1, 1000):
-        uses.use(SPACE, hashes, request, now_ns=0)
-        uses.use(SPACE, hashes, 1, now_ns=0)
-        assert len(uses._counted) <= 64
-    assert list(uses._counted)[-1] == (SPACE, 1), "one that goes on is not forgotten"
 
 
 # --- budgets ----------------------------------------------------------------------------
@@ -376,25 +307,13 @@ def test_the_number_of_uses_is_the_configured_one(count: int) -> None:
     assert enough == [n >= count for n in (1, 2, 3, 4)]
 
 
-def test_a_use_counts_although_the_block_has_left() -> None:
-    """A block that L2 drops between its uses would be new each time: HiCache's hit count of a
-    node goes with the node, and does not grow while it is evicted."""
-    uses, hashes = Uses(), chain(4)
-    for request in (1, 2):
-        # Nobody tells of storing and evicting: there is nothing to tell.
-        uses.use(SPACE, hashes, request, now_ns=request * S)
-    writes, reuse = selective(2 * DEMAND_EARLY), uses.reuse(SPACE)
-    assert [reuse.uses(block_hash) for block_hash in hashes] == [2] * 4
-    assert writes.choose(Moment.LEAVING, SPACE, hashes, reuse, BLOCK, 2 * S) == [0, 1, 2, 3]
-
-
 def test_turns_are_told_from_documents_that_are_read_once() -> None:
     """The budget would go to long documents, and the turns of a conversation be recomputed."""
-    uses = Uses()
+    reuse = Reuse()
     talk = chain(400, "talk")
     for turn in range(1, 200):
-        uses.use(SPACE, talk[: 2 * turn], 2 * turn, 20 * turn * S)
-        uses.use(SPACE, chain(64, turn), 2 * turn + 1, 20 * turn * S)
+        reuse.use(Request(talk[: 2 * turn], 20.0 * turn))
+        reuse.use(Request(chain(64, turn), 20.0 * turn))
     last = [talk[396], talk[0], *chain(64, 199)[:2]]
-    writes, reuse = selective(0.2), uses.reuse(SPACE)
+    writes = selective(0.2)
     assert writes.choose(Moment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]

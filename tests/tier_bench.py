@@ -99,9 +99,16 @@ class Bench:
 
     async def backed_up(self) -> None:
         """Wait until nothing waits for a tier."""
+        await self.learned()
         async with asyncio.timeout(60):
             while self.node.backlog():
                 await asyncio.sleep(0.01)
+
+    async def learned(self) -> None:
+        """Wait until every use that has been noted is counted."""
+        async with asyncio.timeout(60):
+            while self.node.learning.busy:
+                await asyncio.sleep(0)
 
     def forget(self) -> None:
         """Evict all of L2."""

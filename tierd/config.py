@@ -43,6 +43,17 @@ class WritePolicy(enum.Enum):
     """When they are about to leave L2."""
 
 
+class Eviction(enum.Enum):
+    """Which block leaves L2 first; see tierd.eviction."""
+
+    HAZARD = "hazard"
+    CREDIT = "credit"
+    LRU = "lru"
+    LFU = "lfu"
+    S3FIFO = "s3fifo"
+    ARC = "arc"
+
+
 class PrefetchPolicy(enum.Enum):
     """How long a request waits for what storage tiers have of its prefix."""
 
@@ -104,6 +115,14 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "a crashed engine's blocks are held as long.",
         ),
     ] = 30_000
+    eviction: Annotated[
+        Eviction,
+        Meta(
+            description="Which block leaves first: hazard the one that promises the fewest hits, "
+            "as learned from the requests so far; the others are well-known orders that learn "
+            "nothing."
+        ),
+    ] = Eviction.HAZARD
     pin_share: Annotated[
         float,
         Meta(

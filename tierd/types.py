@@ -97,6 +97,22 @@ class Namespace:
         namespace.validate()
         return namespace
 
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What namespaces share whose blocks have the same hashes: those of an engine's ranks."""
+        return (
+            self.model,
+            self.weights,
+            self.kv_dtype,
+            self.block_tokens,
+            self.platform,
+            self.tp_size,
+            self.pp_size,
+            self.cp_size,
+            self.hash_scheme,
+            self.hash_root,
+        )
+
     def validate(self) -> None:
         """Raise NamespaceError for the first field of a wrong type or range."""
         for name in ("model", "weights", "kv_dtype", "layout", "platform", "hash_scheme"):

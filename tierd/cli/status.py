@@ -48,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
 def _lines(status: dict[str, object]) -> list[str]:
     host = _table(status["host"])
     lines = [
-        f"tierd {status['version']}, up {_seconds(status['uptime_s'])}",
+        f"tierd {status['version']}, up {_seconds(status['uptime_s'])}, "
+        f"{_percent(status['hit_ratio'])} of the blocks asked for were had",
         f"host     {_size(host['used_bytes'])} used of {_size(host['capacity_bytes'])}, "
         f"{host['blocks']} blocks, {host['leases']} leases, {host['backlog_blocks']} to back up",
+        f"  {_percent(host['hit_ratio'])} hits, {_percent(host['hit_ratio_at_twice'])} if it were "
+        f"twice as large; evicts by {host['eviction']}",
     ]
     for tier in _tables(status["storage"]):
         lines += _tier_lines(tier)
@@ -73,6 +76,8 @@ def _tier_lines(tier: dict[str, object]) -> list[str]:
         f"  {_size(tier['used_bytes'])} used{bound}, {tier['blocks']} blocks; "
         f"read {_size(counters.get('read_bytes_total', 0))}, "
         f"written {_size(counters.get('written_bytes_total', 0))}",
+        f"  {_percent(tier['hit_ratio'])} hits; {tier['write_policy']}, "
+        f"{_percent(tier['written_unread_share'])} of what was written never read",
         f"  {tier['backup_queue']} blocks to write, {_size(tier['backup_queue_bytes'])} of "
         f"{_size(tier['backup_queue_bytes_max'])}",
     ]
@@ -105,6 +110,11 @@ def _size(value: object) -> str:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} TiB"
+
+
+def _percent(value: object) -> str:
+    assert isinstance(value, int | float)
+    return f"{100 * value:.3g} %"
 
 
 def _seconds(value: object) -> str:

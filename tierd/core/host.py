@@ -16,6 +16,10 @@ from typing import Final, NamedTuple
 
 from tierd.chain import ChainIndex
 from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
+from tierd.core.uses import Uses
+from tierd.eviction import L2_DEFAULT, make_policy
+from tierd.eviction.policy import Ghosts
+from tierd.eviction.reuse import Reuse
 from tierd.types import HASH_BYTES, Namespace
 
 SEGMENT_BYTES_MIN: Final = 64 << 20
@@ -133,6 +137,8 @@ class Space:
     reserved and not yet committed), `chain` (READY) or `leaving` (evicted, but not free before
     it is written to a tier; by slot, with hash and parent). `generations` holds the
     reservation that filled it last.
+    `reuse` is what is known of its blocks, resident or not, and `ghosts` those that were evicted
+    last: as many as it has slots, so that together they are an arena of twice the size.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
     has a bit a storage tier: see `tierd.daemon.backup`.
@@ -142,7 +148,9 @@ class Space:
     digest: bytes
     slot_bytes: int
     slots_per_segment: int
-    chain: ChainIndex = field(default_factory=ChainIndex)
+    reuse: Reuse
+    chain: ChainIndex
+    ghosts: Ghosts = field(default_factory=lambda: Ghosts(0))
     generations: list[int] = field(default_factory=list)
     refs: list[int] = field(default_factory=list)
     checksums: list[bytes | None] = field(default_factory=list)
@@ -163,6 +171,20 @@ class Space:
         """Segments that hold memory."""
         return sum(self.live)
 
+    def resize(self) -> None:
+        """Tell what orders evictions how many slots there are now."""
+        slots = self.live_segments * self.slots_per_segment
+        self.chain.policy.capacity = slots
+        self.ghosts.limit = slots
+
+    def twice(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are here, or would still be in an arena of twice the size."""
+        items, ghosts = self.chain.items, self.ghosts.records
+        for count, block_hash in enumerate(hashes):
+            if block_hash not in items and block_hash not in ghosts:
+                return count
+        return len(hashes)
+
     def identity(self, slot: int) -> tuple[bytes, bytes]:
         """Hash and parent of the block in a slot, READY or leaving."""
         return self.leaving.get(slot) or (self.chain.hash_of(slot), self.chain.parent_of(slot))
@@ -177,10 +199,17 @@ class HostTier:
     """The state machine of L2."""
 
     def __init__(
-        self, capacity_bytes: int, segment_bytes: int | None = None, hints: Hints | None = None
+        self,
+        capacity_bytes: int,
+        segment_bytes: int | None = None,
+        hints: Hints | None = None,
+        eviction: str = L2_DEFAULT,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.hints = hints or Hints(int(capacity_bytes * PIN_SHARE))
+        self.eviction = eviction
+        """Name of the policy that orders evictions, in each space by itself."""
+        self.uses = Uses()
         target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
         small = max(capacity_bytes // SEGMENTS_MIN, 1)
         self.segment_bytes_target = segment_bytes or min(target, small)
@@ -213,7 +242,9 @@ class HostTier:
             if slot_bytes > self.capacity_bytes:
                 return None
             per_segment = max(1, self.segment_bytes_target // slot_bytes)
-            space = Space(namespace, digest, slot_bytes, per_segment)
+            reuse = self.uses.book(namespace, self.capacity_bytes // slot_bytes)
+            chain = ChainIndex(make_policy(self.eviction, 0, reuse))
+            space = Space(namespace, digest, slot_bytes, per_segment, reuse, chain)
             space.chain.kept = self.hints.kept(digest)
             self.spaces[digest] = space
         return space
@@ -383,6 +414,7 @@ class HostTier:
             del space.writing[block_hash]
             if ok:
                 space.chain.insert(slot, block_hash, parent)
+                space.ghosts.records.pop(block_hash, None)
                 ready.append(slot)
             else:
                 self._free(space, slot)
@@ -442,6 +474,7 @@ class HostTier:
                     self._add_writing(reservation.owner, -space.slot_bytes)
         space.free = [slot for slot in space.free if slot not in gone]
         space.live[index] = False
+        space.resize()
         self.allocated_bytes -= space.segment_bytes
 
     # --- room -----------------------------------------------------------------------
@@ -478,6 +511,7 @@ class HostTier:
             space.checksums += [None] * per
             space.backed_up += [0] * per
         space.live[index] = True
+        space.resize()
         # Low slots are handed out first, so that a segment's pages are used in order.
         space.free[:0] = range((index + 1) * per - 1, index * per - 1, -1)
         effects.append(NewSegment(space, index))
@@ -564,6 +598,8 @@ class HostTier:
 
         slots = chain.evict(count, busy)
         self.evicted[why] += len(slots)
+        for slot in slots:
+            space.ghosts.put(leaving[slot][0], 0)
         if self.claim is not None and slots:
             self.claim(space, slots, room)
         effects += self.settle(space, slots)
@@ -576,6 +612,7 @@ class HostTier:
         for slot in again:
             block_hash, parent = space.leaving.pop(slot)
             space.chain.insert(slot, block_hash, parent)
+            space.ghosts.records.pop(block_hash, None)
         self.revived_blocks += len(again)
         return bool(again)
 
@@ -584,6 +621,7 @@ class HostTier:
         gone = range(index * per, (index + 1) * per)
         space.free = [slot for slot in space.free if slot not in gone]
         space.live[index] = False
+        space.resize()
         self.allocated_bytes -= space.segment_bytes
         effects.append(HollowSegment(space, index))
 

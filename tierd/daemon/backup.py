@@ -16,11 +16,9 @@ from typing import Final, NamedTuple
 from tierd.backend import Outcome, PutRequest, checksum
 from tierd.clock import Clock
 from tierd.core.host import Space
-from tierd.core.uses import Uses
 from tierd.core.writes import MISSED_MAX, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
-from tierd.eviction.reuse import Reuse
 
 PENDING_SHARE_MAX: Final = 0.25
 """Share of the capacity that blocks waiting for checksum and backup may pin in L2, of all
@@ -50,6 +48,8 @@ class WriteQueue:
         """Waiting for a checksum, waiting to be written, and being written."""
         self.waiting: deque[tuple[Space, int]] = deque()
         self.writing: dict[tuple[Space, int], None] = {}
+        self.stored_blocks = 0
+        """Blocks written."""
         self.unread: dict[bytes, None] = {}
         """Keys of blocks that were written and not yet read, the latest MISSED_MAX."""
         self.unflushed: deque[tuple[Space, int, bytes]] = deque()
@@ -89,11 +89,13 @@ class WriteQueue:
             self.lacks(space, slots)
 
     def choose(
-        self, space: Space, lacking: Sequence[int], moment: Moment, reuse: Reuse, now_ns: int
+        self, space: Space, lacking: Sequence[int], moment: Moment, now_ns: int
     ) -> list[int]:
         """Those of the slots, all of which the tier lacks, that its policy wants now."""
         hashes = [space.identity(slot)[0] for slot in lacking]
-        places = self.writes.choose(moment, space.digest, hashes, reuse, space.slot_bytes, now_ns)
+        places = self.writes.choose(
+            moment, space.digest, hashes, space.reuse, space.slot_bytes, now_ns
+        )
         if moment is Moment.LEAVING:
             self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
         return [lacking[place] for place in places]
@@ -108,6 +110,7 @@ class WriteQueue:
         for slot, outcome in zip(slots, outcomes, strict=True):
             self.lacked(space, slot)
             if outcome is Outcome.STORED:
+                self.stored_blocks += 1
                 self.unread[_key(space, slot)] = None
         while len(self.unread) > MISSED_MAX:
             del self.unread[next(iter(self.unread))]
@@ -168,7 +171,14 @@ class WriteQueue:
             "backup_queue_bytes_max": self.bytes_max,
             "write_policy": self.writes.policy.value,
             "write_demand": round(self.writes.budget.demand, 3),
+            "written_unread_share": self._unread_share(),
         }
+
+    def _unread_share(self) -> float:
+        """Share of the blocks written, since the daemon's start, that it has never read."""
+        written = self.stored_blocks
+        read = self.tier.counters["written_and_read_total"]
+        return round(1 - read / written, 4) if written else 0.0
 
 
 class _Fresh(NamedTuple):
@@ -190,7 +200,6 @@ class Backups:
         self._memory = memory
         self._host = memory.host
         self._clock = clock
-        self.uses = Uses()
         self.stopping = False
         """What is stored is written at once from now on; `flush` writes the rest."""
         share = int(self._host.capacity_bytes * PENDING_SHARE_MAX) // max(1, len(tiers))
@@ -208,21 +217,16 @@ class Backups:
 
     # --- what is to be backed up -----------------------------------------------------
 
-    def used(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
-        """A request asks for a prefix: that may make its blocks worth writing."""
-        leader = spaces[0].digest
-        self.uses.use(leader, hashes, request, self._clock.monotonic_ns())
-        for space in dict.fromkeys(spaces):
-            if space.digest != leader:
-                self.uses.follow(space.digest, leader)
-            items, backed_up, every = space.chain.items, space.backed_up, self._every
-            slots = [slot for h in hashes if (slot := items.get(h)) is not None]
-            for queue in self.queues:
-                if len(queue.writes.missed) and len(slots) < len(hashes):
-                    queue.asked(space, (h for h in hashes if h not in items))
-            lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] != every]
-            if lacked:
-                self.offer(space, lacked, Moment.USED)
+    def used(self, space: Space, hashes: Sequence[bytes]) -> None:
+        """A request asks for blocks, and that has been counted: it may make them worth writing."""
+        items, backed_up, every = space.chain.items, space.backed_up, self._every
+        slots = [slot for h in hashes if (slot := items.get(h)) is not None]
+        for queue in self.queues:
+            if len(queue.writes.missed) and len(slots) < len(hashes):
+                queue.asked(space, (h for h in hashes if h not in items))
+        lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] != every]
+        if lacked:
+            self.offer(space, lacked, Moment.USED)
 
     def leaving(self, space: Space, slots: Sequence[int], count_max: int) -> None:
         """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
@@ -279,8 +283,7 @@ class Backups:
             return []
         if self.stopping:
             moment = Moment.LEAVING
-        reuse = self.uses.reuse(space.digest)
-        return queue.choose(space, lacking, moment, reuse, self._clock.monotonic_ns())
+        return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
     def _begin(self, space: Space, tiers: Mapping[int, int]) -> None:
         """Have slots written to the tiers whose bits they come with, after their checksums."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition
+from tierd.core.host import Evicted
+from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition, number_at
 from tierd.daemon.tier import TierState
 from tierd.storage.circuit import State
 from tierd.storage.measured import BOUNDS_S
@@ -20,6 +21,11 @@ from tierd.storage.measured import BOUNDS_S
 NAMESPACES_SHOWN_MAX: Final = 20
 """Namespaces with labels of their own, the largest by bytes: each ever shown is a time series
 that Prometheus keeps, and engines make new ones as they like."""
+
+_SAVED_US: Final = "counters.saved_us_total"
+
+_READ_OTHERWISE: Final = (_SAVED_US, "counters.evicted_blocks_total")
+"""Paths that rows read by themselves, or whose parts they read."""
 
 _OPERATIONS: Final = ("lookup", "get", "put")
 _DIRECTIONS: Final = {"reads": "read", "writes": "write"}
@@ -38,6 +44,14 @@ def _node(name: str, path: str, about: str) -> Metric:
     """One number of the node."""
     counter = name.endswith("_total")
     return Metric(f"tierd_{name}", about, Fields(_whole, {path: ()}, counter))
+
+
+def _node_counts(
+    name: str, label: str, pattern: str, values: tuple[str, ...], about: str
+) -> Metric:
+    """Counters of the node, called `pattern` with a value of `label` in the place of *."""
+    labelled = {f"counters.{pattern.replace('*', value)}": ((label, value),) for value in values}
+    return Metric(f"tierd_{name}", about, Fields(_whole, labelled, True))
 
 
 def _tier(name: str, path: str, about: str) -> Metric:
@@ -66,6 +80,10 @@ def _tier_counts(
 
 def _build(status: Part) -> Iterator[Sample]:
     yield Sample((("version", str(status["version"])),), 1)
+
+
+def _saved_prefill(status: Part) -> Iterator[Sample]:
+    yield Sample((), (number_at(status, _SAVED_US) or 0) / 1e6)
 
 
 def _tier_states(status: Part) -> Iterator[Sample]:
@@ -186,9 +204,49 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _node("stored_blocks_total", "counters.stored_blocks_total", "Blocks that engines stored."),
     _node(
+        "ghost_blocks_total",
+        "counters.ghost_blocks_total",
+        "Blocks asked for that host memory of twice the size would still have had.",
+    ),
+    _node("hit_ratio", "hit_ratio", "Leased of requested blocks, since the start."),
+    _node("host_hit_ratio", "host.hit_ratio", "Those of them that were in host memory."),
+    _node(
+        "host_hit_ratio_at_twice",
+        "host.hit_ratio_at_twice",
+        "The same for host memory of twice the size, by what was evicted last.",
+    ),
+    _node_counts(
         "evicted_blocks_total",
-        "counters.evicted_blocks_total",
-        "Blocks that were evicted from host memory.",
+        "reason",
+        "evicted_*_blocks_total",
+        tuple(why.value for why in Evicted),
+        "Blocks evicted from host memory: a store needed room, or the next one will (ahead), or "
+        "another namespace needed the memory (lent).",
+    ),
+    _node(
+        "revived_blocks_total",
+        "counters.revived_blocks_total",
+        "Blocks asked for while they were being evicted, which stayed.",
+    ),
+    _node("saved_tokens_total", "counters.saved_tokens_total", "Tokens of the blocks leased."),
+    Metric(
+        "tierd_saved_prefill_seconds_total",
+        "Time in which the engines would have computed them, at the speed that they measured.",
+        _saved_prefill,
+    ),
+    _node(
+        "loads_refused_total",
+        "counters.loads_refused_total",
+        "Loads from a tier that computing the tokens would have beaten.",
+    ),
+    # What engines say beforehand.
+    _node("pinned_bytes", "host.pinned_bytes", "Bytes that are kept because of hints."),
+    _node_counts(
+        "pins_blocks_total",
+        "outcome",
+        "pins_*_blocks_total",
+        ("granted", "refused", "expired", "overridden"),
+        "Blocks that hints wanted kept, by what came of it.",
     ),
     _node(
         "deadlines_missed_total",
@@ -311,6 +369,24 @@ METRICS: Final[tuple[Metric, ...]] = (
         {"read": "read_bytes_per_s", "write": "write_bytes_per_s"},
         "Recent speed of the tier while blocks were moving; absent before the first one.",
     ),
+    # What they are good for.
+    _tier(
+        "acquired_blocks_total",
+        "counters.acquired_blocks_total",
+        "Blocks leased that the tier brought: its hits.",
+    ),
+    _tier("hit_ratio", "hit_ratio", "Those of all requested blocks, since the start."),
+    _tier(
+        "written_unread_share",
+        "written_unread_share",
+        "Share of the blocks written, since the start, that this node never read.",
+    ),
+    _tier(
+        "refused_hits_total",
+        "counters.refused_hits_total",
+        "Blocks asked for that the write policy had refused: the hits lost to admission.",
+    ),
+    _tier("write_demand", "write_demand", "How likely a block must be used again to be written."),
     # What waits for them, and what does not get there.
     _tier("backup_queue_blocks", "backup_queue", "Blocks that wait to be written."),
     _tier("backup_queue_bytes", "backup_queue_bytes", "Bytes of their slots."),
@@ -318,9 +394,15 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier_by(
         "skipped_blocks_total",
         "reason",
-        {"busy": "counters.backup_skipped_total", "full": "counters.skipped_full_total"},
-        "Blocks that the tier did not get: its queue was full, or its breaker open (busy), or "
-        "it had reached its capacity (full).",
+        {
+            "busy": "counters.backup_skipped_total",
+            "dropped": "counters.backup_dropped_total",
+            "refused": "counters.backup_refused_total",
+            "full": "counters.skipped_full_total",
+        },
+        "Blocks that the tier did not get: its queue was full, or its breaker open (busy), and it "
+        "left host memory (dropped), its write policy did not want them (refused), or it had "
+        "reached its capacity (full).",
     ),
     _rest("tier_events_total", "What else a tier's client counts, by its name in `tierd status`."),
 )
@@ -331,7 +413,7 @@ _READ: Final = {
         for metric in METRICS
         if isinstance(metric.read, Fields) and metric.read.places is places
         for path in metric.read.paths
-    )
+    ).union(_READ_OTHERWISE)
     for places in (_whole, _tiers)
 }
 """Paths that rows read, of the node and of each tier."""

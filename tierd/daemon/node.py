@@ -23,17 +23,21 @@ from tierd.core.host import Evicted, HostTier, Lease, Reservation, Space
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
+from tierd.daemon.learning import Learning
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RefusedError
+from tierd.eviction import L2_DEFAULT
 from tierd.types import Namespace
 
 log = logging.getLogger("tierd")
 
 HOUSEKEEPING_S: Final = 1.0
 """How often expired leases are looked for; a lease outlives its time by at most this."""
+
+NS: Final = 1_000_000_000
 
 LATE_NS: Final = 100_000_000
 """An answer that comes so much after its deadline is counted: tierd's own doing, or a machine
@@ -85,9 +89,10 @@ class Node:
         segment_bytes: int | None = None,
         pin_share: float = PIN_SHARE,
         pin_max_s: int = PIN_MAX_S,
+        eviction: str = L2_DEFAULT,
     ) -> None:
         hints = Hints(int(capacity_bytes * pin_share), pin_max_s)
-        self.host = HostTier(capacity_bytes, segment_bytes, hints)
+        self.host = HostTier(capacity_bytes, segment_bytes, hints, eviction)
         self.tiers = list(tiers)
         self.epoch = epoch
         self.prefetch = prefetch if prefetch is not None else PrefetchConfig()
@@ -95,6 +100,7 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, executor)
         self.backups = Backups(self.memory, self.tiers, clock)
+        self.learning = Learning(self.host, self.backups, clock, self.counters)
         self.promotions = Promotions(
             self.memory, self.backups, self.tiers, self.spawn, self.prefetch.bytes_in_flight
         )
@@ -113,6 +119,7 @@ class Node:
             workers = [
                 group.create_task(self.backups.sum_up(), name="checksum"),
                 group.create_task(self.memory.populate(), name="populate"),
+                group.create_task(self.learning.run(), name="learning"),
                 group.create_task(self._housekeeping_loop(), name="housekeeping"),
             ]
             for queue in self.backups.queues:
@@ -188,14 +195,6 @@ class Node:
 
     # --- acquire --------------------------------------------------------------------
 
-    def used(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
-        """Count the request's use of a prefix, resident or not; before it is acquired.
-
-        A request counts once, however often it asks; 0 is another request each time.
-        """
-        if self.tiers:
-            self.backups.used(spaces, hashes, request)
-
     def acquire_now(
         self,
         owner: int,
@@ -268,6 +267,9 @@ class Node:
                 count = len(lease.parts[0][1])
                 self.counters["acquired_blocks_total"] += count
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
+                for number in map(waiter.brought.get, hashes[:count]):
+                    if number is not None:
+                        self.tiers[number].counters["acquired_blocks_total"] += 1
                 self._saved(count * tokens, prefill_tokens_per_s)
             if self._clock.monotonic_ns() > deadline_ns + LATE_NS:
                 self.counters["answers_late_total"] += 1
@@ -314,6 +316,8 @@ class Node:
     def commit(self, owner: int, reservation_id: int, count: int) -> int | None:
         """Make the first `count` slots readable; how many became so, None if not the owner's."""
         reservation = self.host.reservations.get(reservation_id)
+        if reservation is not None:
+            reservation.space.reuse.pass_time(self._clock.monotonic_ns() / NS)
         ready = self.host.commit(owner, reservation_id, count)
         if ready is None or reservation is None:
             return None
@@ -356,23 +360,37 @@ class Node:
             counters[f"evicted_{why.value}_blocks_total"] = host.evicted[why]
         counters["revived_blocks_total"] = host.revived_blocks
         counters.update(host.hints.counters)
+        asked = counters["requested_blocks_total"]
+        leased = counters["acquired_blocks_total"]
+        here = leased - counters["promoted_blocks_acquired_total"]
         return {
             "version": __version__,
             "epoch": self.epoch.hex(),
             "uptime_s": round((self._clock.monotonic_ns() - self._started_ns) / 1e9, 3),
+            "hit_ratio": _ratio(leased, asked),
             "host": {
                 "capacity_bytes": host.capacity_bytes,
                 "allocated_bytes": host.allocated_bytes,
                 "populated_bytes": self.memory.arena.populated_bytes,
                 "used_bytes": sum(len(s.chain) * s.slot_bytes for s in spaces),
                 "blocks": blocks,
+                "eviction": host.eviction,
+                "hit_ratio": _ratio(here, asked),
+                "hit_ratio_at_twice": _ratio(here + counters["ghost_blocks_total"], asked),
                 "writing_blocks": sum(len(s.writing) for s in spaces),
                 "leaving_blocks": sum(len(s.leaving) for s in spaces),
                 "leases": len(host.leases),
                 "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
             },
-            "storage": [{**q.tier.status(), **q.status()} for q in self.backups.queues],
+            "storage": [
+                {
+                    **queue.tier.status(),
+                    **queue.status(),
+                    "hit_ratio": _ratio(queue.tier.counters["acquired_blocks_total"], asked),
+                }
+                for queue in self.backups.queues
+            ],
             "namespaces": [
                 {
                     "digest": space.digest.hex(),
@@ -389,6 +407,10 @@ class Node:
         """Assert the invariants of core, ledger, masks and queues; for tests."""
         self.memory.check()
         self.backups.check()
+
+
+def _ratio(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
 
 
 def _shown(namespace: Namespace) -> dict[str, object]:

@@ -31,6 +31,8 @@ class Waiter:
     arrived_ns: int = 0
     """When its request arrived at the engine, CLOCK_MONOTONIC."""
     held: list[dict[bytes, int]] = field(default_factory=list)
+    brought: dict[bytes, int] = field(default_factory=dict)
+    """Number of the tier that brought a block, of the first space's, while this waited."""
     batches: dict[Promotion, None] = field(default_factory=dict)
     open: bool = True
 
@@ -276,4 +278,6 @@ class Promotions:
             for at, own in enumerate(waiter.spaces):
                 if own is space:
                     waiter.take(host, at, hashes, ready)
+                    if at == 0:
+                        waiter.brought.update(dict.fromkeys(hashes, number))
         self._backups.promoted(space, ready, number)

@@ -81,6 +81,7 @@ async def _main(
             lease_ttl_ms=config.host.lease_ttl_ms,
             pin_share=config.host.pin_share,
             pin_max_s=config.host.pin_max_s,
+            eviction=config.host.eviction.value,
             tiers=tiers,
             clock=clock,
             epoch=secrets.token_bytes(8),

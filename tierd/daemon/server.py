@@ -237,8 +237,7 @@ class Session:
             settled = True
         if settled:
             self._acquired(message.call, lease)
-        # After the reply, if there is one: 0.5 us a block that nobody need wait for.
-        self._node.used(spaces, hashes, message.request)
+        self._node.learning.note(spaces, hashes, message.request)
         if settled:
             return
         call, node = message.call, self._node

@@ -70,7 +70,7 @@ class Reuse:
     def __init__(self, limit: int = KNOWN_MAX) -> None:
         self.limit = max(limit, KNOWN_MIN)
         self.now_ms = 0
-        """Time of the last request: it never goes back, even if the requests' clock does."""
+        """The latest time that was told: it never goes back, even if the requests' clock does."""
         self.requests = 0
         self.survival = Survival(_GROUPS)
         self._records: dict[bytes, int] = {}
@@ -85,6 +85,10 @@ class Reuse:
 
     # --- counting -------------------------------------------------------------------
 
+    def pass_time(self, now_s: float) -> None:
+        """It is so late: blocks that come without a request having named them come now."""
+        self.now_ms = max(self.now_ms, int(now_s * 1000))
+
     def use(self, request: Request) -> None:
         """Count one distinct request's use of its blocks, and learn; takes as long as it takes."""
         for _ in self.use_slices(request):
@@ -98,7 +102,8 @@ class Reuse:
         Other requests may be counted meanwhile. The owner sees to the rebuilds.
         """
         hashes, records = request.hashes, self._records
-        now_ms = self.now_ms = max(self.now_ms, int(request.now_s * 1000))
+        self.pass_time(request.now_s)
+        now_ms = self.now_ms
         known = 0
         while known < len(hashes) and hashes[known] in records:
             known += 1

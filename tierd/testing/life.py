@@ -65,6 +65,7 @@ class Life:
         self.node = Node(
             capacity_bytes=plan.capacity_bytes,
             lease_ttl_ms=plan.lease_ttl_ms,
+            eviction=plan.eviction,
             prefetch=plan.prefetch,
             tiers=[
                 StorageTier(tier.config, backend)

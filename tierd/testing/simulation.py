@@ -19,6 +19,7 @@ from typing import Final
 from tierd.backend import verify_block
 from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
 from tierd.daemon.node import HOUSEKEEPING_S
+from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
 from tierd.testing.engine import Engine, Habits, Link
 from tierd.testing.faulty import Fault, FaultPlan
@@ -77,6 +78,7 @@ def draw_plan(random: Random, world: World) -> Plan:
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
         lease_ttl_ms=random.choice((50, 200, 2000)),
+        eviction=random.choice(POLICIES),
         prefetch=_draw_prefetch(random),
         tiers=tiers,
         engines=[random.choice(models) for _ in range(random.randint(1, 4))],

@@ -76,6 +76,7 @@ class Plan:
     capacity_bytes: int
     segment_bytes: int
     lease_ttl_ms: int
+    eviction: str
     prefetch: PrefetchConfig
     tiers: list[TierPlan]
     engines: list[list[Namespace]]
