@@ -20,6 +20,7 @@ import pytest
 
 from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header, unpack_header
 from tierd.errors import BackendError, ConfigError
+from tierd.eviction import STORAGE_POLICIES
 from tierd.testing import suite
 from tierd.testing.suite import (
     NAMESPACE,
@@ -207,6 +208,8 @@ class TestRamfs(FileSuite):
         ({"reserve_free": "200%"}, "200%"),
         ({"threads": 0}, "threads"),
         ({"threads": 1000}, "threads"),
+        ({"eviction": "fifo"}, "'fifo'"),
+        ({"eviction": "hazard"}, "storage tier has credit, lru"),
     ],
 )
 def test_wrong_options(tmp_path, wrong, named):
@@ -605,6 +608,38 @@ async def test_busy_namespace_keeps_its_slabs(tmp_path):
                 assert await get(backend, chain) == [Outcome.HIT] * 4
         assert backend.counters["evicted_slabs_total"] == 0
         check(backend)
+
+
+@pytest.mark.parametrize("eviction", STORAGE_POLICIES)
+async def test_what_is_read_again_outlives_a_scan(tmp_path, eviction):
+    """One long document that nobody reads again would push out what every request reads."""
+    capacity = 8 * slab_bytes(8, SLOT_BYTES)
+    async with running(tmp_path, capacity=capacity, eviction=eviction) as backend:
+        hot, idle = (make_chain(name, 8, BLOCK_BYTES) for name in ("hot", "idle"))
+        await put(backend, idle + hot)
+        for _ in range(4):
+            await get(backend, hot)
+        for number in range(9):
+            scan = make_chain(f"scan {number}", 8, BLOCK_BYTES)
+            assert await put(backend, scan) == [Outcome.STORED] * 8
+        held = await contains(backend, hot)
+        assert held == [eviction != "lru"] * 8
+        assert not any(await contains(backend, idle))
+        check(backend)
+
+
+async def test_a_block_that_is_put_again_is_recent(tmp_path):
+    """What an engine has just computed anew, because only this tier still had it, would go next."""
+    capacity = 8 * slab_bytes(8, SLOT_BYTES)
+    async with running(tmp_path, capacity=capacity) as backend:
+        first, second = (make_chain(name, 8, BLOCK_BYTES) for name in ("first", "second"))
+        await put(backend, first + second)
+        for number in range(6):
+            await put(backend, make_chain(f"more {number}", 8, BLOCK_BYTES))
+        assert await put(backend, first) == [Outcome.PRESENT] * 8
+        await put(backend, make_chain("last", 8, BLOCK_BYTES))
+        assert await contains(backend, first) == [True] * 8
+        assert not any(await contains(backend, second))
 
 
 async def test_eviction_spares_what_is_read(tmp_path, monkeypatch):

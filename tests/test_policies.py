@@ -164,6 +164,24 @@ def test_write_back_writes_what_is_evicted_and_nothing_else() -> None:
     node(test, writes(WritePolicy.WRITE_BACK))
 
 
+def test_what_comes_back_pushes_out_nothing_that_is_not_written() -> None:
+    """Each load would cost as many other blocks: a promotion needs slots at once, and what
+    leaves for it would be dropped unless room had been made before."""
+
+    async def test(bench: Bench) -> None:
+        for tag in range(60):
+            store(bench, 4, tag)
+            await bench.backed_up()
+        for tag in range(60):
+            hashes, _ = blocks.chain(4, tag)
+            assert await bench.acquire(hashes) == 4
+            await bench.backed_up()
+        assert bench.raw[0].calls("get") * 4 > L2_BLOCKS
+        assert not bench.tiers[0].counters["backup_dropped_total"]
+
+    node(test, writes(WritePolicy.WRITE_BACK))
+
+
 def test_of_a_chain_that_leaves_at_once_the_prefix_is_kept() -> None:
     """Children without their parents would be written, which no request can use."""
 

@@ -51,7 +51,7 @@ CHUNK = 20
 ONLY = os.environ.get("TIERD_SIM_SEED")
 """Run just this one world."""
 
-MUTANT_SEEDS = 60
+MUTANT_SEEDS = 200
 """Worlds in which a broken daemon must show; most show in the first few."""
 
 

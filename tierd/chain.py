@@ -11,7 +11,7 @@ owner, which halves memory and the cost of a touch against dicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 from typing import Final
 
 from tierd.eviction.lru import Lru
@@ -177,25 +177,13 @@ class ChainIndex:
         `busy` is asked of an item just before it would leave, while it is still in the index.
         A parent that becomes a leaf meanwhile takes its turn in the same call.
         """
-        return self._make_room(repeat(None, count), busy)
-
-    def evict_for(self, hashes: Iterable[bytes], busy: Callable[[int], bool]) -> list[int]:
-        """Like `evict`, one leaf a newcomer, in order, up to the first that is worth too little.
-
-        The newcomers are a chain, shallow first: what hangs on a refused block has no use.
-        """
-        return self._make_room(hashes, busy)
-
-    def _make_room(
-        self, newcomers: Iterable[bytes | None], busy: Callable[[int], bool]
-    ) -> list[int]:
         taken: list[int] = []
         policy = self.policy
         passed: list[int] = []
-        for newcomer in newcomers:
+        while len(taken) < count:
             item = self._demoted_victim(busy, passed) if self._demoted_leaves else None
             if item is None:
-                item = self._policy_victim(newcomer, busy)
+                item = self._policy_victim(busy)
                 if item is None:
                     break
                 self._drop(item, evicted=True)
@@ -206,9 +194,9 @@ class ChainIndex:
         self._demoted_leaves.update(dict.fromkeys(passed))
         return taken
 
-    def _policy_victim(self, newcomer: bytes | None, busy: Callable[[int], bool]) -> int | None:
+    def _policy_victim(self, busy: Callable[[int], bool]) -> int | None:
         policy = self.policy
-        while (item := policy.victim(newcomer)) is not None:
+        while (item := policy.victim()) is not None:
             if self._hash[item] in self.kept and self._stays(item):
                 policy.park(item)
             elif busy(item):

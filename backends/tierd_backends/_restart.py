@@ -41,7 +41,9 @@ def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]
                 space.used_bytes += allocated_bytes(folder, number)
                 continue
             if shelf is None:
-                shelf = space.shelves[slab.namespace] = Shelf(slab.namespace, slab.slot_bytes)
+                shelf = space.shelves[slab.namespace] = Shelf(
+                    slab.namespace, slab.slot_bytes, space.eviction
+                )
             shelf.indexed = False
             shelf.add_slab(slab, ())
             shelf.next_number = number + 1

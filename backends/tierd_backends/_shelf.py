@@ -14,16 +14,18 @@ from contextlib import suppress
 
 from tierd.backend import Outcome
 from tierd.chain import ChainIndex
+from tierd.eviction import make_policy
+from tierd.eviction.policy import Request
 from tierd_backends._slab import RECORDS_MAX, Slab
 
 
 class Shelf:
     """The slabs of a namespace and the blocks in them."""
 
-    def __init__(self, namespace: bytes, slot_bytes: int) -> None:
+    def __init__(self, namespace: bytes, slot_bytes: int, eviction: str) -> None:
         self.namespace = namespace
         self.slot_bytes = slot_bytes
-        self.index = ChainIndex()
+        self.index = ChainIndex(make_policy(eviction, 0))
         self.slabs: dict[int, Slab] = {}
         self.next_number = 1
         self.indexed = True
@@ -96,6 +98,11 @@ class Shelf:
             evicted = self.index.evict(count - len(taken), self._busy)
         return taken + evicted, len(evicted)
 
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """A batch has read these blocks, parents first."""
+        # No policy of a storage tier looks at the time.
+        self.index.use(Request(hashes, 0.0))
+
     def store(self, item: int, block_hash: bytes, parent: bytes, last_use: int) -> None:
         """Make the block in a record resident; its hash must not be."""
         self.index.insert(item, block_hash, parent)
@@ -111,6 +118,7 @@ class Shelf:
         """Own a slab of which the records in `free` hold no block."""
         assert slab.slot_bytes == self.slot_bytes
         self.slabs[slab.number] = slab
+        self._resize()
         self.add_free(slab, free)
 
     def add_free(self, slab: Slab, free: Sequence[int]) -> None:
@@ -130,6 +138,7 @@ class Shelf:
                 self.index.remove(item)
         self._free = deque(item for item in self._free if item // RECORDS_MAX != slab.number)
         del self.slabs[slab.number]
+        self._resize()
         return before - len(self.index)
 
     def check(self) -> None:
@@ -143,8 +152,12 @@ class Shelf:
         held = set(self.index.items.values())
         assert len(free) == len(self._free)
         assert not free & held
-        records = sum(slab.records for slab in self.slabs.values())
+        records = self.index.policy.capacity
+        assert records == sum(slab.records for slab in self.slabs.values())
         assert not self.indexed or len(free) + len(held) == records
+
+    def _resize(self) -> None:
+        self.index.policy.resize(sum(slab.records for slab in self.slabs.values()))
 
     def _busy(self, item: int) -> bool:
         return item in self._pins or self.index.hash_of(item) in self._needed

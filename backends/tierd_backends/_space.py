@@ -3,7 +3,7 @@
 Capacity bounds the bytes of all slabs and indexes. A namespace that needs room grows by
 a slab while the tier has room; else it takes the whole slab of another namespace that
 was not used for as many uses as this one holds blocks; else (the shelf's decision) it
-evicts its own least recently used leaf. A slab taken that way may leave blocks behind
+evicts a leaf of its own. A slab taken that way may leave blocks behind
 whose parents are gone: no prefix reaches them, and they age out.
 """
 
@@ -42,8 +42,11 @@ class Space:
         counters: dict[str, int],
         capacity_bytes: int,
         slab_bytes: int,
+        eviction: str,
     ) -> None:
         self.shelves: dict[bytes, Shelf] = {}
+        self.eviction = eviction
+        """Name of the policy by which a shelf evicts."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserve_bytes = 0

@@ -29,6 +29,7 @@ from tierd.backend import (
     PutRequest,
 )
 from tierd.errors import BackendError, ConfigError
+from tierd.eviction import STORAGE_DEFAULT, STORAGE_POLICIES
 from tierd.sizes import parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
 from tierd_backends._directory import StoreDirectory
@@ -70,6 +71,9 @@ class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
         Literal["auto", "on", "off"],
         Meta(description="O_DIRECT: where it works; or refuse to start without; or never."),
     ] = "auto"
+    eviction: Annotated[
+        str, Meta(description=f"Order in which blocks go: {', '.join(STORAGE_POLICIES)}.")
+    ] = STORAGE_DEFAULT
     threads: Annotated[int, Meta(description="I/O threads to read, and as many to write.")] = 4
 
 
@@ -86,6 +90,9 @@ class FileBackend(Backend):
         """Raises ConfigError for an option of a wrong form; touches nothing."""
         if not 1 <= options.threads <= THREADS_MAX:
             raise ConfigError(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
+        if options.eviction not in STORAGE_POLICIES:
+            choices = ", ".join(STORAGE_POLICIES)
+            raise ConfigError(f"eviction is {options.eviction!r}; a storage tier has {choices}")
         parse_size_of(options.reserve_free, 0)
         self._options = options
         self._capacity_bytes = parse_size(options.capacity)
@@ -126,6 +133,7 @@ class FileBackend(Backend):
             counters=self.counters,
             capacity_bytes=self._capacity_bytes,
             slab_bytes=self._slab_bytes,
+            eviction=self._options.eviction,
         )
         try:
             await self._threads.result(self._threads.readers, self._open_files)
@@ -179,7 +187,7 @@ class FileBackend(Backend):
                 results[job.position] = GetResult(Outcome.HIT, job.header)
                 if shelf.find(job.block_hash) == job.item:
                     job.slab.mark_used(job.item, job.use)
-                    hits.append(job.item)
+                    hits.append(job.block_hash)
             elif job.error is not None:
                 results[job.position] = GetResult(Outcome.ERROR)
                 shelf.retire(job.item, job.block_hash)
@@ -187,7 +195,7 @@ class FileBackend(Backend):
                 results[job.position] = GetResult(Outcome.CORRUPT)
                 shelf.retire(job.item, job.block_hash)
                 self._note_corrupt(job)
-        shelf.index.touch(hits)
+        shelf.use(hits)
         for job in jobs:
             shelf.unpin(job.item)
         self._note_errors("read", jobs)
@@ -204,7 +212,8 @@ class FileBackend(Backend):
             return [Outcome.ERROR] * len(requests)
         shelf = self._space.shelves.get(namespace)
         if shelf is None:
-            shelf = Shelf(namespace, slot_bytes_for(len(requests[0].view)))
+            slot_bytes = slot_bytes_for(len(requests[0].view))
+            shelf = Shelf(namespace, slot_bytes, self._options.eviction)
             self._space.shelves[namespace] = shelf
         # No room is made by evicting what this batch names or is chained to.
         needed = [h for request in requests for h in (request.block_hash, request.parent)]

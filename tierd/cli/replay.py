@@ -194,7 +194,6 @@ def _one(
             "policy": setup.l2_policy,
             **_ratios(outcome.l2, trace),
             "stored_blocks": outcome.l2_stored,
-            "refused_blocks": outcome.l2_refused,
         },
         "l3": _storage(trace, setup, outcome, args) if setup.l3_blocks else None,
         "total": _ratios(both, trace),

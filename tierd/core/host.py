@@ -174,7 +174,7 @@ class Space:
     def resize(self) -> None:
         """Tell what orders evictions how many slots there are now."""
         slots = self.live_segments * self.slots_per_segment
-        self.chain.policy.capacity = slots
+        self.chain.policy.resize(slots)
         self.ghosts.limit = slots
 
     def twice(self, hashes: Sequence[bytes]) -> int:

@@ -232,6 +232,8 @@ class Promotions:
                 return []
             unknown = [space.namespace.hash_root] * len(hashes)
             reservation = self._memory.reserve(INTERNAL, space, hashes, unknown)
+            # As a session does: else the next batch finds what leaves not written yet.
+            self._memory.make_room_ahead(space, len(hashes))
             granted = [(i, slot) for i, slot in enumerate(reservation.slots) if slot >= 0]
             if len(granted) < len(hashes):
                 self._memory.counters["promotion_no_room_total"] += len(hashes) - len(granted)

@@ -24,16 +24,19 @@ _REFERENCES: Final[dict[str, Callable[[int], Policy]]] = {
 POLICIES: Final = (Hazard.name, *_REFERENCES)
 """The name of every policy."""
 
+STORAGE_POLICIES: Final = tuple(_REFERENCES)
+"""Those of a storage tier, which keeps no book of reuse."""
+
 L2_DEFAULT: Final = Hazard.name
 STORAGE_DEFAULT: Final = Credit.name
 
 
-def make_policy(name: str, capacity: int, reuse: Reuse) -> Policy:
+def make_policy(name: str, capacity: int, reuse: Reuse | None = None) -> Policy:
     """A policy by its name, for an index of at most `capacity` items.
 
-    Some read `reuse`, which the owner has count each request before the index learns of it.
-    KeyError if there is no such policy.
+    Those not in STORAGE_POLICIES read `reuse`, which the owner has count each request before the
+    index learns of it. KeyError if there is no such policy, or none without `reuse`.
     """
-    if name == Hazard.name:
+    if name == Hazard.name and reuse is not None:
         return Hazard(capacity, reuse)
     return _REFERENCES[name](capacity)

@@ -27,6 +27,12 @@ class Arc(Policy):
         self._target = 0.0
         self._ghosts = (Ghosts(capacity), Ghosts(capacity))
 
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._target = min(self._target, float(capacity))
+        for ghosts in self._ghosts:
+            ghosts.resize(capacity)
+
     def use(self, request: Request, items: Sequence[int | None]) -> None:
         self._clock += 1
         leaves, count = self.leaves, self._count
@@ -70,7 +76,7 @@ class Arc(Policy):
             self._ghosts[place].put(block_hash, 1)
         super().remove(item, block_hash, evicted=evicted)
 
-    def victim(self, newcomer: bytes | None) -> int | None:
+    def victim(self) -> int | None:
         self.leaves.settle()
         first = _ONCE if self._count[_ONCE] > self._target else _AGAIN
         for place in (first, 1 - first):
@@ -86,4 +92,4 @@ class Arc(Policy):
         assert self._count == [places.count(_ONCE), places.count(_AGAIN)]
         assert 0 <= self._target <= self.capacity
         for ghosts in self._ghosts:
-            assert len(ghosts.records) <= ghosts.limit
+            ghosts.check(self.capacity)

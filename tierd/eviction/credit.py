@@ -27,15 +27,18 @@ class Credit(Policy):
 
     name = "credit"
 
-    def __init__(self, capacity: int, credit: float = CREDIT, ghost: int = GHOST_RATIO) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._clock = 0
         self._uses: list[int] = []
-        self._ghosts = Ghosts(capacity * ghost)
-        self._credit = credit
+        self._ghosts = Ghosts(capacity * GHOST_RATIO)
 
     def _rank(self, uses: int) -> int:
-        return self._clock + int(self._credit * self.capacity * _LOG2[uses])
+        return self._clock + int(CREDIT * self.capacity * _LOG2[uses])
+
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._ghosts.resize(capacity * GHOST_RATIO)
 
     def use(self, request: Request, items: Sequence[int | None]) -> None:
         rank, uses = self.leaves.rank, self._uses
@@ -44,14 +47,15 @@ class Credit(Policy):
             if item is not None:
                 if uses[item] < USES_MAX:
                     uses[item] += 1
-                rank[item] = self._rank(uses[item])
+                # A smaller capacity gives less credit, but a rank may only grow.
+                rank[item] = max(rank[item], self._rank(uses[item]))
             elif (count := records.get(block_hash)) is not None:
                 records[block_hash] = min(count + 1, USES_MAX)
 
     def touch(self, items: Iterable[int]) -> None:
         rank, uses = self.leaves.rank, self._uses
         for item in items:
-            rank[item] = self._rank(uses[item])
+            rank[item] = max(rank[item], self._rank(uses[item]))
 
     def insert(self, item: int, block_hash: bytes) -> None:
         if item >= len(self._uses):
@@ -71,11 +75,11 @@ class Credit(Policy):
             self._uses.extend([0] * (target + target // 8 + 1 - len(self._uses)))
         self._uses[target] = self._uses[item]
 
-    def victim(self, newcomer: bytes | None) -> int | None:
+    def victim(self) -> int | None:
         self.leaves.settle()
         item = self.leaves.peek(0)
         return None if item == NO_ITEM else item
 
     def check(self) -> None:
         super().check()
-        assert len(self._ghosts.records) <= self._ghosts.limit
+        self._ghosts.check(self.capacity * GHOST_RATIO)

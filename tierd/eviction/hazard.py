@@ -1,7 +1,6 @@
 """The default of L2: the leaf goes first that promises the fewest hits a second of residence.
 
-A block is worth what its class promises at its age (`tierd.eviction.reuse`). One that has just
-come and promises less than every other is not stored.
+A block is worth what its class promises at its age (`tierd.eviction.reuse`).
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ WARM_REQUESTS: Final = 256
 class Hazard(Policy):
     """Places are classes, ranks the last use in ms; the best leaf of a class is its oldest.
 
-    That holds where worth falls with age. Where it rises, which is right after a use, the
-    oldest is not the worst of its class, but blocks of that age are the newcomers, and
-    those are refused instead. Only leaves have an up-to-date place and rank: a block gets
-    them when it becomes one, or is used as one.
+    That holds where worth falls with age. It may rise right after a use, but blocks of that
+    age are few. Only leaves have an up-to-date place and rank: a block gets them when it
+    becomes one, or is used as one.
     """
 
     name = "hazard"
@@ -84,7 +82,7 @@ class Hazard(Policy):
 
     # --- worth ----------------------------------------------------------------------
 
-    def victim(self, newcomer: bytes | None) -> int | None:
+    def victim(self) -> int | None:
         values, stale = self._values, self._stale
         if stale or not values:
             self._last = None
@@ -103,7 +101,7 @@ class Hazard(Policy):
                 values.append(inf)
             values[self._column[kind]] = self._value_of_oldest(kind)
         lowest = min(values, default=inf)
-        if lowest == inf or (newcomer is not None and lowest > self._value_of_new(newcomer)):
+        if lowest == inf:
             return None
         return self.leaves.peek(self._classes_valued[values.index(lowest)])
 
@@ -119,8 +117,3 @@ class Hazard(Policy):
         if self.reuse.requests < WARM_REQUESTS:
             return float(last_ms)
         return self.reuse.survival.value(kind, self.reuse.now_ms - last_ms)
-
-    def _value_of_new(self, block_hash: bytes) -> float:
-        if self.reuse.requests < WARM_REQUESTS:
-            return inf
-        return self.reuse.survival.fresh[self.reuse.last_use_or_now(block_hash)[0]]

@@ -29,7 +29,7 @@ class Lru(Policy):
         self._clock += 1
         self.leaves.put(item, 0, self._clock)
 
-    def victim(self, newcomer: bytes | None) -> int | None:
+    def victim(self) -> int | None:
         self.leaves.settle()
         item = self.leaves.peek(0)
         return None if item == NO_ITEM else item

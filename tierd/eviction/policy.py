@@ -46,7 +46,7 @@ class Policy(ABC):
     """Orders the leaves of one index. Items are the index's small dense integers.
 
     Only the index calls it: each item is inserted, exposed whenever it becomes a leaf again,
-    and removed. `capacity` is how many items there may be at most; it may change.
+    and removed. `capacity` is how many items there may be at most (`resize`).
     """
 
     name: ClassVar[str]
@@ -67,6 +67,10 @@ class Policy(ABC):
         self.leaves.children = children
         self.hashes = hashes
 
+    def resize(self, capacity: int) -> None:
+        """There may be so many items from now on."""
+        self.capacity = capacity
+
     @abstractmethod
     def use(self, request: Request, items: Sequence[int | None]) -> None:
         """A request uses these blocks, once; `items` are the resident ones, by place."""
@@ -80,12 +84,8 @@ class Policy(ABC):
         """An item is resident now; its block may have been used before it came."""
 
     @abstractmethod
-    def victim(self, newcomer: bytes | None) -> int | None:
-        """The leaf to evict next, so that `newcomer` can have its place.
-
-        None if there is no leaf, or every one is worth more than the newcomer. A newcomer of
-        None is one of whom nothing is known, which is never refused.
-        """
+    def victim(self) -> int | None:
+        """The leaf to evict next; None if there is none."""
 
     def set_aside(self, item: int) -> None:
         """The last victim is busy: pass over it until `restore`."""
@@ -136,6 +136,12 @@ class Ghosts:
         self.limit = max(limit, GHOSTS_MIN)
         self.records: dict[bytes, int] = {}
 
+    def resize(self, limit: int) -> None:
+        """Remember so many from now on."""
+        self.limit = max(limit, GHOSTS_MIN)
+        if len(self.records) > self.limit:
+            self.trim()
+
     def put(self, block_hash: bytes, record: int) -> None:
         """Remember a block as the newest one."""
         self.records.pop(block_hash, None)
@@ -147,6 +153,10 @@ class Ghosts:
         """Forget the oldest eighth: one at a time, a dict would step over all that left before."""
         for block_hash in list(islice(self.records, len(self.records) - self.limit * 7 // 8)):
             del self.records[block_hash]
+
+    def check(self, limit: int) -> None:
+        """Assert that no more is remembered than that; for tests."""
+        assert len(self.records) <= max(limit, GHOSTS_MIN)
 
 
 class LeafHeaps:

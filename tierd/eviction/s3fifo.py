@@ -31,6 +31,10 @@ class S3Fifo(Policy):
         self._small = 0
         self._ghosts = Ghosts(int(capacity * GHOST_SHARE))
 
+    def resize(self, capacity: int) -> None:
+        super().resize(capacity)
+        self._ghosts.resize(int(capacity * GHOST_SHARE))
+
     def use(self, request: Request, items: Sequence[int | None]) -> None:
         uses = self._uses
         for item in items:
@@ -62,7 +66,7 @@ class S3Fifo(Policy):
             self._uses.extend([0] * (target + target // 8 + 1 - len(self._uses)))
         self._uses[target] = self._uses[item]
 
-    def victim(self, newcomer: bytes | None) -> int | None:
+    def victim(self) -> int | None:
         leaves, uses = self.leaves, self._uses
         leaves.settle()
         while True:
@@ -87,4 +91,4 @@ class S3Fifo(Policy):
         super().check()
         resident = [i for i, children in enumerate(self.leaves.children) if children >= 0]
         assert self._small == sum(self.leaves.place[i] == _SMALL for i in resident)
-        assert len(self._ghosts.records) <= self._ghosts.limit
+        self._ghosts.check(int(self.capacity * GHOST_SHARE))

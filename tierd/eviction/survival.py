@@ -77,7 +77,7 @@ class _Counts:
 class Tables:
     """What the counts come to, by class: worth and summed hazard by age. Never changes."""
 
-    __slots__ = ("counts", "fresh", "groups", "risks", "seen", "worth")
+    __slots__ = ("counts", "groups", "risks", "seen", "worth")
 
     def __init__(self, groups: npt.NDArray[np.int64], counts: _Counts, seen: Flags) -> None:
         self.groups = groups
@@ -97,7 +97,6 @@ class Tables:
         self.worth: list[list[float]] = [rows[len(known) + number] for number in groups]
         for kind, row in zip(known.tolist(), rows, strict=False):
             self.worth[kind] = row
-        self.fresh = [row[0] for row in self.worth]
 
 
 class _Samples(NamedTuple):
@@ -145,7 +144,7 @@ class Rebuild:
 class Survival:
     """Samples, counts, and the tables made of them.
 
-    `groups` has the group of each class; `fresh` the value of a block of each class at age 0.
+    `groups` has the group of each class.
     """
 
     def __init__(self, groups: Sequence[int]) -> None:
@@ -166,7 +165,6 @@ class Survival:
         self._tables = Tables(
             np.array(groups), _Counts(np.zeros(shape), np.zeros(shape)), np.zeros(len(groups), bool)
         )
-        self.fresh = self._tables.fresh
 
     def used(self, hashes: Sequence[bytes], now_ms: int) -> None:
         """Blocks are used: whichever of them is watched came back at its age."""
@@ -227,7 +225,6 @@ class Survival:
         """Use these tables from now on."""
         self._rebuilding = False
         self._tables = tables
-        self.fresh = tables.fresh
 
     def value(self, kind: int, age_ms: int) -> float:
         """What keeping a block of that age can bring at best, in hits a second of residence."""

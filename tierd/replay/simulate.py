@@ -50,7 +50,6 @@ class Outcome:
     l2: Hits = field(default_factory=Hits)
     l3: Hits = field(default_factory=Hits)
     l2_stored: int = 0
-    l2_refused: int = 0
     l3_written: int = 0
     l3_refused: int = 0
     """Left L2 and were not written, by choice."""
@@ -131,22 +130,17 @@ class _Node:
         return in_l2, usable
 
     def _store(self, hashes: Sequence[bytes], absent: list[int]) -> list[int]:
-        """Store in L2 what it lacks, in chain order, as far as its policy makes room; which."""
+        """Store in L2 what it lacks, in chain order, as far as there is room; which."""
         index, free = self.l2.index, self.l2.free
         if len(absent) > len(free):
             items = index.items
             own = {items[h] for h in hashes if h in items}
-            newcomers = [hashes[i] for i in absent[len(free) :]]
-            if self.writes is None:
-                gone = index.evict_for(newcomers, own.__contains__)
-            else:
-                # What L2 refuses L3 can never get, and it has more room.
-                gone = index.evict(len(newcomers), own.__contains__)
+            gone = index.evict(len(absent) - len(free), own.__contains__)
+            if self.writes is not None:
                 self._leave(gone)
             free.extend(gone)
         stored = absent[: len(free)]
         self.outcome.l2_stored += len(stored)
-        self.outcome.l2_refused += len(absent) - len(stored)
         for i in stored:
             item = free.pop()
             parent = hashes[i - 1] if i else _ROOT

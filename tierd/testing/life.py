@@ -84,6 +84,7 @@ class Life:
         self._deliveries = 0
         self._stop = asyncio.Event()
         self._drain_s = 0.0
+        self._left = 0
         self._task = world.loop.create_task(self._run(), name="daemon")
 
     async def _run(self) -> None:
@@ -109,7 +110,7 @@ class Life:
         await self._stop.wait()
         self.accepting = False
         if not self.dead:
-            await self.node.drain(self._drain_s)
+            self._left = await self.node.drain(self._drain_s)
             self.check()
             self.dead = True
             self._check_evictable()
@@ -121,7 +122,7 @@ class Life:
         self._drain_s = drain_s
         self._stop.set()
         await self._task
-        return self.node.backlog()
+        return self._left
 
     async def kill(self) -> None:
         """SIGKILL: clients see the sockets close and keep their mappings, the disks stay."""

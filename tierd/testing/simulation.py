@@ -78,7 +78,6 @@ def draw_plan(random: Random, world: World) -> Plan:
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
         lease_ttl_ms=random.choice((50, 200, 2000)),
-        eviction=random.choice(POLICIES),
         prefetch=_draw_prefetch(random),
         tiers=tiers,
         engines=[random.choice(models) for _ in range(random.randint(1, 4))],
@@ -87,6 +86,7 @@ def draw_plan(random: Random, world: World) -> Plan:
         requests=random.randint(5, 15),
         restarts=random.choice((0, 1, 1, 2)),
         kills=random.random() < 0.5,
+        eviction=random.choice(POLICIES),
     )
 
 
