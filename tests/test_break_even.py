@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+from tests import blocks
+from tests.tier_bench import SPACE, Bench, config, run
+from tierd.backend import GetRequest, GetResult
 from tierd.config import PrefetchConfig
 from tierd.core.prefetch import TRIAL_EVERY, BreakEven, Worth
 
+Ask = Callable[[int], Coroutine[None, None, int]]
+
 TOKENS = 1000
+
+PREFIX_BLOCKS = 24
+PREFIX_TOKENS = PREFIX_BLOCKS * SPACE.block_tokens
 
 
 def asked(gate: BreakEven, loads_s: dict[int, float], tokens_per_s: int = 1000) -> bool:
@@ -42,3 +53,126 @@ def test_each_tier_gets_its_trials() -> None:
     for number in range(4 * TRIAL_EVERY):
         brought[number % 2] += asked(gate, {number % 2: 5.0})
     assert brought == {0: 2, 1: 2}
+
+
+# --- on a node --------------------------------------------------------------------------
+
+
+def gated(test: Callable[[Bench, Ask], Awaitable[None]]) -> None:
+    """Run a test on a node whose only tier has a prefix, with what an engine of a given speed
+    in tokens a second gets of it, nothing being in memory."""
+
+    async def prepared(bench: Bench) -> None:
+        hashes = bench.store(PREFIX_BLOCKS)
+        await bench.backed_up()
+        assert hashes == blocks.chain(PREFIX_BLOCKS)[0]
+
+        async def ask(tokens_per_s: int) -> int:
+            bench.forget()
+            end_ns = bench.loop.now_ns + 10**11
+            lease = await bench.node.acquire(
+                1, [bench.space], hashes, end_ns, prefill_tokens_per_s=tokens_per_s
+            )
+            await asyncio.sleep(0.1)
+            if lease is None:
+                return 0
+            bench.node.host.release(lease.lease_id, 1)
+            return len(lease.parts[0][1])
+
+        await test(bench, ask)
+        bench.check_nothing_is_left()
+
+    run(prepared, config("tier0", deadline_ms=60_000, slow_ms=60_000))
+
+
+def test_a_tier_that_was_slow_is_used_again_at_the_next_trial() -> None:
+    """What was measured in a bad hour would keep its loads refused for many trials after it."""
+
+    async def test(bench: Bench, ask: Ask) -> None:
+        raw = bench.raw[0]
+        tokens_per_s = 10 * PREFIX_TOKENS  # It computes the prefix in 0.1 s.
+        raw.takes_s = 0.01
+        assert [await ask(tokens_per_s) for _ in range(100)] == [PREFIX_BLOCKS] * 100
+        raw.takes_s = 2.0
+        slow = [await ask(tokens_per_s) for _ in range(10 * TRIAL_EVERY)]
+        assert sum(map(bool, slow[TRIAL_EVERY:])) == 9, "but for trials"
+        raw.takes_s = 0.09
+        well = [await ask(tokens_per_s) for _ in range(3 * TRIAL_EVERY)]
+        first = well.index(PREFIX_BLOCKS)
+        assert first < TRIAL_EVERY
+        assert well[first:] == [PREFIX_BLOCKS] * (len(well) - first)
+
+    gated(test)
+
+
+def test_a_trial_of_a_tier_that_is_still_slow_changes_nothing() -> None:
+    """Each trial would let loads through that nobody should wait for."""
+
+    async def test(bench: Bench, ask: Ask) -> None:
+        bench.raw[0].takes_s = 2.0
+        assert await ask(10 * PREFIX_TOKENS) == PREFIX_BLOCKS, "nothing is known of it"
+        for _ in range(5):
+            asked = [await ask(10 * PREFIX_TOKENS) for _ in range(TRIAL_EVERY)]
+            assert asked == [0] * (TRIAL_EVERY - 1) + [PREFIX_BLOCKS]
+
+    gated(test)
+
+
+def test_others_do_not_come_along_on_a_trial() -> None:
+    """While one load is tried everybody would wait for a tier that nobody knows to be well."""
+
+    async def test(bench: Bench, ask: Ask) -> None:
+        raw, tokens_per_s = bench.raw[0], 10 * PREFIX_TOKENS
+        other = bench.store(PREFIX_BLOCKS, "other")
+        await bench.backed_up()
+        get_into = raw.get_into
+
+        async def slow(namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+            await asyncio.sleep(2)
+            return await get_into(namespace, requests)
+
+        raw.get_into = slow  # type: ignore[method-assign]
+        assert await ask(tokens_per_s) == PREFIX_BLOCKS
+        for _ in range(TRIAL_EVERY - 1):
+            assert await ask(tokens_per_s) == 0
+        trial = asyncio.create_task(ask(tokens_per_s))
+        await asyncio.sleep(1)
+        began_ns = bench.loop.now_ns
+        lease = await bench.node.acquire(
+            1, [bench.space], other, began_ns + 10**11, prefill_tokens_per_s=tokens_per_s
+        )
+        assert (lease, bench.loop.now_ns - began_ns < 10**7) == (None, True)
+        assert await trial == PREFIX_BLOCKS
+
+    gated(test)
+
+
+def test_what_is_saved_and_refused_is_counted() -> None:
+    """An operator could not see what tierd is worth, nor why it brings nothing."""
+
+    async def test(bench: Bench, ask: Ask) -> None:
+        def counters(name: str) -> int:
+            return bench.node.counters[name]
+
+        assert await ask(0) == PREFIX_BLOCKS
+        assert counters("saved_tokens_total") == PREFIX_TOKENS
+        assert not counters("saved_us_total"), "of an engine that does not say how fast it is"
+        bench.raw[0].takes_s = 0.5
+        assert await ask(PREFIX_TOKENS) == PREFIX_BLOCKS, "it computes the prefix in 1 s"
+        assert counters("saved_tokens_total") == 2 * PREFIX_TOKENS
+        assert counters("saved_us_total") == 1_000_000
+        assert not counters("loads_refused_total")
+        assert await ask(4 * PREFIX_TOKENS) == 0
+        assert counters("loads_refused_total") == 1
+        assert counters("saved_tokens_total") == 2 * PREFIX_TOKENS
+        # What is in memory is saved as well.
+        hashes = bench.store(PREFIX_BLOCKS)
+        done, lease = bench.node.acquire_now(1, [bench.space], hashes, 4 * PREFIX_TOKENS)
+        assert done
+        assert lease is not None
+        assert counters("saved_tokens_total") == 3 * PREFIX_TOKENS
+        assert counters("saved_us_total") == 1_250_000
+        bench.node.host.release(lease.lease_id, 1)
+        await bench.backed_up()
+
+    gated(test)

@@ -583,6 +583,22 @@ def test_what_tiers_have_of_a_long_prefix_may_be_too_short() -> None:
     prefetching(test, PrefetchConfig(min_tokens=24 * 16 + 1))
 
 
+def test_a_prefix_that_is_most_of_memory_comes_whole() -> None:
+    """It would be cut to what may be reserved at once, as HiCache cuts a hit of its storage to
+    the room there is in its host memory."""
+
+    async def test(bench: Bench) -> None:
+        hashes: list[bytes] = []
+        while len(hashes) < 100:
+            hashes = bench.store(len(hashes) + 20, "long")
+            await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(hashes) == 100
+        assert not bench.node.counters["promotion_no_room_total"]
+
+    node(test, writes(WritePolicy.WRITE_THROUGH))
+
+
 def test_loads_slower_than_computing_are_refused_but_for_a_trial() -> None:
     """A hit would make a request slower than a miss; or a tier that was slow once would never
     be used again."""

@@ -32,11 +32,13 @@ LONG_FULL = whole_blocks(LONG)
 BATCH_FULL = BATCH_BLOCKS_MAX * BLOCK_TOKENS
 assert BATCH_FULL < LONG_FULL < 2 * BATCH_FULL, "a tier is read twice for it"
 
-LARGE = "64MiB"
-SMALL_BLOCKS = 128
-"""A prompt more is a segment, or an eviction, more."""
 
-SMALL = f"{SMALL_BLOCKS * BLOCK_BYTES >> 10}KiB"
+def memory(blocks: int) -> str:
+    """A capacity of host memory."""
+    return f"{blocks * BLOCK_BYTES >> 10}KiB"
+
+
+LARGE = memory(512)
 
 CAP_MS = 10_000
 TIER_MS = {"deadline_ms": 20_000, "slow_ms": 20_000, "timeout_ms": 20_000}
@@ -137,7 +139,7 @@ def node(shared: Node) -> Iterator[Node]:
 
 def test_write_through_writes_at_once(node: Node) -> None:
     """A daemon that dies would take every prefix with it."""
-    node.serve(SMALL, {}, write_policy="write_through")
+    node.serve(LARGE, {}, write_policy="write_through")
     for number in range(3):
         node.store(SHORT, f"{number}")
     counters = node.counters()
@@ -149,15 +151,16 @@ def test_write_through_writes_at_once(node: Node) -> None:
 
 def test_write_back_writes_what_is_evicted(node: Node) -> None:
     """Every block would be written, or what has no room in memory would be lost."""
-    node.serve(SMALL, {}, write_policy="write_back")
-    asked = 3 * SMALL_BLOCKS // SHORT_BLOCKS // 2
+    room = 128
+    node.serve(memory(room), {}, write_policy="write_back")
+    asked = 3 * room // SHORT_BLOCKS // 2
     for number in range(asked):
         node.store(SHORT, f"{number}")
         if number == 2:
             assert not node.counters()["put_stored_total"], "there is room for these"
     status, counters = node.daemon.status(), node.counters()
     assert not counters["backup_dropped_total"]
-    assert counters["put_stored_total"] == counters["evicted_blocks_total"] > SMALL_BLOCKS // 4
+    assert counters["put_stored_total"] == counters["evicted_blocks_total"] > room // 4
     assert counters["put_stored_total"] + status["host"]["blocks"] == asked * SHORT_BLOCKS
     for number in range(asked):
         assert node.ask(SHORT, f"{number}") == SHORT_FULL, "it is in memory, or comes back"
@@ -167,15 +170,15 @@ def test_write_back_writes_what_is_evicted(node: Node) -> None:
 
 def test_selective_writes_what_is_asked_for_again(node: Node) -> None:
     """Prompts that come once would use up the budget, or those that come again not be kept."""
-    node.serve(SMALL, {}, write_policy="write_through_selective", write_share=0.3)
-    for number in range(6):
-        node.store(SHORT, f"once {number}")
+    room = 64
+    node.serve(memory(room), {}, write_policy="write_through_selective", write_share=0.2)
+    once = [f"once {number}" for number in range(4)]
     often = [f"often {number}" for number in range(4)]
-    for tag in often:
+    for tag in once + often:
         node.store(SHORT, tag)
     # The first part of an empty memory is written in any case.
     early = node.counters()["put_stored_total"]
-    assert early <= SMALL_BLOCKS // 8
+    assert early <= room // 8
     rounds = 0
     while node.counters()["put_stored_total"] < early + len(often) * SHORT_BLOCKS:
         assert [node.ask(SHORT, tag) for tag in often] == [SHORT_FULL] * len(often)
@@ -183,15 +186,15 @@ def test_selective_writes_what_is_asked_for_again(node: Node) -> None:
         assert rounds < 40, "what is asked for again and again is not written"
     assert not node.counters()["evicted_blocks_total"], "it did not have to leave for that"
 
-    asked = 0
-    while not node.counters()["backup_refused_total"]:
-        node.store(SHORT, f"refused {asked}")
-        asked += 1
-        assert asked < 100, "the budget is not in use"
+    while node.counters()["backup_refused_total"] < 2 * SHORT_BLOCKS:
+        once.append(f"once {len(once)}")
+        node.store(SHORT, once[-1])
+        assert len(once) < 100, "the budget is not in use"
     counters = node.counters()
     assert counters["put_stored_total"] < counters["stored_blocks_total"] // 2
-    for number in range(asked):
-        node.ask(SHORT, f"refused {number}")
+    assert not counters["refused_hits_total"]
+    for tag in once:
+        node.ask(SHORT, tag)
     wait_until(
         lambda: node.counters()["refused_hits_total"], WAIT_S, "what refusing cost is not counted"
     )

@@ -43,6 +43,8 @@ class Mood:
 
     ask_s: float = 0.0
     get_s: float = 0.0
+    verify_s: float = 0.0
+    """After that, one batch after the other: all have one thread for their checksums."""
     sick_from_s: float = 1e9
     sick_until_s: float = 1e9
     dies: bool = False
@@ -62,14 +64,18 @@ class Moody(Tier):
         self.mood: Mood | None = None
         self.later = mood
         self.began_s = 0.0
-        self.reading: list[Moody] = []
         self.in_flight = 0
+        self.verifier = asyncio.Lock()
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         size = len(requests) * PAGE
         self.in_flight += size
         try:
-            return await super().get_into(namespace, requests)
+            results = await super().get_into(namespace, requests)
+            if self.mood is not None and self.mood.verify_s:
+                async with self.verifier:
+                    await asyncio.sleep(self.mood.verify_s)
+            return results
         finally:
             self.in_flight -= size
 
@@ -243,6 +249,7 @@ MOODS = {
     "fast": Mood(get_s=0.001),
     "slow": Mood(ask_s=0.05, get_s=0.15, read_batches=1),
     "slow to answer": Mood(ask_s=0.5),
+    "slow to verify": Mood(get_s=0.01, verify_s=0.15),
     "hanging": Mood(sick_from_s=0.0, lingers_s=3.0),
     "hanging in reads": Mood(get_s=0.01, sick_from_s=0.015, lingers_s=3.0),
     "dying": Mood(ask_s=0.01, get_s=0.02, sick_from_s=0.05, dies=True),
@@ -289,6 +296,7 @@ moods = st.builds(
     Mood,
     ask_s=st.sampled_from([0.0, 0.001, 0.04, 0.3]),
     get_s=st.sampled_from([0.0, 0.001, 0.03, 0.2, 1.0]),
+    verify_s=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
     sick_from_s=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1e9]),
     sick_until_s=st.sampled_from([0.3, 2.0, 1e9]),
     dies=st.booleans(),
@@ -364,6 +372,22 @@ def test_a_lookup_that_takes_all_the_time_leaves_none_to_read() -> None:
         assert not made.bench.space.chain.items
 
     world(test, Mood(ask_s=0.35))
+
+
+@pytest.mark.parametrize("policy", list(PrefetchPolicy))
+def test_verification_counts(policy: PrefetchPolicy) -> None:
+    """The clock would stop when the bytes are there, and a busy checksum thread come on top; or
+    blocks would be served that nobody has verified."""
+
+    async def test(made: World) -> None:
+        ready = 400 if policy is PrefetchPolicy.BEST_EFFORT else None
+        (outcome,) = await made.serve([Arrival(client=400, ready=ready)])
+        assert outcome.took_ms == pytest.approx(400, abs=LATE_MS)
+        assert outcome.blocks == 2 * BATCH_BLOCKS_MAX
+        assert made.moody[0].in_flight == CHAIN_BLOCKS % BATCH_BLOCKS_MAX * PAGE
+
+    prefetch = replace_policy(policy, timeout_base_ms=5000, timeout_max_ms=5000)
+    world(test, Mood(get_s=0.01, verify_s=0.15, read_batches=1), prefetch=prefetch)
 
 
 def test_time_in_the_queue_behind_another_request_counts() -> None:

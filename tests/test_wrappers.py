@@ -380,6 +380,18 @@ def test_speed_follows_the_tier() -> None:
     assert speed.bytes_per_s < 250
 
 
+def test_what_comes_next_decides_a_speed_in_doubt() -> None:
+    """A tier that is well again would be taken for a slow one for all that it has been slow."""
+    speed = Speed()
+    speed.begin(0.0)
+    speed.end(100.0, 100)
+    speed.doubt()
+    assert speed.bytes_per_s == pytest.approx(1.0), "nobody knows better yet"
+    speed.begin(100.0)
+    speed.end(100.1, 100)
+    assert speed.bytes_per_s == pytest.approx(1000, rel=0.05)
+
+
 def test_speeds_are_measured_from_calls() -> None:
     """Reads would be judged by the speed of writes."""
 

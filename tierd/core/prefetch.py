@@ -76,6 +76,8 @@ class Worth:
         self._trials: dict[int, bool] = {}
         self.refused = False
         """Whether the last answer was no because computing is faster."""
+        self.on_trial: list[int] = []
+        """Tiers that the last answer is a trial of: it was yes although they were slow."""
 
     def asking(self, tokens: int) -> bool:
         """Whether to ask tiers at all, for a prefix of so many tokens."""
@@ -87,7 +89,7 @@ class Worth:
         `loads_s` says how long each tier takes for its part, those of unknown speed left out.
         They are read at the same time, so the slowest part decides.
         """
-        self.refused = False
+        self.refused, self.on_trial = False, []
         if tokens - self._resident_tokens < self._min_tokens:
             return False
         if not self._prefill_tokens_per_s:
@@ -97,5 +99,8 @@ class Worth:
         for tier in slow:
             if tier not in self._trials:
                 self._trials[tier] = self._break_even.trial(tier)
-        self.refused = not all(self._trials[tier] for tier in slow)
+        if all(self._trials[tier] for tier in slow):
+            self.on_trial = slow
+        else:
+            self.refused = True
         return not self.refused

@@ -140,4 +140,7 @@ class Lookup:
             if speed:
                 loads_s[number] = size_bytes / speed
         tokens = self._block_tokens
-        return self._worth.bringing(known * tokens, len(hashes) * tokens, loads_s)
+        is_worth = self._worth.bringing(known * tokens, len(hashes) * tokens, loads_s)
+        for number in self._worth.on_trial:
+            self._tiers[number].doubt_read_speed()
+        return is_worth

@@ -19,7 +19,7 @@ from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
 from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
-from tierd.core.host import Evicted, HostTier, Lease, Reservation, Space
+from tierd.core.host import WRITING_SHARE_MAX, Evicted, HostTier, Lease, Reservation, Space
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
@@ -101,9 +101,9 @@ class Node:
         self.memory = HostMemory(self.host, clock, self.counters, executor)
         self.backups = Backups(self.memory, self.tiers, clock)
         self.learning = Learning(self.host, self.backups, clock, self.counters)
-        self.promotions = Promotions(
-            self.memory, self.backups, self.tiers, self.spawn, self.prefetch.bytes_in_flight
-        )
+        # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
+        in_flight = min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
+        self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
         self._clock = clock
         self._break_even = BreakEven()
         self._started_ns = clock.monotonic_ns()

@@ -167,6 +167,10 @@ class StorageTier:
         """How fast blocks come from it, waiting included; None before the first one."""
         return self._measured.read_bytes_per_s
 
+    def doubt_read_speed(self) -> None:
+        """Have the next blocks that come from it say how fast it is."""
+        self._measured.doubt_read_speed()
+
     @property
     def capacity_bytes(self) -> int:
         """What the backend can hold; 0 while that is not known."""

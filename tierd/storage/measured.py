@@ -19,6 +19,10 @@ BOUNDS_S: Final = tuple(2.0**exponent for exponent in range(-14, 6))
 SPEED_MEMORY_S: Final = 2.0
 """Seconds of busy time after which a measurement counts a third: some tens of batches."""
 
+DOUBTED: Final = 1e-6
+"""Weight that is left to a speed in doubt: enough to be known until the next measurement, and
+nothing against it. Were it more, a tier that was far too slow would need many trials."""
+
 _LOOKUP, _GET, _PUT = "lookup", "get", "put"
 _ENDINGS: Final = ("calls", "failed", "bugs", "cancelled")
 _GET_OUTCOMES: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR)
@@ -82,6 +86,11 @@ class Speed:
         self._busy_s = self._busy_s * kept + spent_s
         self._bytes = self._bytes * kept + moved_bytes
 
+    def doubt(self) -> None:
+        """The speed stays what it is, until what is moved from now on says otherwise."""
+        self._busy_s *= DOUBTED
+        self._bytes *= DOUBTED
+
     @property
     def bytes_per_s(self) -> float | None:
         """The speed, or None if nothing has been moved yet."""
@@ -132,6 +141,10 @@ class MeasuredBackend(Wrapper):
     def write_bytes_per_s(self) -> float | None:
         """How fast the tier takes blocks, or None before the first one."""
         return self._written.bytes_per_s
+
+    def doubt_read_speed(self) -> None:
+        """Have the next blocks that come from the tier say how fast it is."""
+        self._read.doubt()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         with self._timed(_LOOKUP):
