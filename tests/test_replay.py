@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +194,44 @@ def test_several_sizes_give_a_list(path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
+def test_any_number_of_processes_says_the_same(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node would be sized by the machine that its trace was replayed on."""
+    words = ["replay", str(path), "--l2-blocks", "50", "90", "--l3-blocks", "300", "--what-if"]
+    outputs = []
+    for processes in ("1", "5"):
+        assert main([*words, "--json", "--processes", processes]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["parent", "child"])
+def test_an_end_by_force_leaves_no_process(target: str, path: Path) -> None:
+    """Ctrl-C, or the kernel for want of memory, would leave cores busy for hours, or hang."""
+    path.write_bytes(b"".join(trace_lines(3, 20_000)))
+    words = ["replay", str(path), "--l2-blocks", "500", "--what-if", "--processes", "2"]
+    replaying = subprocess.Popen(
+        [sys.executable, "-m", "tierd.cli.main", *words], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while len(pids := children(replaying.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(*(replaying.pid, signal.SIGINT) if target == "parent" else (pids[0], signal.SIGKILL))
+    _, error = replaying.communicate(timeout=30)
+    assert replaying.returncode == (130 if target == "parent" else 2)
+    assert ("--processes" in error) == (target == "child")
+    assert "Traceback" not in error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
 def test_gzip_and_plain_are_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Traces come compressed."""
     packed = path.with_suffix(".gz")
@@ -267,6 +310,7 @@ def test_a_file_that_is_no_trace_is_refused(path: Path, capsys: pytest.CaptureFi
         ["--l2-blocks", "5", "--block-bytes", "0"],
         ["--l2-blocks", "5", "--block-tokens", "0"],
         ["--l2-blocks", "99999999999"],
+        ["--l2-blocks", "5", "--processes", "0"],
     ],
 )
 def test_sizes_that_cannot_be_are_refused(

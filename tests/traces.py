@@ -8,8 +8,13 @@ import random
 BLOCK_TOKENS = 512
 
 
-def trace_lines(seed: int, requests: int = 400, scan_every: int = 25) -> list[bytes]:
-    """Chats that come back with all they had and a little more, and now and then a long scan."""
+def trace_lines(
+    seed: int, requests: int = 400, scan_every: int = 25, turn_blocks: int = 6, reach: float = 12.5
+) -> list[bytes]:
+    """Chats that come back with all they had and a little more, and now and then a long scan.
+
+    A turn has up to `turn_blocks`, and a chat comes back as long as about `reach` are younger.
+    """
     rng = random.Random(seed)
     fresh = iter(range(1, 1 << 30))
     chats: list[list[int]] = []
@@ -23,8 +28,8 @@ def trace_lines(seed: int, requests: int = 400, scan_every: int = 25) -> list[by
             if not chats or rng.random() < 0.4:
                 chats.append([0])
             # Mostly a chat of late, and shorter with every turn.
-            chat = chats[-1 - min(int(rng.expovariate(0.08)), len(chats) - 1)]
-            chat += [next(fresh) for _ in range(rng.randint(1, 6))]
+            chat = chats[-1 - min(int(rng.expovariate(1 / reach)), len(chats) - 1)]
+            chat += [next(fresh) for _ in range(rng.randint(1, turn_blocks))]
             ids = chat
         tokens = len(ids) * BLOCK_TOKENS - rng.randrange(BLOCK_TOKENS)
         record = {

@@ -9,19 +9,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from typing import Final
 
 from tierd.config import StorageConfig, WritePolicy, check_budget, convert
 from tierd.errors import ConfigError
-from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
+from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT, STORAGE_POLICIES
 from tierd.eviction.lru import Lru
 from tierd.eviction.policy import ITEM_MASK
 from tierd.replay.optimal import Hits, belady, ideal
+from tierd.replay.processes import Tell, run_all
 from tierd.replay.simulate import Outcome, Setup, simulate
 from tierd.replay.trace import Trace, open_trace, read_trace
 
@@ -40,7 +42,9 @@ BUDGET: Final[dict[str, Callable[[str], object]]] = {
 }
 """Keys of a tier's configuration that may be given here, with the same meaning and default."""
 
-PROGRESS_PERIOD_S: Final = 0.2
+CEILINGS: Final = 3
+"""Runs of a report that tell no progress: short ones, of caches that nobody can build."""
+
 _DAY_S: Final = 86_400
 
 Json = dict[str, "Json"] | list["Json"] | str | float | int | None
@@ -62,7 +66,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--l3-blocks", type=int, nargs="+", default=[0], metavar="N", help="of L3 (default: none)")
     add("--policy", choices=POLICIES, default=L2_DEFAULT, help="L2's (default: %(default)s)")
     add(
-        "--l3-policy", choices=POLICIES, default=STORAGE_DEFAULT, help="L3's (default: %(default)s)"
+        "--l3-policy",
+        choices=STORAGE_POLICIES,
+        default=STORAGE_DEFAULT,
+        help="L3's (default: %(default)s)",
     )
     for key, kind in BUDGET.items():
         flag = f"--{key.replace('_', '-')}"
@@ -84,6 +91,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="let the policies see how many tokens each request generated",
     )
     add("--what-if", action="store_true", help="also run other sizes and policies")
+    add(
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="runs at the same time (default: one a core)",
+    )
     add("--json", action="store_true", help="print JSON: an object, or a list for several sizes")
     parser.set_defaults(run=run)
 
@@ -92,18 +106,13 @@ def run(args: argparse.Namespace) -> int:
     """Replay; the exit status."""
     setups = _setups(args)
     progress = _Progress()
-    with open_trace(args.trace) as source:
-        progress.say(f"reading {args.trace}")
-        trace = read_trace(source, args.trace, args.block_tokens)
-    if not args.output_hint:
-        trace.requests = [request._replace(output_tokens=None) for request in trace.requests]
     # Millions of objects and no cycle: looking for one costs a twentieth of the time.
     gc.disable()
     try:
-        reports = [_replay(trace, setup, args, progress) for setup in setups]
+        reports = _reports(args, setups, progress)
     finally:
         gc.enable()
-    progress.clear()
+        progress.clear()
     if args.json:
         print(json.dumps(reports[0] if len(reports) == 1 else reports, indent=2))
     else:
@@ -112,8 +121,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _reports(
+    args: argparse.Namespace, setups: list[Setup], progress: _Progress
+) -> list[dict[str, Json]]:
+    progress.say(f"reading {args.trace}")
+    with open_trace(args.trace) as source:
+        trace = read_trace(source, args.trace, args.block_tokens)
+    if not args.output_hint:
+        trace.requests = [request._replace(output_tokens=None) for request in trace.requests]
+    by_setup = [_runs(trace, setup, args) for setup in setups]
+    total = len(trace.requests) * sum(len(runs) - CEILINGS for runs in by_setup)
+    rows = iter(
+        run_all(
+            [run for runs in by_setup for run in runs.values()],
+            args.processes,
+            lambda done: progress.say(f"replaying: {done} of {total} requests"),
+        )
+    )
+    return [_report(trace, {name: next(rows) for name in runs}, args.what_if) for runs in by_setup]
+
+
 def _setups(args: argparse.Namespace) -> list[Setup]:
-    for name in ("block_tokens", "block_bytes", "drive_bytes"):
+    for name in ("block_tokens", "block_bytes", "drive_bytes", "processes"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
@@ -137,54 +166,58 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
 # --- what is reported ---------------------------------------------------------------
 
 
-def _replay(
-    trace: Trace, setup: Setup, args: argparse.Namespace, progress: _Progress
-) -> dict[str, Json]:
+def _runs(
+    trace: Trace, setup: Setup, args: argparse.Namespace
+) -> dict[str, Callable[[Tell], dict[str, Json]]]:
+    """What one report takes, by name; "" is the setup itself."""
+    setups = {"": setup, **(_what_if(setup) if args.what_if else {})}
+    runs: dict[str, Callable[[Tell], dict[str, Json]]] = {
+        change: partial(_one, trace, other, args) for change, other in setups.items()
+    }
+    tokens = args.block_tokens
+    runs["ideal"] = lambda _: _ratios(ideal(trace, tokens), trace)
+    for name, blocks in (("l2", setup.l2_blocks), ("total", setup.l2_blocks + setup.l3_blocks)):
+        runs[f"belady {name}"] = partial(_belady, trace, blocks, tokens)
+    return runs
+
+
+def _report(trace: Trace, rows: dict[str, dict[str, Json]], what_if: bool) -> dict[str, Json]:
     report: dict[str, Json] = {
         "trace": {
             "requests": len(trace.requests),
             "seconds": trace.seconds,
             "block_refs": trace.block_refs,
             "unique_blocks": trace.unique_blocks,
-        }
+        },
+        **rows.pop(""),
+        "ideal": rows.pop("ideal"),
+        "belady": {name: rows.pop(f"belady {name}") for name in ("l2", "total")},
     }
-    report.update(_one(trace, setup, args, progress, "replaying"))
-    progress.say("looking into the future")
-    sizes = {"l2": setup.l2_blocks, "total": setup.l2_blocks + setup.l3_blocks}
-    report["ideal"] = _ratios(ideal(trace, args.block_tokens), trace)
-    report["belady"] = {
-        name: _ratios(belady(trace, blocks, args.block_tokens), trace)
-        for name, blocks in sizes.items()
-    }
-    if args.what_if:
-        report["what_if"] = [
-            {"change": change, **_one(trace, other, args, progress, f"what if {change}")}
-            for change, other in _what_if(setup)
-        ]
+    if what_if:
+        report["what_if"] = [{"change": change, **row} for change, row in rows.items()]
     return report
 
 
-def _what_if(setup: Setup) -> list[tuple[str, Setup]]:
-    rows = [("L2 twice the size", replace(setup, l2_blocks=2 * setup.l2_blocks))]
-    if setup.l2_policy != Lru.name:
-        rows.append((f"L2 by {Lru.name}", replace(setup, l2_policy=Lru.name)))
+def _what_if(setup: Setup) -> dict[str, Setup]:
+    rows = {"L2 twice the size": replace(setup, l2_blocks=2 * setup.l2_blocks)}
+    other = Lru.name if setup.l2_policy != Lru.name else L2_DEFAULT
+    rows[f"L2 by {other}"] = replace(setup, l2_policy=other)
     if setup.l3_blocks:
-        rows.append(("L3 twice the size", replace(setup, l3_blocks=2 * setup.l3_blocks)))
-        if setup.l3_policy != Lru.name:
-            rows.append((f"L3 by {Lru.name}", replace(setup, l3_policy=Lru.name)))
+        rows["L3 twice the size"] = replace(setup, l3_blocks=2 * setup.l3_blocks)
+        other = Lru.name if setup.l3_policy != Lru.name else STORAGE_DEFAULT
+        rows[f"L3 by {other}"] = replace(setup, l3_policy=other)
         if setup.storage.write_policy is not WritePolicy.WRITE_THROUGH:
             through = StorageConfig(type="memory", write_policy=WritePolicy.WRITE_THROUGH)
-            rows.append(("no admission", replace(setup, storage=through)))
+            rows["no admission"] = replace(setup, storage=through)
     return rows
 
 
-def _one(
-    trace: Trace, setup: Setup, args: argparse.Namespace, progress: _Progress, doing: str
-) -> dict[str, Json]:
-    total = len(trace.requests)
-    outcome = simulate(
-        trace, setup, args.block_tokens, lambda done: progress.say(f"{doing}: {done}/{total}")
-    )
+def _belady(trace: Trace, blocks: int, block_tokens: int, _: Tell) -> dict[str, Json]:
+    return _ratios(belady(trace, blocks, block_tokens), trace)
+
+
+def _one(trace: Trace, setup: Setup, args: argparse.Namespace, tell: Tell) -> dict[str, Json]:
+    outcome = simulate(trace, setup, args.block_tokens, tell)
     both = Hits()
     both.add(outcome.l2.blocks, outcome.l2.tokens)
     both.add(outcome.l3.blocks, outcome.l3.tokens)
@@ -290,18 +323,14 @@ def _number(value: Json) -> float:
 
 
 class _Progress:
-    """One line on a terminal's stderr, rewritten now and then; nothing elsewhere."""
+    """One line on a terminal's stderr, rewritten; nothing elsewhere."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
-        self._next_s = 0.0
 
     def say(self, text: str) -> None:
-        """Show what is being done, if the last one has stood long enough to be read."""
-        now_s = self._clock()
-        if self._shown and now_s >= self._next_s:
-            self._next_s = now_s + PROGRESS_PERIOD_S
+        """Show what is being done."""
+        if self._shown:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:

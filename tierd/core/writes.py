@@ -202,9 +202,10 @@ class Missed:
     def __len__(self) -> int:
         return len(self._refused)
 
-    def knows(self, digest: bytes, block_hash: bytes) -> bool:
-        """Whether the tier is known not to have got a block."""
-        return digest + block_hash in self._refused
+    def count(self, digest: bytes, hashes: Sequence[bytes]) -> int:
+        """How many of these the tier is known not to have got."""
+        missed = self._refused
+        return sum([digest + block_hash in missed for block_hash in hashes])
 
     def add(self, digest: bytes, hashes: Iterable[bytes], *, refused: bool) -> None:
         """The tier does not get these blocks; `refused` if its policy did not want them."""
@@ -286,7 +287,7 @@ class Writes:
         budget.pass_time(now_ns)
         if moment is Moment.STORED:
             # What was refused counts once: write_through would write it once.
-            new = sum([not self.missed.knows(digest, block_hash) for block_hash in hashes])
+            new = len(hashes) - self.missed.count(digest, hashes)
             budget.offer(new * size_bytes)
         early = budget.demand <= DEMAND_EARLY
         if moment is Moment.STORED and not early:

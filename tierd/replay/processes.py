@@ -1,6 +1,6 @@
-"""Runs over one trace, each in a process of its own, so many at a time.
+"""Runs over one trace, each in a process of its own, some of them at a time.
 
-A process is forked when its turn comes: it has what has been read, and only its result is sent.
+A process is forked when its turn comes, so that it has what has been read; only results are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,72 @@ PERIOD_S: Final = 0.2
 """Between two calls of the progress callback."""
 
 Tell = Callable[[int], None]
-"""Says how far a run has come, in requests."""
+"""A run says how many requests it has done."""
 
-_Result = TypeVar("_Result")
-_Connection = Connection[_Result, _Result]
+Result = TypeVar("Result")
+
+
+def run_all(
+    runs: Sequence[Callable[[Tell], Result]], processes: int, progress: Callable[[int], None]
+) -> list[Result]:
+    """Results of all runs, in order; `progress` gets the sum of what they tell.
+
+    ConfigError if a process dies, as for want of memory. Leaves none behind.
+    """
+    context = get_context("fork")
+    done = context.RawArray("q", len(runs))
+    results: dict[int, Result] = {}
+    running: dict[Connection[Result, Result], tuple[int, ForkProcess]] = {}
+    started = 0
+    try:
+        while len(results) < len(runs):
+            while len(running) < processes and started < len(runs):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run, args=(runs[started], started, done, theirs, os.getpid())
+                )
+                process.start()
+                # Held by the process alone, so that its end is the pipe's.
+                theirs.close()
+                running[ours] = started, process
+                started += 1
+            for connection in wait(list(running), PERIOD_S):
+                assert isinstance(connection, Connection)
+                number, process = running[connection]
+                try:
+                    results[number] = connection.recv()
+                except EOFError:
+                    process.join()
+                    raise ConfigError(
+                        f"a process of the replay ended with status {process.exitcode}; "
+                        "fewer --processes take less memory"
+                    ) from None
+                del running[connection]
+                connection.close()
+                process.join()
+            progress(sum(done))
+    finally:
+        for connection, (_, process) in running.items():
+            process.kill()
+            process.join()
+            connection.close()
+    return [results[number] for number in range(len(runs))]
+
+
+def _run(
+    run: Callable[[Tell], Result],
+    number: int,
+    done: MutableSequence[int],
+    connection: Connection[Result, Result],
+    parent: int,
+) -> None:
+    # A terminal sends it to all of its processes, and the parent ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def tell(requests: int) -> None:
+        done[number] = requests
+        if os.getppid() != parent:
+            os._exit(1)
+
+    connection.send(run(tell))
+    connection.close()

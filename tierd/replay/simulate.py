@@ -112,7 +112,7 @@ class _Node:
         self.reuse.use(request)
         in_l2 = usable = self.l2.index.use(request)
         items, below = self.l2.index.items, self.l3.index.items
-        absent = [place for place, h in enumerate(hashes) if h not in items]
+        absent = [place for place in range(in_l2, len(hashes)) if hashes[place] not in items]
         if self.writes is None:
             if absent:
                 self._store(hashes, absent)
@@ -133,19 +133,18 @@ class _Node:
         """Store in L2 what it lacks, in chain order, as far as there is room; which."""
         index, free = self.l2.index, self.l2.free
         if len(absent) > len(free):
-            items = index.items
-            own = {items[h] for h in hashes if h in items}
+            own = set(map(index.items.get, hashes))
             gone = index.evict(len(absent) - len(free), own.__contains__)
             if self.writes is not None:
                 self._leave(gone)
             free.extend(gone)
         stored = absent[: len(free)]
         self.outcome.l2_stored += len(stored)
+        blocks = self.blocks
         for i in stored:
             item = free.pop()
-            parent = hashes[i - 1] if i else _ROOT
-            self.blocks[item] = hashes[i], parent
-            index.insert(item, hashes[i], parent)
+            blocks[item] = block = hashes[i], hashes[i - 1] if i else _ROOT
+            index.insert(item, *block)
         return stored
 
     def _leave(self, gone: list[int]) -> None:
@@ -157,21 +156,22 @@ class _Node:
         self.outcome.l3_refused += len(leaving) - written
 
     def _offer(self, moment: Moment, hashes: Sequence[bytes], places: list[int]) -> None:
-        if places:
-            self._write(moment, [(hashes[i], hashes[i - 1] if i else _ROOT) for i in places])
+        self._write(moment, [(hashes[i], hashes[i - 1] if i else _ROOT) for i in places])
 
     def _write(self, moment: Moment, blocks: list[tuple[bytes, bytes]]) -> int:
         """Write those of the blocks that L3's policy wants; how many."""
+        if not blocks:
+            return 0
         assert self.writes is not None
         hashes = [block_hash for block_hash, _ in blocks]
         chosen = self.writes.choose(
             moment, _DIGEST, hashes, self.reuse, self.block_bytes, self.now_ns
         )
-        index, free = self.l3.index, self.l3.free
+        index, free, missed = self.l3.index, self.l3.free, self.writes.missed
         if len(chosen) > len(free):
             free.extend(index.evict(len(chosen) - len(free), _never))
         for place in chosen[: len(free)]:
-            self.writes.missed.remove(_DIGEST, hashes[place])
+            missed.remove(_DIGEST, hashes[place])
             index.insert(free.pop(), *blocks[place])
             self.outcome.l3_written += 1
         return len(chosen)
