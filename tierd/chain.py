@@ -180,8 +180,9 @@ class ChainIndex:
         taken: list[int] = []
         policy = self.policy
         passed: list[int] = []
+        demoted_leaves = self._demoted_leaves
         while len(taken) < count:
-            item = self._demoted_victim(busy, passed) if self._demoted_leaves else None
+            item = self._demoted_victim(busy, passed) if demoted_leaves else None
             if item is None:
                 item = self._policy_victim(busy)
                 if item is None:

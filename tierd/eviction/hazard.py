@@ -11,9 +11,13 @@ from typing import ClassVar, Final
 
 from tierd.eviction.policy import NO_ITEM, Policy, Request
 from tierd.eviction.reuse import KINDS, Reuse
+from tierd.eviction.survival import Tables
 
-WARM_REQUESTS: Final = 256
+WARM_REQUESTS: Final = 64
 """Requests until which recency orders the blocks: less teaches too little to beat it."""
+
+HOLDS: Final = 32
+"""A value holds until the block is older by this part of its age."""
 
 
 class Hazard(Policy):
@@ -30,90 +34,84 @@ class Hazard(Policy):
     def __init__(self, capacity: int, reuse: Reuse) -> None:
         super().__init__(capacity)
         self.reuse = reuse
-        # Value of the oldest leaf of each class at this time, for the classes in `_column`,
-        # which are few of all; empty if not known; and the classes of which it has changed.
-        self._values: list[float] = []
-        self._classes_valued: list[int] = []
-        self._column: dict[int, int] = {}
+        # By class, its oldest leaf when last looked at, the value of that, and until when it
+        # holds; the classes that may have got an older leaf; time and tables of the last look
+        # (None: recency).
+        self._oldest = [NO_ITEM] * KINDS
+        self._values = [inf] * KINDS
+        self._until_ms = [0] * KINDS
         self._stale: set[int] = set()
-        # Class and last use of the last victim.
-        self._last: tuple[int, int] | None = None
+        self._now_ms = 0
+        self._tables: Tables | None = None
 
     # --- what the index tells -------------------------------------------------------
 
     def use(self, request: Request, items: Sequence[int | None]) -> None:
         """The owner has had `reuse` count the request before."""
-        children, rerank = self.leaves.children, self.leaves.rerank
+        leaves, stale = self.leaves, self._stale
+        children = leaves.children
         for block_hash, item in zip(request.hashes, items, strict=True):
             if item is not None and not children[item]:
-                rerank(item, *self.reuse.last_use_or_now(block_hash))
-        self._values = []
+                kind, last_ms = self.reuse.last_use_or_now(block_hash)
+                stale.add(kind)
+                leaves.rerank(item, kind, last_ms)
 
     def touch(self, items: Iterable[int]) -> None:
         """Nothing: a look without a request says nothing about the next one."""
 
     def insert(self, item: int, block_hash: bytes) -> None:
-        self.leaves.put(item, *self.reuse.last_use_or_now(block_hash))
-        self._values = []
+        kind, last_ms = self.reuse.last_use_or_now(block_hash)
+        self._stale.add(kind)
+        self.leaves.put(item, kind, last_ms)
 
     def expose(self, item: int) -> None:
         leaves = self.leaves
         use = self.reuse.last_use(self.hashes[item])
-        if use is None:
-            use = leaves.place[item], leaves.rank[item]
-        leaves.place[item], leaves.rank[item] = use
+        if use is not None:
+            leaves.place[item], leaves.rank[item] = use
+        self._stale.add(leaves.place[item])
         leaves.expose(item)
-        if use == self._last:
-            # The parent of what has just gone, of the same use: it is worth the same.
-            self._stale.discard(use[0])
-        else:
-            self._stale.add(use[0])
-
-    def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
-        leaves = self.leaves
-        kind = leaves.place[item]
-        self._last = (kind, leaves.rank[item]) if evicted and kind not in self._stale else None
-        self._stale.add(kind)
-        super().remove(item, block_hash, evicted=evicted)
 
     def move(self, item: int, target: int) -> None:
+        self._stale.add(self.leaves.place[item])
         super().move(item, target)
-        self._values = []
 
     # --- worth ----------------------------------------------------------------------
 
     def victim(self) -> int | None:
-        values, stale = self._values, self._stale
-        if stale or not values:
-            self._last = None
-        if not values:
-            self.leaves.settle()
-            valued = self._classes_valued
-            valued[:] = [kind for kind, heap in enumerate(self.leaves.heaps) if heap]
-            self._column = {kind: column for column, kind in enumerate(valued)}
-            stale.clear()
-            values = self._values = [self._value_of_oldest(kind) for kind in valued]
-        while stale:
-            kind = stale.pop()
-            if kind not in self._column:
-                self._column[kind] = len(values)
-                self._classes_valued.append(kind)
-                values.append(inf)
-            values[self._column[kind]] = self._value_of_oldest(kind)
-        lowest = min(values, default=inf)
-        if lowest == inf:
-            return None
-        return self.leaves.peek(self._classes_valued[values.index(lowest)])
+        leaves, values, stale = self.leaves, self._values, self._stale
+        if leaves.head != NO_ITEM:
+            # Of the class of what has just gone, and used together with it: worth the same.
+            return leaves.head
+        leaves.settle()
+        now_ms = self.reuse.now_ms
+        tables = None if self.reuse.requests < WARM_REQUESTS else self.reuse.survival.tables
+        if tables is not self._tables:
+            self._tables = tables
+            stale.update(range(KINDS))
+        elif now_ms != self._now_ms:
+            stale.update([kind for kind, until in enumerate(self._until_ms) if until <= now_ms])
+        self._now_ms = now_ms
+        for kind in stale:
+            values[kind] = self._value_of(kind, leaves.peek(kind))
+        stale.clear()
+        while (lowest := min(values)) < inf:
+            kind = values.index(lowest)
+            item = leaves.peek(kind)
+            if item == self._oldest[kind]:
+                return item
+            # That one is no leaf any more, or was used.
+            values[kind] = self._value_of(kind, item)
+        return None
 
-    def set_aside(self, item: int) -> None:
-        super().set_aside(item)
-        self._stale.add(self.leaves.place[item])
-
-    def _value_of_oldest(self, kind: int) -> float:
-        item = self.leaves.peek(kind)
+    def _value_of(self, kind: int, item: int) -> float:
+        """The value of the oldest leaf of a class, for as long as that holds."""
+        self._oldest[kind] = item
         if item == NO_ITEM:
             return inf
         last_ms = self.leaves.rank[item]
-        if self.reuse.requests < WARM_REQUESTS:
+        if self._tables is None:
             return float(last_ms)
-        return self.reuse.survival.value(kind, self.reuse.now_ms - last_ms)
+        age_ms = self._now_ms - last_ms
+        self._until_ms[kind] = self._now_ms + age_ms // HOLDS
+        return self._tables.value(kind, age_ms)

@@ -94,9 +94,11 @@ class Policy(ABC):
 
     def restore(self) -> None:
         """End of a series of victims: what was set aside may be one again."""
-        aside, self._aside = self._aside, []
-        for item in aside:
-            self.expose(item)
+        self.leaves.enter_head()
+        if self._aside:
+            aside, self._aside = self._aside, []
+            for item in aside:
+                self.expose(item)
 
     def park(self, item: int) -> None:
         """The last victim is to stay: it does not come up again before `unpark`."""
@@ -117,7 +119,7 @@ class Policy(ABC):
 
     def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
         """An item has left: as a victim, or for a reason that says nothing of its worth."""
-        self.leaves.bound()
+        self.leaves.drop(item, first=evicted)
 
     def move(self, item: int, target: int) -> None:
         """An item has another number and keeps its worth."""
@@ -166,6 +168,10 @@ class LeafHeaps:
     keeps its place. Entries are lazy: one that came too early is put back with the right
     rank, one of an item that left, got a child or changed its place is dropped when it
     comes up. Entries number at most twice what there ever was of items, and HEAP_SLACK.
+
+    Victims mostly are a leaf, its parent, the parent's parent, all of one request. A parent
+    whose turn is no later than that of its child, which has just gone, is the next one of its
+    place: as the head it has no entry, until the series of victims ends or goes on elsewhere.
     """
 
     def __init__(self, places: int) -> None:
@@ -175,6 +181,9 @@ class LeafHeaps:
         self.place: list[int] = []
         self.parked: set[int] = set()
         """Items that are to stay: a leaf among them need not have an entry."""
+        self.head = NO_ITEM
+        # Place and rank of the victim that has just gone, until its parent is exposed.
+        self._gone = NO_ITEM, NO_ITEM
         # Items that may be leaves without an entry. Most get a child before anybody asks.
         self._fresh: list[int] = []
 
@@ -195,10 +204,18 @@ class LeafHeaps:
 
     def expose(self, item: int) -> None:
         """Enter a leaf."""
-        heappush(self.heaps[self.place[item]], self.rank[item] << ITEM_BITS | item)
+        place, rank = self.place[item], self.rank[item]
+        gone, rank_gone = self._gone
+        if self.head != NO_ITEM:
+            self.enter_head()
+        elif place == gone and rank <= rank_gone:
+            self.head = item
+            return
+        heappush(self.heaps[place], rank << ITEM_BITS | item)
 
     def rerank(self, item: int, place: int, rank: int) -> None:
         """Give a resident item another place and rank."""
+        self.enter_head()
         self.rank[item] = rank
         if self.place[item] != place:
             self.place[item] = place
@@ -209,6 +226,7 @@ class LeafHeaps:
         """Enter what has become a leaf since the last call; before a series of `peek`."""
         if not self._fresh:
             return
+        self.enter_head()
         children = self.children
         fresh = [item for item in self._fresh if not children[item]]
         self._fresh.clear()
@@ -218,13 +236,25 @@ class LeafHeaps:
         for item in fresh:
             self.expose(item)
 
-    def bound(self) -> None:
-        """Bound what waits to be entered."""
+    def drop(self, item: int, *, first: bool) -> None:
+        """An item has gone; `first`: it was the first of its place."""
+        if item == self.head:
+            self.head = NO_ITEM
+        self._gone = (self.place[item], self.rank[item]) if first else (NO_ITEM, NO_ITEM)
         if len(self._fresh) > HEAP_SLACK + len(self.rank):
             self.settle()
 
+    def enter_head(self) -> None:
+        """Give the head an entry like the others; there may be none."""
+        self._gone = NO_ITEM, NO_ITEM
+        if self.head != NO_ITEM:
+            item, self.head = self.head, NO_ITEM
+            self.expose(item)
+
     def peek(self, place: int) -> int:
         """The leaf with the lowest rank in a place, or NO_ITEM."""
+        if self.head != NO_ITEM and self.place[self.head] == place:
+            return self.head
         heap, children = self.heaps[place], self.children
         while heap:
             entry = heap[0]
@@ -239,6 +269,9 @@ class LeafHeaps:
 
     def pop(self, item: int) -> None:
         """Take back the entry of the leaf that `peek` has just found."""
+        if item == self.head:
+            self.head = NO_ITEM
+            return
         entry = heappop(self.heaps[self.place[item]])
         assert entry & ITEM_MASK == item
 
@@ -253,6 +286,7 @@ class LeafHeaps:
 
     def check(self) -> None:
         """Assert that every leaf will come up, and none too late; for tests."""
+        assert self.head == NO_ITEM
         due: dict[int, int] = {}
         for place, heap in enumerate(self.heaps):
             for entry in heap:
