@@ -104,7 +104,7 @@ class Learning:
             await asyncio.sleep(0)
         if book.rebuild_due:
             await asyncio.sleep(0)
-            book.install(book.begin_rebuild().run())
+            book.rebuild()
 
     def _count_ghosts(self, asked: _Asked) -> None:
         """Count the blocks that only an arena of twice the size would have had."""

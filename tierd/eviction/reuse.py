@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Final
 
 from tierd.eviction.policy import Request
-from tierd.eviction.survival import Rebuild, Survival, Tables
+from tierd.eviction.survival import Survival
 
 USES_MAX: Final = 20
 _LEVEL: Final = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * 10, 5]
@@ -49,7 +49,10 @@ SLICE: Final = 256
 """Blocks counted between two chances to do something else: about 0.1 ms."""
 
 REBUILD_EVERY: Final = 64
-"""Requests between two rebuilds of the tables, which take 1.5 ms; at first more often."""
+"""Requests between two rebuilds of the tables, which take 1 ms; at first more often."""
+
+REBUILD_PAUSE_MS: Final = 1000
+"""No two rebuilds are closer, so that of thousands of requests a second few wait for one."""
 
 # A record of a block: last use in ms, class, uses.
 _USES_BITS: Final = 5
@@ -75,6 +78,7 @@ class Reuse:
         self.survival = Survival(_GROUPS)
         self._records: dict[bytes, int] = {}
         self._rebuild_at = 1
+        self._rebuild_from_ms = 0
         # Class of a block that comes without a request having named it.
         self._unnamed = _FIRST
 
@@ -94,7 +98,7 @@ class Reuse:
         for _ in self.use_slices(request):
             pass
         if self.rebuild_due:
-            self.install(self.begin_rebuild().run())
+            self.rebuild()
 
     def use_slices(self, request: Request) -> Iterator[None]:
         """Count a use in steps of at most SLICE blocks, for who has other work in between.
@@ -172,20 +176,14 @@ class Reuse:
 
     @property
     def rebuild_due(self) -> bool:
-        """Whether enough has been counted for new tables, and none are being made."""
-        return self.requests >= self._rebuild_at and not self.survival.rebuilding
+        """Whether enough has been counted for new tables."""
+        return self.requests >= self._rebuild_at and self.now_ms >= self._rebuild_from_ms
 
-    def begin_rebuild(self) -> Rebuild:
-        """What the next tables are made of; `run` it in any thread, then `install` the outcome.
-
-        Counting goes on meanwhile, with the old tables.
-        """
+    def rebuild(self) -> None:
+        """Learn from what has been counted; takes 1 ms."""
         self._rebuild_at = self.requests + min(REBUILD_EVERY, max(8, self.requests // 4))
-        return self.survival.begin_rebuild(self.now_ms)
-
-    def install(self, tables: Tables) -> None:
-        """Use new tables from now on."""
-        self.survival.install(tables)
+        self._rebuild_from_ms = self.now_ms + REBUILD_PAUSE_MS
+        self.survival.rebuild(self.now_ms)
 
     # --- asking ---------------------------------------------------------------------
 

@@ -30,6 +30,10 @@ SAMPLES_MAX: Final = 4096
 """Fewer forget what comes back late, more follow a change too slowly: 1,024 cost two points
 of hits at 5,000 blocks, 8,192 a quarter of a point at 50,000."""
 
+RUN_POWER: Final = 0.75
+"""A run of n blocks weighs n to this power: they live and die together, so that it says less
+than n blocks would, and more than one. 0.5 and 1 cost half a point here or there."""
+
 SHRINK: Final = 10.0
 """Runs watched that weigh as much as the group's hazard. Runs, since the blocks of one live and
 die together: a hundred blocks in one run say as much as two in one. 7 to 14 differ by less than
@@ -53,25 +57,24 @@ _LATER: Final = np.triu(np.ones((BUCKETS, BUCKETS), bool))
 
 Table = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 
 class _Counts(NamedTuple):
     """What was seen by class (or group), a row each."""
 
     reused: Table
-    """Blocks, by bucket."""
+    """Weight of the runs that were used again, by bucket."""
     exposed_s: Table
-    """Seconds at risk, by bucket."""
+    """Seconds at risk times weight, by bucket."""
     watched: Table
-    """Blocks, and the sum of the squares of the runs' lengths."""
+    """Sums of the runs' weights, and of the squares of those."""
 
     def hazard(self, prior: Table, runs: float) -> Table:
-        """Reuses a second, as if so many more runs of the usual length had followed the prior."""
-        blocks, squares = self.watched[:, :1], self.watched[:, 1:]
-        # The length of the run that a block is in, on average.
-        length = np.maximum(squares, 1) / np.maximum(blocks, 1)
-        time = runs * length * _WIDTHS_S
+        """Reuses a second, as if so many more runs of the usual weight had followed the prior."""
+        weights, squares = self.watched[:, :1], self.watched[:, 1:]
+        # Usual is that of the run that a block is in, not of a run.
+        usual = np.maximum(squares, 1) / np.maximum(weights, 1)
+        time = runs * usual * _WIDTHS_S
         hazard: Table = (self.reused + prior * time) / (self.exposed_s + time)
         return hazard
 
@@ -115,56 +118,14 @@ class Tables:
         return here + (row[bucket + 1] - row[bucket]) * part
 
 
-class _Samples(NamedTuple):
-    """Those watched and those that ended since the last rebuild, column by column."""
-
-    kinds: Ints
-    opened_ms: Ints
-    ends_ms: Ints
-    weights: Ints
-    used: Flags
-    since_ms: int
-
-
-class Rebuild:
-    """The making of tables, for any thread: it shares nothing with the samples."""
-
-    def __init__(self, tables: Tables, samples: _Samples, opened: Ints) -> None:
-        self._tables = tables
-        self._samples = samples
-        self._opened = opened
-
-    def run(self) -> Tables:
-        """The new tables; takes 1 ms."""
-        old, samples = self._tables, self._samples
-        if not len(samples.kinds):
-            return old
-        shape = len(old.groups), BUCKETS
-        reused = np.zeros(shape)
-        last = samples.ends_ms - samples.opened_ms
-        first = np.maximum(samples.opened_ms, samples.since_ms) - samples.opened_ms
-        exposed_s = _survived(last, samples, shape) - _survived(first, samples, shape)
-        used = samples.used
-        ages_ms = (samples.ends_ms - samples.opened_ms)[used]
-        buckets = np.searchsorted(EDGES_MS, ages_ms, side="right")
-        np.add.at(reused, (samples.kinds[used], buckets), samples.weights[used])
-        keep = 0.5 ** (self._opened[:, :1] / HALF_LIFE)
-        counts = _Counts(
-            old.counts.reused * keep + reused,
-            old.counts.exposed_s * keep + exposed_s,
-            old.counts.watched * keep + self._opened[:, 1:],
-        )
-        return Tables(old.groups, counts)
-
-
-def _survived(ages_ms: Ints, samples: _Samples, shape: tuple[int, int]) -> Table:
-    """By class and bucket, the seconds that the samples spent there up to these ages."""
+def _survived(kinds: Ints, ages_ms: Ints, weights: Ints, shape: tuple[int, int]) -> Table:
+    """By class and bucket, the seconds (times weight) that samples spent there up to these ages."""
     buckets = np.searchsorted(EDGES_MS, ages_ms, side="right")
-    cells = samples.kinds * BUCKETS + buckets
+    cells = kinds * BUCKETS + buckets
     size = shape[0] * shape[1]
     here_s = np.minimum(ages_ms / 1000, _ENDS_S[-1]) - _STARTS_S[buckets]
-    partly = np.bincount(cells, samples.weights * here_s, size).reshape(shape)
-    ended = np.bincount(cells, samples.weights, size).reshape(shape)
+    partly = np.bincount(cells, weights * here_s, size).reshape(shape)
+    ended = np.bincount(cells, weights, size).reshape(shape)
     later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     survived: Table = partly + later * _WIDTHS_S
     return survived
@@ -187,10 +148,9 @@ class Survival:
         self._next = 0
         # Those that ended since the last rebuild: class, start, end, weight, and if by a use.
         self._ended: list[tuple[int, int, int, int, bool]] = []
-        # By class, since the last rebuild: runs, their blocks, and the squares of those.
+        # By class, since the last rebuild: runs, their weights, and the squares of those.
         self._opened = [(0, 0, 0)] * len(groups)
         self._rebuilt_ms = 0
-        self._rebuilding = False
         none = _Counts(*(np.zeros((len(groups), width)) for width in (BUCKETS, BUCKETS, 2)))
         self.tables = Tables(np.array(groups), none)
 
@@ -206,8 +166,9 @@ class Survival:
             (self._kind[place], self._opened_ms[place], now_ms, self._weight[place], used)
         )
 
-    def watch(self, block_hash: bytes, kind: int, now_ms: int, weight: int) -> None:
-        """Watch a block that has just been used, on behalf of `weight` blocks."""
+    def watch(self, block_hash: bytes, kind: int, now_ms: int, blocks: int) -> None:
+        """Watch a block that has just been used, on behalf of a run of `blocks`."""
+        weight = round(blocks**RUN_POWER)
         place = self._next
         self._next = (place + 1) % len(self._hash)
         if self._watched[place]:
@@ -218,42 +179,38 @@ class Survival:
         self._kind[place] = kind
         self._opened_ms[place] = now_ms
         self._weight[place] = weight
-        runs, blocks, squares = self._opened[kind]
-        self._opened[kind] = runs + 1, blocks + weight, squares + weight * weight
+        runs, weights, squares = self._opened[kind]
+        self._opened[kind] = runs + 1, weights + weight, squares + weight * weight
 
-    @property
-    def rebuilding(self) -> bool:
-        """Whether a rebuild has begun whose tables have not come yet."""
-        return self._rebuilding
-
-    def begin_rebuild(self, now_ms: int) -> Rebuild:
-        """Take what happened since the last time; AssertionError if a rebuild is under way."""
-        assert not self._rebuilding
-        self._rebuilding = True
+    def rebuild(self, now_ms: int) -> None:
+        """Make new tables of what happened since the last time; takes 1 ms."""
+        old, since_ms = self.tables, self._rebuilt_ms
         watched = np.flatnonzero(np.frombuffer(self._watched, np.uint8))
         ended = np.array(self._ended, np.int64).reshape(-1, 5)
         kinds, opened_ms, weights = (
             np.concatenate((np.frombuffer(column, np.int64)[watched], ended[:, i]))
             for column, i in ((self._kind, 0), (self._opened_ms, 1), (self._weight, 3))
         )
-        samples = _Samples(
-            kinds,
-            opened_ms,
-            np.concatenate((np.full(len(watched), now_ms), ended[:, 2])),
-            weights,
-            np.concatenate((np.zeros(len(watched), bool), ended[:, 4] == 1)),
-            self._rebuilt_ms,
+        ages_ms = np.concatenate((np.full(len(watched), now_ms), ended[:, 2])) - opened_ms
+        known_ms = np.maximum(since_ms - opened_ms, 0)
+        shape = len(old.groups), BUCKETS
+        exposed_s = _survived(kinds, ages_ms, weights, shape)
+        exposed_s -= _survived(kinds, known_ms, weights, shape)
+        came_back = ended[:, 4] == 1
+        buckets = np.searchsorted(EDGES_MS, ages_ms[len(watched) :][came_back], side="right")
+        reused = np.zeros(shape)
+        np.add.at(reused, (ended[came_back, 0], buckets), ended[came_back, 3])
+        opened = np.array(self._opened)
+        keep = 0.5 ** (opened[:, :1] / HALF_LIFE)
+        counts = _Counts(
+            old.counts.reused * keep + reused,
+            old.counts.exposed_s * keep + exposed_s,
+            old.counts.watched * keep + opened[:, 1:],
         )
-        job = Rebuild(self.tables, samples, np.array(self._opened))
+        self.tables = Tables(old.groups, counts)
         self._ended = []
         self._opened = [(0, 0, 0)] * len(self._opened)
         self._rebuilt_ms = now_ms
-        return job
-
-    def install(self, tables: Tables) -> None:
-        """Use these tables from now on."""
-        self._rebuilding = False
-        self.tables = tables
 
     def reuse_chance(self, kind: int, age_ms: int, horizon_ms: int) -> float:
         """The chance that a block of that age is used within the horizon."""
