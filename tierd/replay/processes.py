@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -39,14 +40,15 @@ def run_all(
     try:
         while len(results) < len(runs):
             while len(running) < processes and started < len(runs):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run, args=(runs[started], started, done, theirs, os.getpid())
-                )
-                process.start()
-                # Held by the process alone, so that its end is the pipe's.
-                theirs.close()
-                running[ours] = started, process
+                with _uninterrupted():
+                    ours, theirs = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=_run, args=(runs[started], started, done, theirs, os.getpid())
+                    )
+                    process.start()
+                    # Held by the process alone, so that its end is the pipe's.
+                    theirs.close()
+                    running[ours] = started, process
                 started += 1
             for connection in wait(list(running), PERIOD_S):
                 assert isinstance(connection, Connection)
@@ -71,6 +73,17 @@ def run_all(
     return [results[number] for number in range(len(runs))]
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until a new process is known. In that one it waits for ever: a terminal sends
+    it to all processes, and the parent ends the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run(
     run: Callable[[Tell], Result],
     number: int,
@@ -78,9 +91,6 @@ def _run(
     connection: Connection[Result, Result],
     parent: int,
 ) -> None:
-    # A terminal sends it to all of its processes, and the parent ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     def tell(requests: int) -> None:
         done[number] = requests
         if os.getppid() != parent:
