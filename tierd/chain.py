@@ -81,7 +81,7 @@ class ChainIndex:
         self.items[block_hash] = item
         self._hash[item] = block_hash
         self._parent[item] = parent
-        self._children[item] = self._orphans.pop(block_hash, 0) if self._orphans else 0
+        self._children[item] = self._orphans.pop(block_hash, 0)
         self.policy.insert(item, block_hash)
         if block_hash in self._demoted:
             self._demoted_leaves[item] = None
@@ -178,33 +178,26 @@ class ChainIndex:
         A parent that becomes a leaf meanwhile takes its turn in the same call.
         """
         taken: list[int] = []
-        policy = self.policy
+        policy, kept, hashes = self.policy, self.kept, self._hash
         passed: list[int] = []
-        demoted_leaves = self._demoted_leaves
         while len(taken) < count:
-            item = self._demoted_victim(busy, passed) if demoted_leaves else None
+            item = self._demoted_victim(busy, passed) if self._demoted_leaves else None
+            demoted = item is not None
             if item is None:
-                item = self._policy_victim(busy)
+                item = policy.victim()
                 if item is None:
                     break
-                self._drop(item, evicted=True)
-            else:
-                self._drop(item, evicted=False)
+                if hashes[item] in kept and self._stays(item):
+                    policy.park(item)
+                    continue
+                if busy(item):
+                    policy.set_aside(item)
+                    continue
+            self._drop(item, evicted=not demoted)
             taken.append(item)
         policy.restore()
         self._demoted_leaves.update(dict.fromkeys(passed))
         return taken
-
-    def _policy_victim(self, busy: Callable[[int], bool]) -> int | None:
-        policy = self.policy
-        while (item := policy.victim()) is not None:
-            if self._hash[item] in self.kept and self._stays(item):
-                policy.park(item)
-            elif busy(item):
-                policy.set_aside(item)
-            else:
-                return item
-        return None
 
     def _demoted_victim(self, busy: Callable[[int], bool], passed: list[int]) -> int | None:
         """The next of the blocks that go first; those that are busy are added to `passed`."""
@@ -256,7 +249,6 @@ class ChainIndex:
             self._orphans[block_hash] = self._children[item]
         self._children[item] = ABSENT
         self.policy.remove(item, block_hash, evicted=evicted)
-        self.policy.leaves.parked.discard(item)
         if self._demoted:
             self._demoted.pop(block_hash, None)
         above = self.items.get(parent)

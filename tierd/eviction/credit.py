@@ -32,37 +32,41 @@ class Credit(Policy):
         self._clock = 0
         self._uses: list[int] = []
         self._ghosts = Ghosts(capacity * GHOST_RATIO)
-
-    def _rank(self, uses: int) -> int:
-        return self._clock + int(CREDIT * self.capacity * _LOG2[uses])
+        # By number of uses, in insertions.
+        self._credit = [int(CREDIT * capacity * log) for log in _LOG2]
 
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
         self._ghosts.resize(capacity * GHOST_RATIO)
+        self._credit = [int(CREDIT * capacity * log) for log in _LOG2]
 
     def use(self, request: Request, items: Sequence[int | None]) -> None:
-        rank, uses = self.leaves.rank, self._uses
+        rank, uses, credit, clock = self.leaves.rank, self._uses, self._credit, self._clock
         records = self._ghosts.records
         for block_hash, item in zip(request.hashes, items, strict=True):
             if item is not None:
-                if uses[item] < USES_MAX:
-                    uses[item] += 1
+                count = uses[item]
+                if count < USES_MAX:
+                    count += 1
+                    uses[item] = count
+                new = clock + credit[count]
                 # A smaller capacity gives less credit, but a rank may only grow.
-                rank[item] = max(rank[item], self._rank(uses[item]))
-            elif (count := records.get(block_hash)) is not None:
-                records[block_hash] = min(count + 1, USES_MAX)
+                if new > rank[item]:
+                    rank[item] = new
+            elif block_hash in records:
+                records[block_hash] = min(records[block_hash] + 1, USES_MAX)
 
     def touch(self, items: Iterable[int]) -> None:
         rank, uses = self.leaves.rank, self._uses
         for item in items:
-            rank[item] = max(rank[item], self._rank(uses[item]))
+            rank[item] = max(rank[item], self._clock + self._credit[uses[item]])
 
     def insert(self, item: int, block_hash: bytes) -> None:
         if item >= len(self._uses):
             self._uses.extend([0] * (item + item // 8 + 1 - len(self._uses)))
-        self._uses[item] = self._ghosts.records.pop(block_hash, 1)
+        self._uses[item] = count = self._ghosts.records.pop(block_hash, 1)
         self._clock += 1
-        self.leaves.put(item, 0, self._rank(self._uses[item]))
+        self.leaves.put(item, 0, self._clock + self._credit[count])
 
     def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
         if evicted:

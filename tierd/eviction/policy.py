@@ -240,6 +240,8 @@ class LeafHeaps:
         """An item has gone; `first`: it was the first of its place."""
         if item == self.head:
             self.head = NO_ITEM
+        if self.parked:
+            self.parked.discard(item)
         self._gone = (self.place[item], self.rank[item]) if first else (NO_ITEM, NO_ITEM)
         if len(self._fresh) > HEAP_SLACK + len(self.rank):
             self.settle()

@@ -201,7 +201,10 @@ class Reuse:
     def last_use_or_now(self, block_hash: bytes) -> tuple[int, int]:
         """The same; a block that is not known, such as one just generated, is taken for a new
         one of the last request."""
-        return self.last_use(block_hash) or (self._unnamed, self.now_ms)
+        record = self._records.get(block_hash)
+        if record is None:
+            return self._unnamed, self.now_ms
+        return record >> _USES_BITS & _KIND_MASK, record >> _TIME_SHIFT
 
     def chance(self, block_hash: bytes, horizon_s: float) -> float:
         """The chance that a block is used within so many seconds from the last request on."""

@@ -152,29 +152,37 @@ class _Node:
         # The deepest came first.
         leaving = [self.blocks[item] for item in reversed(gone)]
         leaving = [block for block in leaving if block[0] not in below]
-        written = self._write(Moment.LEAVING, leaving)
-        self.outcome.l3_refused += len(leaving) - written
+        chosen = self._choose(Moment.LEAVING, [block_hash for block_hash, _ in leaving])
+        self._write([leaving[place] for place in chosen])
+        self.outcome.l3_refused += len(leaving) - len(chosen)
 
     def _offer(self, moment: Moment, hashes: Sequence[bytes], places: list[int]) -> None:
-        self._write(moment, [(hashes[i], hashes[i - 1] if i else _ROOT) for i in places])
+        chosen = self._choose(moment, [hashes[i] for i in places])
+        self._write(
+            [(hashes[i], hashes[i - 1] if i else _ROOT) for i in map(places.__getitem__, chosen)]
+        )
 
-    def _write(self, moment: Moment, blocks: list[tuple[bytes, bytes]]) -> int:
-        """Write those of the blocks that L3's policy wants; how many."""
-        if not blocks:
-            return 0
+    def _choose(self, moment: Moment, hashes: list[bytes]) -> list[int]:
+        """Places of the blocks that L3's policy wants."""
+        if not hashes:
+            return []
         assert self.writes is not None
-        hashes = [block_hash for block_hash, _ in blocks]
-        chosen = self.writes.choose(
+        return self.writes.choose(
             moment, _DIGEST, hashes, self.reuse, self.block_bytes, self.now_ns
         )
+
+    def _write(self, blocks: list[tuple[bytes, bytes]]) -> None:
+        """Write blocks to L3, as far as there is room."""
+        if not blocks:
+            return
+        assert self.writes is not None
         index, free, missed = self.l3.index, self.l3.free, self.writes.missed
-        if len(chosen) > len(free):
-            free.extend(index.evict(len(chosen) - len(free), _never))
-        for place in chosen[: len(free)]:
-            missed.remove(_DIGEST, hashes[place])
-            index.insert(free.pop(), *blocks[place])
+        if len(blocks) > len(free):
+            free.extend(index.evict(len(blocks) - len(free), _never))
+        for block in blocks[: len(free)]:
+            missed.remove(_DIGEST, block[0])
+            index.insert(free.pop(), *block)
             self.outcome.l3_written += 1
-        return len(chosen)
 
 
 def _never(item: int) -> bool:
