@@ -215,8 +215,8 @@ def main() -> None:
     }
     timed = [job for name in traces for row in one_tier_jobs(name).values() for job in row]
     others = [job for jobs in tables.values() for job in jobs]
-    # One at a time: two that share a core's caches would take a third longer.
-    results = {job: run(job) for job in timed}
+    # One at a time, and the quicker of two: others on the machine cost up to half.
+    results = {job: min(run(job), run(job), key=lambda done: done[1]) for job in timed}
     with Pool(None, load, (paths,)) as pool:
         results |= zip(others, pool.map(run, others, chunksize=1), strict=True)
     text = [
