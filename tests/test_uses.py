@@ -11,6 +11,7 @@ from tests.tier_bench import SPACE, Bench, config, run
 from tierd.config import WritePolicy
 from tierd.core.uses import Uses
 from tierd.core.writes import DEMAND_EARLY, Moment, Writes
+from tierd.daemon.learning import PAUSE_S
 from tierd.eviction.policy import Request
 from tierd.eviction.reuse import SLICE, Reuse
 
@@ -108,11 +109,11 @@ def test_counting_a_long_prompt_lets_others_go_first() -> None:
     async def test(bench: Bench) -> None:
         hashes = chain(8 * SLICE)
         bench.node.learning.note([bench.space], hashes, 1)
-        turns = 0
+        pauses = 0
         while bench.node.learning.busy:
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns > 8
+            await asyncio.sleep(PAUSE_S / 2)
+            pauses += 1
+        assert pauses > 16
         assert counts(bench.space.reuse, hashes[:: SLICE // 2]) == [1] * 16
 
     run(test)
@@ -139,12 +140,12 @@ def test_a_flood_of_requests_is_counted_in_part_and_that_is_said() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = chain(1)
-        for _ in range(1000):
+        for _ in range(2000):
             bench.node.learning.note([bench.space], hashes, 0)
         await bench.learned()
         left = bench.node.counters["uses_not_counted_total"]
         assert left > 0
-        assert counts(bench.space.reuse, hashes) == [min(20, 1000 - left)]
+        assert counts(bench.space.reuse, hashes) == [min(20, 2000 - left)]
 
     run(test)
 

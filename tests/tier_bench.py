@@ -108,7 +108,7 @@ class Bench:
         """Wait until every use that has been noted is counted."""
         async with asyncio.timeout(60):
             while self.node.learning.busy:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
 
     def forget(self) -> None:
         """Evict all of L2."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from tierd.clock import Clock
@@ -23,9 +23,22 @@ log = logging.getLogger("tierd")
 
 NS: Final = 1_000_000_000
 
-WAITING_MAX: Final = 256
-"""Requests that wait to be counted; beyond it the oldest are not. One of 1,000 blocks takes
-about 1 ms, in which the loop answers a few others at most."""
+WAITING_MAX: Final = 1024
+"""Requests that wait to be counted; beyond it the oldest are not."""
+
+WAITING_BLOCKS_MAX: Final = 1 << 19
+"""Their blocks, which take 40 MB; the latest request may have them all."""
+
+PAUSE_S: Final = 0.001
+"""Between two slices of SLICE blocks, of less than 0.1 ms: so a request that comes meanwhile mostly
+finds the loop idle. Without it the p99 of the smallest call is five times as long. It leaves time
+to count 60,000 blocks a second, more than an engine computes."""
+
+HURRY_BLOCKS: Final = 1 << 16
+"""With more blocks waiting there is no pause."""
+
+STEP_BLOCKS: Final = 16
+"""A step takes as long as so many blocks even if it has none."""
 
 
 class _Asked(NamedTuple):
@@ -49,34 +62,43 @@ class Learning:
         self._counters = counters
         self._waiting: deque[_Asked] = deque()
         self._ready = asyncio.Event()
+        self._waiting_blocks = 0
+        self._now: _Asked | None = None
+        # Blocks since the last pause.
+        self._done = 0
 
     def note(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
         """A request asks for a prefix; returns at once. 0 is a request of its own each time."""
-        if len(self._waiting) >= WAITING_MAX:
-            self._waiting.popleft()
-            self._counters["uses_not_counted_total"] += 1
         unique = list(dict.fromkeys(spaces))
         self._waiting.append(_Asked(unique, hashes, request, self._clock.monotonic_ns()))
+        self._waiting_blocks += len(hashes)
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > WAITING_MAX or self._waiting_blocks > WAITING_BLOCKS_MAX
+        ):
+            self._waiting_blocks -= len(self._waiting.popleft().hashes)
+            self._counters["uses_not_counted_total"] += 1
         self._ready.set()
 
     @property
     def busy(self) -> bool:
         """Whether something noted is not counted yet."""
-        return bool(self._waiting)
+        return bool(self._waiting) or self._now is not None
 
     async def run(self) -> None:
         """Count what is noted, for ever."""
         while True:
             await self._ready.wait()
+            # The reply is on its way, and who gets it may ask again at once.
+            await asyncio.sleep(PAUSE_S)
             while self._waiting:
-                asked = self._waiting[0]
+                asked = self._now = self._waiting.popleft()
+                self._waiting_blocks -= len(asked.hashes)
                 try:
                     await self._count(asked)
                 except Exception:  # a bug here costs hits, the daemon's end would cost all
                     self._counters["internal_errors_total"] += 1
                     log.exception("a use was not counted by a bug of ours")
-                if self._waiting and self._waiting[0] is asked:
-                    self._waiting.popleft()
+            self._now = None
             self._ready.clear()
 
     async def _count(self, asked: _Asked) -> None:
@@ -88,23 +110,30 @@ class Learning:
                 new[book] = self._host.uses.new(book, asked.hashes, asked.request)
                 await self._use(book, Request(new[book], asked.now_ns / NS))
         for space in asked.spaces:
-            hashes = new[space.reuse]
-            for start in range(0, len(hashes), SLICE):
-                part = hashes[start : start + SLICE]
+            for part in _slices(new[space.reuse]):
                 space.chain.use(Request(part, asked.now_ns / NS))
-                await asyncio.sleep(0)
-            for start in range(0, len(asked.hashes), SLICE):
-                self._backups.used(space, asked.hashes[start : start + SLICE])
-                await asyncio.sleep(0)
+                await self._breathe(len(part))
+            if self._backups.queues:
+                for part in _slices(asked.hashes):
+                    self._backups.used(space, part)
+                    await self._breathe(len(part))
 
     async def _use(self, book: Reuse, request: Request) -> None:
         if not request.hashes:
             return
         for _ in book.use_slices(request):
-            await asyncio.sleep(0)
+            await self._breathe(SLICE)
+        await self._breathe(len(request.hashes) % SLICE)
         if book.rebuild_due:
             await asyncio.sleep(0)
             book.rebuild()
+
+    async def _breathe(self, blocks: int) -> None:
+        """A step that handled so many blocks is done: let others go first now and then."""
+        self._done += blocks + STEP_BLOCKS
+        if self._done >= SLICE:
+            self._done = 0
+            await asyncio.sleep(0 if self._waiting_blocks > HURRY_BLOCKS else PAUSE_S)
 
     def _count_ghosts(self, asked: _Asked) -> None:
         """Count the blocks that only an arena of twice the size would have had."""
@@ -113,3 +142,8 @@ class Learning:
         if None in found:
             here = found.index(None)
             self._counters["ghost_blocks_total"] += space.twice(hashes[here:])
+
+
+def _slices(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(hashes), SLICE):
+        yield hashes[start : start + SLICE]
