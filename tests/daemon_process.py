@@ -42,7 +42,8 @@ class DaemonProcess:
                 f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
                 'reserve_free = "0"\n'
             )
-        keys = {"min_tokens": 0, **(prefetch or {})}
+        # A small model computes faster than a busy machine loads, and that is not every test's.
+        keys = {"min_tokens": 0, "break_even": False, **(prefetch or {})}
         waits = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         self.config.write_text(
             f'socket = "{self.socket}"\n{extra}\n[prefetch]\n{waits}\n'

@@ -46,6 +46,13 @@ def test_unknown_speeds_refuse_nothing() -> None:
     assert all(asked(gate, {0: 1e9}, tokens_per_s=0) for _ in range(100))
 
 
+def test_the_gate_can_be_left_out() -> None:
+    """An operator who pays for the engine's time could not have it saved."""
+    config = PrefetchConfig(min_tokens=0, break_even=False)
+    worth = Worth(config, BreakEven(), resident_tokens=0, prefill_tokens_per_s=10**6)
+    assert worth.bringing(TOKENS, TOKENS, {0: 1e9})
+
+
 def test_each_tier_gets_its_trials() -> None:
     """Of two slow tiers that are asked in turn one would never recover."""
     gate = BreakEven()

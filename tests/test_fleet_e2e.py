@@ -6,6 +6,7 @@ no request waits longer than it may. Each engine is started once, because that t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -263,6 +264,8 @@ class World:
         def well() -> bool:
             self.node.engine.reset()
             self.node.run()
+            # What has not been there is what is written.
+            self.node.engine.generate([prompt(450, time.monotonic())], tokens=TOKENS)
             return all(
                 circuit["state"] == "closed"
                 for tier in self.node.daemon.status()["storage"]

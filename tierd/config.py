@@ -93,6 +93,13 @@ class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, description="Fewer tokens than these are computed rather than brought."),
     ] = 256
+    break_even: Annotated[
+        bool,
+        Meta(
+            description="Whether what the engine would compute sooner is left to it, by its own "
+            "speed and the tier's; without it a load saves the engine's time and takes a user's."
+        ),
+    ] = True
     bytes_in_flight: Annotated[
         Size,
         Meta(

@@ -72,7 +72,7 @@ class Worth:
         self._min_tokens = max(1, config.min_tokens)
         self._break_even = break_even
         self._resident_tokens = resident_tokens
-        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._prefill_tokens_per_s = prefill_tokens_per_s if config.break_even else 0
         self._trials: dict[int, bool] = {}
         self.refused = False
         """Whether the last answer was no because computing is faster."""
