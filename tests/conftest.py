@@ -10,12 +10,28 @@ import pytest
 from hypothesis import settings
 
 from tests.daemon_process import DaemonProcess
+from tests.redis_servers import RedisServer
+from tests.s3_servers import SeaweedFS
 
 # A slow machine is no failure. In CI the examples are the same each time: new ones are
 # looked for where somebody can look at what they find.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A redis-server of the test file's own."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """An S3 server of the test file's own."""
+    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
+        yield server
 
 
 @pytest.fixture

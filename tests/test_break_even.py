@@ -174,7 +174,7 @@ def test_what_is_saved_and_refused_is_counted() -> None:
         assert counters("saved_tokens_total") == 2 * PREFIX_TOKENS
         # What is in memory is saved as well.
         hashes = bench.store(PREFIX_BLOCKS)
-        done, lease = bench.node.acquire_now(1, [bench.space], hashes, 4 * PREFIX_TOKENS)
+        done, lease, _ = bench.node.acquire_now(1, [bench.space], hashes, 4 * PREFIX_TOKENS)
         assert done
         assert lease is not None
         assert counters("saved_tokens_total") == 3 * PREFIX_TOKENS

@@ -108,19 +108,6 @@ class Gold:
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    server = SeaweedFS(tmp_path_factory.mktemp("weed"))
-    with server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     with ExitStack() as stack:
         started = []
@@ -136,11 +123,11 @@ def gold(nodes: list[Node]) -> Gold:
 
 
 def test_a_node_loads_what_another_computed(
-    nodes: list[Node], gold: Gold, redis: RedisServer, weed: SeaweedFS
+    nodes: list[Node], gold: Gold, redis_server: RedisServer, weed: SeaweedFS
 ) -> None:
     """A fleet would compute the same prefix on every node, or give other answers on one."""
     s3 = weed.options(weed.make_bucket())
-    storage = table("redis", {**redis.options(), **PATIENT_MS})
+    storage = table("redis", {**redis_server.options(), **PATIENT_MS})
     storage += table("s3", {**s3, **PATIENT_MS})
     first, second = nodes
     first.serve(storage, LARGE)
@@ -151,7 +138,7 @@ def test_a_node_loads_what_another_computed(
         assert tier["counters"]["put_stored_total"] == STORED, tier
 
     _loads_from(0, second, gold, storage)
-    with redis.client() as client:
+    with redis_server.client() as client:
         client.flushall()
     _loads_from(1, second, gold, storage)
     # What S3 had has filled Redis again, for whoever comes next.

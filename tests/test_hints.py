@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests import blocks
 from tests.daemon_process import DaemonProcess
+from tests.traffic import wait_until
 from tierd.chain import ChainIndex
 from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
@@ -619,10 +620,7 @@ def test_a_pin_ends_in_a_real_daemon(tmp_path: Path) -> None:
             client.status()
             client.hint([handle], blocks.chain(3)[0], pin_ms=1)
             assert pinned_bytes(client) == 3 * (64 << 10)
-            end = time.monotonic() + 20
-            while pinned_bytes(client):
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_until(lambda: not pinned_bytes(client), 20.0, "a pin does not expire")
             assert counter(client, "pins_expired_blocks_total") == 3
         finally:
             client.close()

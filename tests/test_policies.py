@@ -227,11 +227,7 @@ def test_write_back_never_keeps_an_engine_waiting_for_a_slow_tier() -> None:
         bench.raw[0].hangs = {"put"}
         began_ns = bench.loop.now_ns
         for tag in range(100):
-            hashes, parents = blocks.chain(4, tag)
-            reservation = bench.node.reserve(1, bench.space, hashes, parents)
-            assert min(reservation.slots) >= 0, "an engine's store was refused"
-            bench.node.commit(1, reservation.reservation_id, 4)
-            bench.node.memory.make_room_ahead(bench.space, 4)
+            bench.store_at_once(4, tag)
             assert len(bench.space.leaving) <= L2_BLOCKS * LEAVING_SHARE_MAX
             bench.node.check()
         assert bench.loop.now_ns == began_ns
@@ -449,9 +445,7 @@ async def answered(
     """Blocks and ms of an ACQUIRE of the 24 blocks, as a session would ask for them."""
     hashes, _ = blocks.chain(24)
     spaces, began_ns = [bench.space], bench.loop.now_ns
-    end_ns = bench.node.acquire_deadline_ns(
-        spaces, hashes, waited_ms=waited_ms, client_ms=client_ms
-    )
+    end_ns = bench.deadline_ns(hashes, waited_ms=waited_ms, client_ms=client_ms)
     patience = Patience()
     if ready_s is not None:
         bench.loop.call_later(ready_s, patience.end)

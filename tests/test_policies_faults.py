@@ -36,9 +36,7 @@ def tier(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **keys: object) -> Sto
 async def ask(bench: Bench, hashes: Sequence[bytes], waited_ms: int = 0) -> tuple[int, int]:
     """Blocks of an ACQUIRE as a session would ask for them, and how long it took, to 10 ms."""
     spaces, began_ns = [bench.space], bench.loop.now_ns
-    end_ns = bench.node.acquire_deadline_ns(
-        spaces, hashes, waited_ms=waited_ms, client_ms=10 * CAP_MS
-    )
+    end_ns = bench.deadline_ns(hashes, waited_ms=waited_ms, client_ms=10 * CAP_MS)
     lease = await bench.node.acquire(1, spaces, hashes, end_ns, waited_ms=waited_ms)
     took_ms = round((bench.loop.now_ns - began_ns) / MS / 10) * 10
     bench.node.check()
@@ -78,11 +76,7 @@ def test_writes_go_on_after_errors_and_bugs_of_a_backend(
 
         raw.put_many = failing  # type: ignore[method-assign]
         for tag in range(100):
-            hashes, parents = blocks.chain(4, tag)
-            reservation = bench.node.reserve(1, bench.space, hashes, parents)
-            assert min(reservation.slots) >= 0, "an engine's store was refused"
-            bench.node.commit(1, reservation.reservation_id, 4)
-            bench.node.memory.make_room_ahead(bench.space, 4)
+            bench.store_at_once(4, tag)
             await asyncio.sleep(0.1)
         await asyncio.sleep(30)
         bench.check_nothing_is_left()

@@ -177,9 +177,7 @@ class World:
         hashes, spaces = self.chains[arrival.chain][: arrival.blocks], [bench.space]
         began_ns = bench.loop.now_ns
         resident = len(bench.node.host.prefix(bench.space, hashes))
-        end_ns = bench.node.acquire_deadline_ns(
-            spaces, hashes, waited_ms=arrival.waited, client_ms=arrival.client
-        )
+        end_ns = bench.deadline_ns(hashes, waited_ms=arrival.waited, client_ms=arrival.client)
         assert end_ns == deadline_ns(
             self.prefetch,
             now_ns=began_ns,

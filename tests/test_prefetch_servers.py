@@ -18,7 +18,7 @@ from tests.blocks import chain, namespace, payload
 from tests.daemon_process import DaemonProcess
 from tests.proxy import BLACK_HOLE, Flow, Proxy
 from tests.redis_servers import RedisServer
-from tests.s3_servers import S3Server, SeaweedFS
+from tests.s3_servers import S3Server
 from tests.tier_scene import table
 from tests.traffic import children, wait_until
 from tierd.client import Client
@@ -196,18 +196,6 @@ class Scene:
         return Answer(blocks, allowed_ms, waited_ms, kept_ms, took_ms, noise.ms(began))
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
-
-
 @contextmanager
 def fast(scene: Scene) -> Iterator[None]:
     yield
@@ -289,7 +277,9 @@ def test_no_server_makes_an_answer_late(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, policy: str
 ) -> None:
     """A request would wait for a server longer than the operator allows."""
-    server: RedisServer | S3Server = request.getfixturevalue(kind)
+    server: RedisServer | S3Server = request.getfixturevalue(
+        {"redis": "redis_server", "s3": "weed"}[kind]
+    )
     with Proxy(("127.0.0.1", server.port)) as proxy, Noise() as noise:
         scene = Scene(tmp_path, server, proxy, policy)
         with scene.daemon as daemon:

@@ -43,7 +43,7 @@ def counted(part: dict[str, object], name: str) -> object:
 async def ask(bench: Bench, hashes: list[bytes]) -> None:
     """What a session does for an ACQUIRE."""
     node, spaces = bench.node, [bench.space]
-    settled, lease = node.acquire_now(1, spaces, hashes)
+    settled, lease, _ = node.acquire_now(1, spaces, hashes)
     node.learning.note(spaces, hashes, 0)
     if settled:
         if lease is not None:

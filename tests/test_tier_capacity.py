@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from tests.blocks import chain, namespace, payload
 from tests.daemon_process import DaemonProcess
-from tests.redis_servers import RedisServer
-from tests.s3_servers import SeaweedFS
 from tests.tier_scene import table
 from tierd.backend import HEADER_BYTES, Backend, Outcome
 from tierd.errors import ConfigError
@@ -161,18 +159,6 @@ def test_a_count_in_progress_does_not_lift_the_lid() -> None:
 
 
 # --- on real servers ----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
 
 
 @pytest.fixture(params=["redis", "s3"])

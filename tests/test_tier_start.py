@@ -45,13 +45,6 @@ class Case:
     mend: Callable[[], object]
 
 
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    server = SeaweedFS(tmp_path_factory.mktemp("weed"))
-    with server:
-        yield server
-
-
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file in which an S3 client looks for credentials, and nowhere else."""

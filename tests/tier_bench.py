@@ -117,6 +117,23 @@ class Bench:
             self.node.host._evict(space, len(space.chain), Evicted.ROOM, effects)
             self.node.memory._apply(effects)
 
+    def deadline_ns(self, hashes: Sequence[bytes], *, waited_ms: int, client_ms: int) -> int:
+        """When a session has an ACQUIRE of these answered at the latest."""
+        missing = len(hashes) - len(self.node.host.prefix(self.space, hashes))
+        return self.node.acquire_deadline_ns(
+            self.space, missing, waited_ms=waited_ms, client_ms=client_ms
+        )
+
+    def store_at_once(self, count: int, tag: object) -> list[bytes]:
+        """Store a chain as a session does, which has room made for the next one, and see that
+        every block gets a slot; its hashes."""
+        hashes, parents = blocks.chain(count, tag)
+        reservation = self.node.reserve(1, self.space, hashes, parents)
+        assert min(reservation.slots) >= 0, "an engine's store was refused"
+        self.node.commit(1, reservation.reservation_id, count)
+        self.node.memory.make_room_ahead(self.space, count)
+        return hashes
+
     async def acquire(
         self, hashes: Sequence[bytes], deadline_s: float = 10.0, spaces: list[Space] | None = None
     ) -> int:

@@ -175,7 +175,7 @@ class Space:
         """Tell what orders evictions how many slots there are now."""
         slots = self.live_segments * self.slots_per_segment
         self.chain.policy.resize(slots)
-        self.ghosts.limit = slots
+        self.ghosts.resize(slots)
 
     def twice(self, hashes: Sequence[bytes]) -> int:
         """How many leading blocks are here, or would still be in an arena of twice the size."""

@@ -18,7 +18,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import ceil, exp
-from typing import Final, assert_never
+from typing import Final
 
 from tierd.config import StorageConfig, WritePolicy
 from tierd.eviction.reuse import Reuse
@@ -264,25 +264,10 @@ class Writes:
         children, but for those that leave. Spent are the bytes of those chosen; those that leave
         and are not are missed.
         """
-        match self.policy:
-            case WritePolicy.WRITE_THROUGH:
-                return [*range(len(hashes))]
-            case WritePolicy.WRITE_BACK:
-                return [*range(len(hashes))] if moment is Moment.LEAVING else []
-            case WritePolicy.WRITE_THROUGH_SELECTIVE:
-                return self._select(moment, digest, hashes, reuse, size_bytes, now_ns)
-            case _:
-                assert_never(self.policy)
-
-    def _select(
-        self,
-        moment: Moment,
-        digest: bytes,
-        hashes: Sequence[bytes],
-        reuse: Reuse,
-        size_bytes: int,
-        now_ns: int,
-    ) -> list[int]:
+        if self.policy is WritePolicy.WRITE_THROUGH:
+            return [*range(len(hashes))]
+        if self.policy is WritePolicy.WRITE_BACK:
+            return [*range(len(hashes))] if moment is Moment.LEAVING else []
         budget = self.budget
         budget.pass_time(now_ns)
         if moment is Moment.STORED:

@@ -8,9 +8,9 @@ of twice the size would have had. It refuses to know clients.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from tierd.clock import Clock
@@ -18,8 +18,6 @@ from tierd.core.host import HostTier, Space
 from tierd.daemon.backup import Backups
 from tierd.eviction.policy import Request
 from tierd.eviction.reuse import SLICE, Reuse
-
-log = logging.getLogger("tierd")
 
 NS: Final = 1_000_000_000
 
@@ -41,6 +39,10 @@ STEP_BLOCKS: Final = 16
 """A step takes as long as so many blocks even if it has none."""
 
 
+Guarded = Callable[[Callable[[], Coroutine[object, object, None]]], Awaitable[None]]
+"""Runs work whose bugs are counted and logged, and end nothing else."""
+
+
 class _Asked(NamedTuple):
     """An ACQUIRE: what it asked for, of which namespaces, and when."""
 
@@ -54,12 +56,18 @@ class Learning:
     """What is noted and not yet counted."""
 
     def __init__(
-        self, host: HostTier, backups: Backups, clock: Clock, counters: Counter[str]
+        self,
+        host: HostTier,
+        backups: Backups,
+        clock: Clock,
+        counters: Counter[str],
+        guarded: Guarded,
     ) -> None:
         self._host = host
         self._backups = backups
         self._clock = clock
         self._counters = counters
+        self._guarded = guarded
         self._waiting: deque[_Asked] = deque()
         self._ready = asyncio.Event()
         self._waiting_blocks = 0
@@ -93,11 +101,8 @@ class Learning:
             while self._waiting:
                 asked = self._now = self._waiting.popleft()
                 self._waiting_blocks -= len(asked.hashes)
-                try:
-                    await self._count(asked)
-                except Exception:  # a bug here costs hits, the daemon's end would cost all
-                    self._counters["internal_errors_total"] += 1
-                    log.exception("a use was not counted by a bug of ours")
+                # A bug here costs hits, the daemon's end would cost all.
+                await self._guarded(partial(self._count, asked))
             self._now = None
             self._ready.clear()
 

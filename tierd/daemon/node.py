@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from tierd import __version__
 from tierd.clock import Clock
@@ -73,6 +73,15 @@ class Patience:
         self.ended = True
 
 
+class AcquiredNow(NamedTuple):
+    """What an ACQUIRE comes to without a tier: if it is not settled, `Node.acquire` must run."""
+
+    settled: bool
+    lease: Lease | None
+    resident: int
+    """Leading blocks that every space has."""
+
+
 class Node:
     """L2, its storage tiers, and the work between them."""
 
@@ -100,7 +109,7 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, executor)
         self.backups = Backups(self.memory, self.tiers, clock)
-        self.learning = Learning(self.host, self.backups, clock, self.counters)
+        self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
         # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
         in_flight = min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
@@ -201,31 +210,30 @@ class Node:
         spaces: list[Space],
         hashes: Sequence[bytes],
         prefill_tokens_per_s: int = 0,
-    ) -> tuple[bool, Lease | None]:
-        """Lease the resident prefix if no tier is needed; (False, None) says `acquire` must run."""
+    ) -> AcquiredNow:
+        """Lease the resident prefix if no tier is needed."""
         self.counters["requested_blocks_total"] += len(hashes)
         parts = [(space, self.host.prefix(space, hashes)) for space in spaces]
         count = min(len(slots) for _, slots in parts)
         if count < len(hashes) and self.tiers:
-            return False, None
+            return AcquiredNow(False, None, count)
         if count == 0:
-            return True, None
+            return AcquiredNow(True, None, 0)
         self.counters["acquired_blocks_total"] += count
         self._saved(count * spaces[0].namespace.block_tokens, prefill_tokens_per_s)
         cut = [(space, slots[:count]) for space, slots in parts]
-        return True, self.host.grant(owner, cut, self._expiry_ns())
+        return AcquiredNow(True, self.host.grant(owner, cut, self._expiry_ns()), count)
 
     def acquire_deadline_ns(
-        self, spaces: Sequence[Space], hashes: Sequence[bytes], *, waited_ms: int, client_ms: int
+        self, space: Space, missing_blocks: int, *, waited_ms: int, client_ms: int
     ) -> int:
         """When an ACQUIRE that came just now is answered at the latest, CLOCK_MONOTONIC."""
-        resident = min(len(self.host.prefix(space, hashes)) for space in spaces)
         return deadline_ns(
             self.prefetch,
             now_ns=self._clock.monotonic_ns(),
             waited_ms=waited_ms,
             client_ms=client_ms,
-            missing_tokens=(len(hashes) - resident) * spaces[0].namespace.block_tokens,
+            missing_tokens=missing_blocks * space.namespace.block_tokens,
         )
 
     async def acquire(

@@ -229,7 +229,7 @@ class Session:
             raise RemoteProtocolError(f"call {message.call} is in flight already")
         spaces = self._named(message.handles)
         hashes = m.split_hashes(message.hashes)
-        settled, lease = self._node.acquire_now(
+        settled, lease, resident = self._node.acquire_now(
             self.owner, spaces, hashes, message.prefill_tokens_per_s
         )
         if not settled and len(self._acquires) >= ACQUIRES_IN_FLIGHT_MAX:
@@ -242,7 +242,10 @@ class Session:
             return
         call, node = message.call, self._node
         deadline_ns = node.acquire_deadline_ns(
-            spaces, hashes, waited_ms=message.waited_ms, client_ms=message.deadline_ms
+            spaces[0],
+            len(hashes) - resident,
+            waited_ms=message.waited_ms,
+            client_ms=message.deadline_ms,
         )
         self._patience[call] = patience = Patience()
         ask = partial(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from math import log2
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, Ghosts, Policy, Request
+from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, Request
 
 USES_MAX: Final = 64
 GHOST_RATIO: Final = 2
@@ -22,7 +22,7 @@ CREDIT: Final = 0.5
 _LOG2: Final = [0.0, *(log2(n) for n in range(1, USES_MAX + 1))]
 
 
-class Credit(Policy):
+class Credit(CountedUses):
     """Rank is the count of insertions at the last use, plus the credit."""
 
     name = "credit"
@@ -30,7 +30,6 @@ class Credit(Policy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._clock = 0
-        self._uses: list[int] = []
         self._ghosts = Ghosts(capacity * GHOST_RATIO)
         # By number of uses, in insertions.
         self._credit = [int(CREDIT * capacity * log) for log in _LOG2]
@@ -62,9 +61,8 @@ class Credit(Policy):
             rank[item] = max(rank[item], self._clock + self._credit[uses[item]])
 
     def insert(self, item: int, block_hash: bytes) -> None:
-        if item >= len(self._uses):
-            self._uses.extend([0] * (item + item // 8 + 1 - len(self._uses)))
-        self._uses[item] = count = self._ghosts.records.pop(block_hash, 1)
+        count = self._ghosts.records.pop(block_hash, 1)
+        self._set_uses(item, count)
         self._clock += 1
         self.leaves.put(item, 0, self._clock + self._credit[count])
 
@@ -72,12 +70,6 @@ class Credit(Policy):
         if evicted:
             self._ghosts.put(block_hash, self._uses[item])
         super().remove(item, block_hash, evicted=evicted)
-
-    def move(self, item: int, target: int) -> None:
-        super().move(item, target)
-        if target >= len(self._uses):
-            self._uses.extend([0] * (target + target // 8 + 1 - len(self._uses)))
-        self._uses[target] = self._uses[item]
 
     def victim(self) -> int | None:
         self.leaves.settle()

@@ -131,6 +131,23 @@ class Policy(ABC):
         self.leaves.check()
 
 
+class CountedUses(Policy):
+    """A policy that counts the uses of each resident item."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._uses: list[int] = []
+
+    def _set_uses(self, item: int, count: int) -> None:
+        if item >= len(self._uses):
+            self._uses.extend([0] * (item + item // 8 + 1 - len(self._uses)))
+        self._uses[item] = count
+
+    def move(self, item: int, target: int) -> None:
+        super().move(item, target)
+        self._set_uses(target, self._uses[item])
+
+
 class Ghosts:
     """What is remembered of blocks that are not resident: at most `limit`, the oldest go first."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, Ghosts, Policy, Request
+from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, Request
 
 _SMALL: Final = 0
 _MAIN: Final = 1
@@ -18,7 +18,7 @@ GHOST_SHARE: Final = 0.9
 USES_MAX: Final = 3
 
 
-class S3Fifo(Policy):
+class S3Fifo(CountedUses):
     """A reference."""
 
     name = "s3fifo"
@@ -27,7 +27,6 @@ class S3Fifo(Policy):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self._clock = 0
-        self._uses: list[int] = []
         self._small = 0
         self._ghosts = Ghosts(int(capacity * GHOST_SHARE))
 
@@ -45,10 +44,8 @@ class S3Fifo(Policy):
         """Nothing: a queue of this kind knows no recency."""
 
     def insert(self, item: int, block_hash: bytes) -> None:
-        if item >= len(self._uses):
-            self._uses.extend([0] * (item + item // 8 + 1 - len(self._uses)))
         place = _SMALL if self._ghosts.records.pop(block_hash, None) is None else _MAIN
-        self._uses[item] = 0
+        self._set_uses(item, 0)
         self._clock += 1
         self._small += place == _SMALL
         self.leaves.put(item, place, self._clock)
@@ -59,12 +56,6 @@ class S3Fifo(Policy):
             if evicted:
                 self._ghosts.put(block_hash, 1)
         super().remove(item, block_hash, evicted=evicted)
-
-    def move(self, item: int, target: int) -> None:
-        super().move(item, target)
-        if target >= len(self._uses):
-            self._uses.extend([0] * (target + target // 8 + 1 - len(self._uses)))
-        self._uses[target] = self._uses[item]
 
     def victim(self) -> int | None:
         leaves, uses = self.leaves, self._uses
