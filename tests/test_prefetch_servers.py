@@ -325,3 +325,35 @@ def _make_well(scene: Scene, client: Client, noise: Noise, tag: int) -> None:
         return scene.ask(client, tag, noise).blocks == CHAIN_BLOCKS
 
     wait_until(whole, 20.0, "the tier does not recover")
+
+
+def test_only_what_memory_lacks_is_waited_for(tmp_path: Path, redis_server: RedisServer) -> None:
+    """A conversation of which a turn is missing would wait as long as one that is missing whole."""
+    # No wait is ended by the tier's own deadline.
+    patient = dict.fromkeys(("deadline_ms", "slow_ms", "timeout_ms"), 20_000)
+    storage = table("redis", {**redis_server.options(), **patient})
+    waits = {"timeout_base_ms": 0, "timeout_per_ki_ms": 4000}
+    with DaemonProcess(tmp_path / "node", storage=storage, prefetch=waits) as daemon:
+        daemon.wait_tier("redis", "ready")
+        client = daemon.client()
+        try:
+            handle = client.register(SPACE)
+            hashes, parents = chain(CHAIN_BLOCKS, "turns")
+            here = CHAIN_BLOCKS - 8
+            for first in range(0, here, PART_BLOCKS):
+                some = slice(first, min(first + PART_BLOCKS, here))
+                rows = zip(hashes[some], parents[some], strict=True)
+                client.put(handle, [(h, p, payload(SPACE, h)) for h, p in rows])
+            daemon.wait_backed_up()
+            redis_server.pause()
+            began = time.monotonic()
+            lease = client.acquire([handle], hashes, 60_000)
+            took_s = time.monotonic() - began
+            assert lease is not None
+            assert lease.blocks == here
+            client.release(lease)
+        finally:
+            redis_server.resume()
+            client.close()
+    # 0.5 s for the 128 tokens that are missing, 8 s for all.
+    assert 0.4 < took_s < 4
