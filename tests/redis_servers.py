@@ -228,6 +228,9 @@ class RedisCluster:
             share = 16384 // len(clients)
             for number, client in enumerate(clients):
                 last = 16383 if number == len(clients) - 1 else (number + 1) * share - 1
+                # As every tool that makes clusters does: nodes of the same epoch would settle who
+                # is right by and by, and take slots back meanwhile that were moved.
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
                 client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * share, last)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
             end = time.monotonic() + READY_S

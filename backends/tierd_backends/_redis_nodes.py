@@ -229,25 +229,26 @@ class Nodes:
                 return answer
             node, asking = self._redirected(node, answer), answer.code == "ASK"
             if not asking:
-                self.refresh(turn)
+                # Others may not have heard of the move yet, and would undo what this one said.
+                self.refresh(turn, node)
         raise failure or UnreachableError(f"the server at {node.address} redirects without end")
 
-    def refresh(self, turn: Turn[_Job]) -> None:
-        """Learn which node has which slots, from whichever answers first."""
+    def refresh(self, turn: Turn[_Job], *first: Node) -> None:
+        """Learn which node has which slots, from whichever answers first; `first` is asked first."""
         if not self.cluster or not self._refreshing.acquire(blocking=False):
             return
         try:
             if time.monotonic() >= self._fresh_until:
                 self._fresh_until = time.monotonic() + REFRESH_S
-                self.learn(turn)
+                self.learn(turn, *first)
         except UnreachableError as error:
             _log.warning("the cluster's slots are not known: %s", error)
         finally:
             self._refreshing.release()
 
-    def learn(self, turn: Turn[_Job]) -> None:
+    def learn(self, turn: Turn[_Job], *first: Node) -> None:
         """Like `refresh`, now; raises UnreachableError or DeniedError if no node says."""
-        for node in dict.fromkeys([*self.masters(), self._seed]):
+        for node in dict.fromkeys([*first, *self.masters(), self._seed]):
             try:
                 reply = self.ask(turn, node, lambda link: link.exchange(_SLOTS, 1)[0])
             except UnreachableError as error:
