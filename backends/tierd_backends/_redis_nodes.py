@@ -234,7 +234,7 @@ class Nodes:
         raise failure or UnreachableError(f"the server at {node.address} redirects without end")
 
     def refresh(self, turn: Turn[_Job], *first: Node) -> None:
-        """Learn which node has which slots, from whichever answers first; `first` is asked first."""
+        """Learn which node has which slots, from `first` or whichever answers first."""
         if not self.cluster or not self._refreshing.acquire(blocking=False):
             return
         try:
