@@ -228,8 +228,18 @@ class World:
         counters: dict[str, int] = self.node.daemon.status()["storage"][at]["counters"]
         return counters
 
-    def survives(self, name: str, fault: Fault, *, below: bool = False) -> None:
-        """A fault comes and goes; if it is one of the first tier, `below` has all the same."""
+    def survives(
+        self,
+        name: str,
+        fault: Fault,
+        *,
+        below: bool = False,
+        ask_below: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A fault comes and goes; if it is one of the first tier, `below` has all the same.
+
+        `ask_below` has the tiers after the first read, which a circuit needs to close.
+        """
         hits = self.counters(1)["get_hit_total"]
         self.node.engine.reset()
         self.node.engine.call("start", prompts=PROMPTS, tokens=TOKENS)
@@ -241,14 +251,15 @@ class World:
         if below:
             assert loaded == sum(FULL), f"{name}: what is in the second tier is not used"
             assert self.counters(1)["get_hit_total"] > hits, name
-        self.wait_well()
+        self.wait_well(ask_below)
         self.ask(f"after: {name}")
         check_returned(self._first, self._held(), self._connections_max)
 
-    def wait_well(self) -> None:
+    def wait_well(self, ask_below: Callable[[], None]) -> None:
         """Until all tiers take and give again: a request decides, once a probe has passed."""
 
         def shut() -> list[object]:
+            ask_below()
             self.node.engine.reset()
             self.node.run()
             # What has not been there is what is written.
@@ -298,7 +309,7 @@ def test_no_fault_of_a_tier_reaches_a_user(
             world.survives(name, fault, below=True)
         for name, flow in BODIES.items():
             empty(redis)
-            world.survives(name, partial(_spoilt, proxy, flow))
+            world.survives(name, partial(_spoilt, proxy, flow), ask_below=partial(empty, redis))
         for damage in ("swapped", "mixed", "oversized", "truncated"):
 
             @contextmanager
@@ -395,16 +406,19 @@ def test_a_cluster_that_loses_a_node_and_a_bucket_that_goes(
             yield
             cluster.nodes[2].start()
 
-        @contextmanager
-        def bucket_is_deleted() -> Iterator[None]:
+        def empty_all() -> None:
             for node in cluster.nodes:
                 empty(node)
+
+        @contextmanager
+        def bucket_is_deleted() -> Iterator[None]:
+            empty_all()
             S3Store(rclone, bucket).delete()
             yield
             rclone.make_bucket(bucket)
 
         world.survives("a node of the cluster dies", node_dies, below=True)
-        world.survives("the bucket is deleted", bucket_is_deleted)
+        world.survives("the bucket is deleted", bucket_is_deleted, ask_below=empty_all)
         world.loads_again()
 
 
