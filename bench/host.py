@@ -25,7 +25,7 @@ from tests.blocks import namespace
 from tests.daemon_process import DaemonProcess
 from tierd.client import Client, Handle, copy
 from tierd.mapping import SharedMapping
-from tierd_connectors.vllm_layout import PageMap, TensorView
+from tierd_connectors.vllm_layout import PageMap, TensorView, blocks_of
 
 ROUND_BYTES = 128 << 20
 """Bytes moved by one timed round: 7 ms of memcpy, far over the clock's grain."""
@@ -183,7 +183,7 @@ def pages() -> dict[str, object]:
             TensorView(address + layer * blocks * page, (blocks, page), (page, 1), 1, kv)
             for layer in range(layers)
         ]
-        page_map = PageMap(views, blocks)
+        page_map = PageMap(blocks_of(views, blocks), views)
         slots = np.full(layers * blocks * page, 5, np.uint8)
         size = page * layers
         slot_views = cut(slots, size)

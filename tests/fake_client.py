@@ -6,12 +6,18 @@ tested against it without sockets; what it promises, the real client is tested f
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import mmap
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tierd.attaching import PendingCopy
+from tierd.exports import NO_EVENT, Export, PageLayout
+from tierd.gate import Gate
 from tierd.types import Namespace
 
 
@@ -44,6 +50,112 @@ class FakeReservation:
     parents: list[bytes]
     slots: list[int | None]
     views: list[memoryview | None]
+    session: int
+
+
+@dataclass(eq=False)
+class FakeAttachment:
+    handle: FakeHandle
+    exports: Sequence[Export]
+    layout: PageLayout
+    gate_fd: int
+    probe: Callable[[bool], tuple[int, bytes]]
+    number: int | None = None
+    refusal: str | None = None
+    how: str = "fake"
+    seen: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.number is not None
+
+    def memory(self) -> list[mmap.mmap]:
+        """The exported allocations, as another process maps them."""
+        return [mmap.mmap(export.parts[0].fd, export.size_bytes) for export in self.exports]
+
+    def content(self, block: int) -> bytes:
+        """A block's bytes, in the order of a slot."""
+        memory, shift = self.memory(), block * self.layout.block_stride
+        return b"".join(
+            memory[run.export][run.offset + shift : run.offset + shift + run.length]
+            for run in self.layout.runs
+        )
+
+
+class FakeJob:
+    """A copy as the daemon sees it, in steps: begin, a half, the other half, tell.
+
+    It has memory and a gate of its own, as another process has, so it may go on when the
+    session, or the attachment, is no more.
+    """
+
+    def __init__(
+        self,
+        attachment: FakeAttachment,
+        pairs: list[tuple[int, bytearray]],
+        pending: PendingCopy,
+        job: int | None,
+        event: tuple[int, int],
+    ) -> None:
+        self.pairs = pairs
+        self.pending = pending
+        self.job = job
+        self.event = event
+        self.step = 0
+        self.answerable = True
+        self._layout = attachment.layout
+        self._memory = attachment.memory()
+        self._gate = Gate(attachment.gate_fd)
+
+    @property
+    def over(self) -> bool:
+        return self.step > 3
+
+    @property
+    def writing(self) -> bool:
+        """Whether it may write pages now: it has entered its gate."""
+        return self.job is not None and 0 < self.step < 3
+
+    def advance(self) -> None:
+        """One step more."""
+        half = len(self.pairs) // 2
+        self.step += 1
+        if self.step == 1:
+            if self.job is not None and not self._gate.enter(self.job):
+                self._tell(0, "called off")
+        elif self.step == 2:
+            self._copy(self.pairs[:half])
+        elif self.step == 3:
+            self._copy(self.pairs[half:])
+            if self.job is not None:
+                self._gate.leave(self.job)
+        else:
+            self._tell(len(self.pairs), "")
+
+    def fail(self) -> None:
+        """The device fails here: what has been copied of it does not count."""
+        self._tell(0, "the device failed")
+
+    def die(self) -> None:
+        """With its process; the kernel takes its lock."""
+        self.step = 4
+        self._gate.close()
+
+    def _tell(self, blocks: int, reason: str) -> None:
+        self.die()
+        if self.answerable:
+            self.pending.end(blocks, reason)
+
+    def _copy(self, pairs: list[tuple[int, bytearray]]) -> None:
+        for block, slot in pairs:
+            at = 0
+            for export, offset, length in self._layout.runs:
+                start = offset + block * self._layout.block_stride
+                if self.job is None:
+                    slot[at : at + length] = self._memory[export][start : start + length]
+                else:
+                    self._memory[export][start : start + length] = bytes(slot[at : at + length])
+                at += length
 
 
 @dataclass
@@ -67,6 +179,15 @@ class FakeDaemon:
     aborts: int = 0
     double_releases: int = 0
     reserve_gate: threading.Event | None = None
+    refuse: str = ""
+    """Why it attaches nothing; empty: it does."""
+    copying: bool = True
+    """Whether copies are made at once; else by `FakeJob.advance`."""
+    session: int = 0
+    attachments: list[FakeAttachment] = field(default_factory=list)
+    jobs: list[FakeJob] = field(default_factory=list)
+    ended_copies: int = 0
+    probed: list[int] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -76,6 +197,50 @@ class FakeDaemon:
         self.blocks.clear()
         self.leases.clear()
         self.up = True
+
+    def drop_session(self) -> None:
+        """The session breaks. What was asked in it may still be found and done."""
+        with self.lock:
+            self.session += 1
+            for attachment in self.attachments:
+                attachment.number = None
+            for job in self.jobs:
+                job.answerable = False
+                if not job.pending.done:
+                    job.pending.end(0, "the session has ended")
+
+    def kill(self) -> None:
+        """The daemon dies, and the process that copies with it."""
+        with self.lock:
+            self.drop_session()
+            self.up = False
+            for job in self.jobs:
+                job.die()
+            self.jobs.clear()
+
+    def attach(self) -> None:
+        """Answer each ATTACH that is open."""
+        with self.lock:
+            for attachment in self.attachments:
+                if attachment.ready or attachment.refusal or not attachment.handle.ready:
+                    continue
+                block, digest = attachment.probe(not attachment.seen)
+                self.probed.append(block)
+                shown = hashlib.sha256(attachment.content(block)).digest()
+                if self.refuse or shown != digest:
+                    attachment.refusal = self.refuse or "the probe differs"
+                else:
+                    attachment.number = next(self.ids)
+                    attachment.seen = True
+
+    def copy(self) -> None:
+        """Make every copy that was asked for."""
+        with self.lock:
+            jobs, self.jobs = self.jobs, []
+            for job in jobs:
+                while not job.over:
+                    job.advance()
+                self.ended_copies += 1
 
     def answer(self) -> None:
         with self.lock:
@@ -104,6 +269,7 @@ class FakeClient:
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon
         self.closed = False
+        self._never_readable = os.eventfd(0, os.EFD_CLOEXEC)
         self.handles: list[FakeHandle] = []
 
     @property
@@ -127,12 +293,87 @@ class FakeClient:
                 self.daemon.waiting.clear()
         elif self.daemon.answering:
             self.daemon.answer()
+            self.daemon.attach()
+            if self.daemon.copying:
+                self.daemon.copy()
 
     def wait(self, timeout_s: float) -> None:
         self.poll()
 
+    def fileno(self) -> int:
+        return self._never_readable if self.connected else -1
+
     def close(self) -> None:
         self.closed = True
+
+    def attach(
+        self,
+        handle: FakeHandle,
+        exports: Sequence[Export],
+        layout: PageLayout,
+        *,
+        events: Sequence[bytes],
+        gate_fd: int,
+        layer_ends: Sequence[int],
+        probe: Callable[[bool], tuple[int, bytes]],
+    ) -> FakeAttachment:
+        attachment = FakeAttachment(handle, exports, layout, gate_fd, probe)
+        self.daemon.attachments.append(attachment)
+        return attachment
+
+    def detach(self, attachment: FakeAttachment) -> bool:
+        self.daemon.attachments.remove(attachment)
+        attachment.number = None
+        return True
+
+    def begin_store(
+        self,
+        attachment: FakeAttachment,
+        reservation: FakeReservation,
+        blocks: Sequence[int],
+        *,
+        event: int = NO_EVENT,
+        value: int = 0,
+    ) -> PendingCopy:
+        slots = [self.daemon.slots[slot] for slot in reservation.slots if slot is not None]
+        pairs = list(zip(blocks, slots, strict=True))
+        began = attachment.ready and reservation.session == self.daemon.session
+        return self._begin(attachment, pairs, None, (event, value), began=began)
+
+    def begin_load(
+        self,
+        attachment: FakeAttachment,
+        epoch: bytes,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        expires_ns: int,
+        *,
+        job: int,
+        event: int = NO_EVENT,
+        value: int = 0,
+    ) -> PendingCopy:
+        began = attachment.ready and epoch == self.epoch
+        pairs = [
+            (block, self.daemon.slots[slot]) for block, slot in zip(blocks, slots, strict=True)
+        ]
+        return self._begin(attachment, pairs, job, (event, value), began=began)
+
+    def _begin(
+        self,
+        attachment: FakeAttachment,
+        pairs: list[tuple[int, bytearray]],
+        job: int | None,
+        event: tuple[int, int],
+        *,
+        began: bool,
+    ) -> PendingCopy:
+        pending = PendingCopy()
+        if began:
+            with self.daemon.lock:
+                self.daemon.jobs.append(FakeJob(attachment, pairs, pending, job, event))
+        else:
+            pending.end(0, "not attached")
+        return pending
 
     def begin_acquire(
         self,
@@ -185,7 +426,9 @@ class FakeClient:
                 self.daemon.slots[slot] = bytearray(handle.namespace.slot_bytes)
                 slots.append(slot)
                 views.append(memoryview(self.daemon.slots[slot]))
-        return FakeReservation(handle, list(hashes), list(parents), slots, views)
+        return FakeReservation(
+            handle, list(hashes), list(parents), slots, views, self.daemon.session
+        )
 
     def commit(self, reservation: FakeReservation, count: int | None = None) -> list[bool]:
         digest = reservation.handle.namespace.digest
@@ -195,7 +438,8 @@ class FakeClient:
             for block_hash, parent, slot in zip(
                 reservation.hashes, reservation.parents, reservation.slots, strict=True
             ):
-                stored.append(self.connected and (slot is None or left > 0))
+                alive = self.connected and reservation.session == self.daemon.session
+                stored.append(alive and (slot is None or left > 0))
                 if slot is not None:
                     if stored[-1]:
                         self.daemon.blocks[digest, block_hash] = slot
@@ -216,3 +460,6 @@ class FakeClient:
 
     def populate(self, budget_bytes: int) -> bool:
         return False
+
+    def mappings(self) -> list[object]:
+        return []

@@ -17,16 +17,17 @@ from tierd.errors import ConfigError
 from tierd.types import FORMAT_VERSION, Namespace
 from tierd_connectors.vllm_guard import Boundary, guarded
 from tierd_connectors.vllm_hints import NOTHING, SECONDS_MAX, TOLD_MAX, HintReader, RequestHints
-from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView
+from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView, blocks_of
 from tierd_connectors.vllm_mover import Mover
-from tierd_connectors.vllm_options import parse
+from tierd_connectors.vllm_options import Transfer, parse
+from tierd_connectors.vllm_queues import HostOrder
 from tierd_connectors.vllm_scheduler import Scheduled, SchedulerSide
 from tierd_connectors.vllm_speed import PrefillSpeed
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
 from tierd_connectors.vllm_work import Load, StoreItem, of_generation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tierd.client import Client
@@ -620,8 +621,9 @@ def tensors(layout: str) -> tuple[np.ndarray, list[TensorView]]:
 def test_block_survives_the_way_through_a_slot(layout: str) -> None:
     """A layout's strides would be misread: KV of the wrong layer, head or block."""
     logical, views = tensors(layout)
-    pages = PageMap(views, SIZES["B"])
-    assert pages.block_bytes == 3 * 2 * 4 * 8 * 4
+    pages = PageMap(blocks_of(views, SIZES["B"]), views)
+    block_bytes = pages.blocks.block_bytes
+    assert block_bytes == 3 * 2 * 4 * 8 * 4
     before = logical.copy()
     slot = memoryview(bytearray(4096))
     pages.gather(2, slot)
@@ -631,20 +633,20 @@ def test_block_survives_the_way_through_a_slot(layout: str) -> None:
     assert (logical[:, 4] == before[:, 2]).all()
     untouched = [0, 1, 2, 3, 5]
     assert (logical[:, untouched] == before[:, untouched]).all()
-    assert bytes(slot[pages.block_bytes :]) == bytes(4096 - pages.block_bytes)
+    assert bytes(slot[block_bytes:]) == bytes(4096 - block_bytes)
 
 
 def test_block_outermost_layout_is_one_copy() -> None:
     """Loads would be many small copies where one large one does."""
     _, views = tensors("BLNHC")
-    assert PageMap(views, SIZES["B"]).run_count == 1
+    assert len(blocks_of(views, SIZES["B"]).runs) == 1
 
 
 def test_shared_and_split_tensors() -> None:
     """Layers that share KV would be copied twice; kernels' smaller blocks would be misread."""
     logical, views = tensors("LBHNC")
-    pages = PageMap([*views, views[0]], SIZES["B"] // 2)
-    assert pages.block_bytes == 2 * 3 * 2 * 4 * 8 * 4
+    pages = PageMap(blocks_of([*views, views[0]], SIZES["B"] // 2), views)
+    assert pages.blocks.block_bytes == 2 * 3 * 2 * 4 * 8 * 4
     before = logical.copy()
     slot = memoryview(bytearray(4096))
     pages.gather(1, slot)
@@ -657,11 +659,11 @@ def test_tensors_that_are_not_blocks_are_refused() -> None:
     """A layout that this code does not know would be copied as nonsense."""
     _, views = tensors("LBHNC")
     with pytest.raises(LayoutError, match="does not count"):
-        PageMap(views, 4)
+        blocks_of(views, 4)
     with pytest.raises(LayoutError, match="overlap"):
-        PageMap([views[0], replace(views[1], address=views[0].address + 4)], SIZES["B"])
+        blocks_of([views[0], replace(views[1], address=views[0].address + 4)], SIZES["B"])
     with pytest.raises(LayoutError, match="no KV tensor"):
-        PageMap([], 4)
+        blocks_of([], 4)
 
 
 # The mover
@@ -675,26 +677,27 @@ class Mill:
 
     def __post_init__(self) -> None:
         self.logical, views = tensors("LBHNC")
-        self.pages = PageMap(views, SIZES["B"])
-        self.namespace = namespace(block_bytes=self.pages.block_bytes)
+        self.pages = PageMap(blocks_of(views, SIZES["B"]), views)
+        self.block_bytes = self.pages.blocks.block_bytes
+        self.namespace = namespace(block_bytes=self.block_bytes)
         self.boundary = Boundary()
         self.client = FakeClient(self.daemon)
-        self.mover = Mover(
-            cast("Client", self.client), self.namespace, self.pages, 0, self.boundary
-        )
+        client = cast("Client", self.client)
+        self.mover = Mover(client, self.namespace, self.pages, 0, self.boundary, HostOrder())
+        self.mover.start()
 
     def item(self, block: int) -> StoreItem:
         return StoreItem(block_hash(block), block_hash(block - 1) if block else ROOT, block)
 
     def stored(self, block: int) -> bytes | None:
         slot = self.daemon.blocks.get((self.namespace.digest, block_hash(block)))
-        return None if slot is None else bytes(self.daemon.slots[slot][: self.pages.block_bytes])
+        return None if slot is None else bytes(self.daemon.slots[slot][: self.block_bytes])
 
     def content(self, block: int) -> bytes:
         return self.content_by(self.pages.gather, block)
 
     def content_by(self, gather: Callable[[int, memoryview], None], block: int) -> bytes:
-        slot = memoryview(bytearray(self.pages.block_bytes))
+        slot = memoryview(bytearray(self.block_bytes))
         gather(block, slot)
         return bytes(slot)
 
@@ -706,7 +709,7 @@ class Mill:
 
     def settle(self) -> None:
         """Wait until all stores have ended."""
-        self.wait_for(lambda: not (self.mover._stores or self.mover._chunk))
+        self.wait_for(lambda: self.mover.settled)
 
     def lease(self, blocks: list[int], into: list[int], life_ms: int = 60_000) -> Load:
         slots = [self.daemon.blocks[self.namespace.digest, block_hash(b)] for b in blocks]
@@ -779,7 +782,7 @@ def test_fenced_block_is_never_read(mill: Mill, where: str) -> None:
     mill.daemon.reserve_gate = threading.Event()
     before = [mill.content(b) for b in range(6)]
     mill.mover.submit_stores([mill.item(5 if where == "queued" else 1)])
-    mill.wait_for(lambda: bool(mill.mover._chunk))
+    mill.wait_for(lambda: bool(mill.mover._chunks))
     if where == "queued":
         mill.mover.submit_stores([mill.item(1)])
     mill.mover.fence({1})
@@ -790,34 +793,27 @@ def test_fenced_block_is_never_read(mill: Mill, where: str) -> None:
     assert mill.stored(5) == (before[5] if where == "queued" else None)
 
 
-def test_fence_waits_for_the_copy_under_way(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next request would write into a block that is half copied."""
-    copying, go_on, fenced = threading.Event(), threading.Event(), threading.Event()
-    gather = mill.pages.gather
+def test_fence_during_a_copy_does_not_wait(mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's step would wait for a copy, or publish what a new owner wrote meanwhile."""
+    copying, go_on = threading.Event(), threading.Event()
+    gather_many = mill.pages.gather_many
 
-    def slowly(block: int, slot: memoryview) -> None:
+    def slowly(blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         copying.set()
         assert go_on.wait(5)
-        gather(block, slot)
+        gather_many(blocks, slots)
 
-    monkeypatch.setattr(mill.pages, "gather", slowly)
-    before = mill.content_by(gather, 1)
-    mill.mover.submit_stores([mill.item(1)])
+    monkeypatch.setattr(mill.pages, "gather_many", slowly)
+    before = mill.content(1)
+    mill.mover.submit_stores([mill.item(1), mill.item(2), mill.item(3)])
     assert copying.wait(5)
-
-    def reuse() -> None:
-        mill.mover.fence({1})
-        fenced.set()
-        mill.logical[:, 1] = 9
-
-    thread = threading.Thread(target=reuse)
-    thread.start()
-    assert not fenced.wait(0.05)
     mill.mover.fence({2})
+    mill.logical[:, 2] = 9
     go_on.set()
-    thread.join(5)
     mill.settle()
     assert mill.stored(1) == before
+    assert [mill.stored(2), mill.stored(3)] == [None, None], "3 would have no parent"
+    assert mill.mover.tally.drain()["store_blocks_dropped"] == 2
 
 
 def test_reuse_during_stores_publishes_nothing_wrong(mill: Mill) -> None:
@@ -833,7 +829,7 @@ def test_reuse_during_stores_publishes_nothing_wrong(mill: Mill) -> None:
         mill.mover.submit_stores([StoreItem(name, ROOT, block)])
     mill.settle()
     held = {
-        name: bytes(mill.daemon.slots[slot][: mill.pages.block_bytes])
+        name: bytes(mill.daemon.slots[slot][: mill.block_bytes])
         for (_, name), slot in mill.daemon.blocks.items()
     }
     assert held
@@ -913,6 +909,8 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERD_SOCKET", "/tmp/env.sock")
     assert parse({}).socket == "/tmp/env.sock"
     assert parse({"socket": "/tmp/x.sock"}).socket == "/tmp/x.sock"
+    assert parse({}).transfer is Transfer.AUTO
+    assert parse({"transfer": "host_ipc"}).transfer is Transfer.HOST_IPC
     with pytest.raises(ConfigError, match="did you mean 'prefetch_deadline_ms'"):
         parse({"prefetch_deadlin_ms": 3})
     for wrong in (
@@ -920,6 +918,8 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         {"prefetch_deadline_ms": True},
         {"prefetch_deadline_ms": -1},
         {"weights": ""},
+        {"transfer": "gpu"},
+        {"transfer": ["shm"]},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             parse(wrong)

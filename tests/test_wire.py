@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.errors import RemoteProtocolError
+from tierd.exports import NO_EVENT, Run, pack_runs
 from tierd.wire import messages as m
 from tierd.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES, FrameDecoder, encode_frame
 from tierd.wire.session import Role, WireSession, encode
@@ -38,11 +39,32 @@ SAMPLES: list[m.Message] = [
     m.Error(0, "why"),
     m.Ready(2),
     m.Hint([0, 1], b"h" * 64, 600_000, 30_000, 2, True),
+    m.Export(1, 1, b"u" * 16, 1 << 30, b"c" * 64),
+    m.Part(1, 2 << 20, 4 << 20),
+    m.Attach(
+        6,
+        0,
+        [1],
+        pack_runs([Run(0, 4096, 65_536)]),
+        1 << 17,
+        8192,
+        m.pack_handles([bytes(65), b"\x01" + bytes(12)]),
+        77,
+        b"d" * 32,
+        [65_536],
+    ),
+    m.Store(7, 3, 9, m.pack_slots([12]), NO_EVENT, 0),
+    m.Load(8, 3, m.pack_slots([5]), m.pack_slots([13]), 123_456_789, 4, 1, 99),
+    m.Detach(9, 3),
+    m.DropExport(1),
+    m.Attached(6, 3, "pitched, 21 GB/s in, 20 GB/s out"),
+    m.Copied(7, 1, ""),
+    m.Detached(9, 3, ""),
 ]
 
 
 def fd_count(message: m.Message) -> int:
-    return int(isinstance(message, m.Segment))
+    return int(type(message) in m.WITH_DESCRIPTOR)
 
 
 def frame(message: m.Message) -> bytes:

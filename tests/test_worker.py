@@ -16,9 +16,10 @@ import pytest
 
 from tests.test_file_backend import FileSuite, options
 from tests.worker_backends import SCRIBBLE, OddBackend, OddOptions
+from tierd import child
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.errors import BackendError, ConfigError
-from tierd.storage import _worker_life, _worker_stream, _worker_wire, worker
+from tierd.storage import _worker_life, _worker_wire, worker
 from tierd.storage.worker import BackendBugError, WorkerBackend
 from tierd.testing.suite import Slots
 from tierd.types import PAGE_BYTES
@@ -367,7 +368,7 @@ async def test_much_for_a_stopped_worker(monkeypatch):
         calls = [asyncio.create_task(backend.contains_many(b"", many)) for _ in range(12)]
         calls += [asyncio.create_task(backend.get_into(b"", gets(slots))) for _ in calls]
         await asyncio.sleep(0.05)
-        assert backend._life._stream._queued_bytes < 3 * _worker_stream.OUTBOUND_BYTES_MAX
+        assert backend._life._stream._queued_bytes < 3 * child.OUTBOUND_BYTES_MAX
         os.kill(pid, signal.SIGCONT)
         answers = await asyncio.gather(*calls)
         assert answers[:12] == [ANSWERS * 12_500] * 12
@@ -676,7 +677,7 @@ async def test_garbage_on_the_socket(garbage):
     def take(payload, _):
         _worker_life._replies.decode(payload)
 
-    stream = _worker_stream.Stream(near, take, reasons.append)
+    stream = child.Stream(near, take, reasons.append)
     with far:
         far.send(garbage)
         await until(lambda: reasons)

@@ -15,12 +15,15 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tierd.attaching import Attachment, Attachments, PendingCopy, Probe
 from tierd.errors import DisconnectedError, NamespaceError, RemoteProtocolError
+from tierd.exports import NO_EVENT, Export, PageLayout
 from tierd.mapping import SharedMapping
 from tierd.types import HASH_BYTES, Namespace
 from tierd.wire import messages as m
@@ -45,6 +48,7 @@ _DONT_WAIT: Final = int(socket.MSG_DONTWAIT)
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_BYTES: Final = 256 << 10
 _POPULATE_BYTES_MAX: Final = 1 << 62
+_FD = struct.Struct("i")
 _CMSG_SPACE: Final = socket.CMSG_SPACE(16 * 4)
 
 
@@ -157,7 +161,8 @@ class Client:
         self._lock = threading.RLock()
         self._sock: socket.socket | None = None
         self._wire = WireSession(Role.CLIENT, self._dispatch)
-        self._outbound = bytearray()
+        self._outbound: deque[tuple[memoryview, int | None]] = deque()
+        self._outbound_bytes = 0
         self._retry_at = 0.0
         self._retry_pause = RECONNECT_FIRST_S
         self._calls = 0
@@ -166,6 +171,7 @@ class Client:
         self._registering: dict[int, Handle] = {}
         self._replies: dict[int, m.Message | None] = {}
         self._filling: dict[Reservation, socket.socket] = {}
+        self._attachments = Attachments(self._send, self._next_call)
         self._life: _Life | None = None
         self._past: _Life | None = None
         self._buffer = bytearray(_RECEIVE_BYTES)
@@ -209,6 +215,7 @@ class Client:
             if self._sock is None and not self._connect():
                 return
             self._flush()
+            self._attachments.try_again(time.monotonic())
             while self._receive(wait_s=0.0):
                 pass
 
@@ -218,6 +225,7 @@ class Client:
             if self._sock is None and not self._connect():
                 return
             self._flush()
+            self._attachments.try_again(time.monotonic())
             if self._receive(wait_s=timeout_s):
                 while self._receive(wait_s=0.0):
                     pass
@@ -443,6 +451,121 @@ class Client:
             sock.close()
         return False
 
+    # --- copies that the daemon makes -----------------------------------------------
+
+    def attach(
+        self,
+        handle: Handle,
+        exports: Sequence[Export],
+        layout: PageLayout,
+        *,
+        events: Sequence[bytes],
+        gate_fd: int,
+        layer_ends: Sequence[int],
+        probe: Probe,
+    ) -> Attachment:
+        """Show the daemon where blocks lie in this process, so that it copies them. Never blocks.
+
+        The descriptors stay the caller's, and open until `detach`. It is attached again after
+        each reconnect. `probe(first)` is called each time: it fills a block of its choice, tells
+        which and the SHA-256 of its bytes in the order of the runs, and leaves them be until
+        the daemon has answered; after the `first` time blocks may be in use. `layer_ends` are
+        the places in a block where layers end that a load brings one after the other.
+        """
+        attachment = Attachment(
+            handle,
+            exports,
+            layout,
+            events=events,
+            gate_fd=gate_fd,
+            layer_ends=layer_ends,
+            probe=probe,
+        )
+        with self._lock:
+            self._attachments.add(attachment)
+        return attachment
+
+    def detach(self, attachment: Attachment) -> bool:
+        """End an attachment; False if the daemon did not say in time that it copies no more.
+
+        It copies no more either way once a gate's `call_off` says so, for loads.
+        """
+        with self._lock:
+            call = self._attachments.remove(attachment)
+            if call is None:
+                return True
+            end = time.monotonic() + self._timeout_s
+            while self._sock is not None and self._attachments.is_detaching(call):
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._receive(wait_s=left)
+            return self._sock is not None
+
+    def begin_store(
+        self,
+        attachment: Attachment,
+        reservation: Reservation,
+        blocks: Sequence[int],
+        *,
+        event: int = NO_EVENT,
+        value: int = 0,
+    ) -> PendingCopy:
+        """Have pages copied into the slots of a reservation. Never blocks.
+
+        `blocks[i]` is the engine's block for the i-th slot that was granted. The copy begins
+        after the event. `commit` or `abort` must follow once the copy is done.
+        """
+        with self._lock:
+            number = attachment.number
+            if number is None or self._filling.get(reservation) is not self._sock:
+                return _not_begun("the daemon does not copy for this engine now")
+            return self._attachments.begin(
+                lambda call: m.Store(
+                    call,
+                    number,
+                    reservation.reservation_id,
+                    m.pack_slots(blocks),
+                    event,
+                    value,
+                )
+            )
+
+    def begin_load(
+        self,
+        attachment: Attachment,
+        epoch: bytes,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        expires_ns: int,
+        *,
+        job: int,
+        event: int = NO_EVENT,
+        value: int = 0,
+    ) -> PendingCopy:
+        """Have leased slots copied into pages. Never blocks.
+
+        `epoch` and `expires_ns` are the lease's. The caller has prepared the `job` of its gate,
+        and may use neither the pages nor the number again before the copy is done, or its gate
+        has called it off: the session may end while pages are written.
+        """
+        with self._lock:
+            number = attachment.number
+            if number is None or self._life is None or self._life.epoch != epoch:
+                return _not_begun("the daemon does not copy for this engine now")
+            return self._attachments.begin(
+                lambda call: m.Load(
+                    call,
+                    number,
+                    m.pack_slots(slots),
+                    m.pack_slots(blocks),
+                    expires_ns,
+                    job,
+                    event,
+                    value,
+                )
+            )
+
     # --- the simple API -------------------------------------------------------------
 
     def put(self, handle: Handle, blocks: Sequence[tuple[bytes, bytes, Buffer]]) -> list[bool]:
@@ -520,6 +643,12 @@ class Client:
                 budget_bytes -= segment.populated_bytes - before
         return False
 
+    def mappings(self) -> list[SharedMapping]:
+        """The segments that views may lie in, also those of a life whose leases still run."""
+        with self._lock:
+            lives = [life for life in (self._life, self._past) if life is not None]
+            return [segment for life in lives for segment in life.segments.values()]
+
     def status(self) -> dict[str, object]:
         """The daemon's status; raises DisconnectedError with the reason when it is away."""
         with self._lock:
@@ -547,7 +676,8 @@ class Client:
             return False
         self._sock = sock
         self._wire = WireSession(Role.CLIENT, self._dispatch)
-        self._outbound = bytearray()
+        self._outbound.clear()
+        self._outbound_bytes = 0
         self._receive_timeout_s = None
         self._send(m.Hello(m.PROTOCOL_VERSION, self._name))
         for handle in self._handles:
@@ -576,6 +706,9 @@ class Client:
             self._past, self._life = self._life, None
         for handle in self._handles:
             handle.number = None
+        self._outbound.clear()
+        self._outbound_bytes = 0
+        self._attachments.lost()
         for pending in self._pending.values():
             pending.done = True
         self._pending.clear()
@@ -631,11 +764,11 @@ class Client:
         finally:
             del self._replies[call]
 
-    def _send(self, message: m.FromClient) -> None:
+    def _send(self, message: m.FromClient, fd: int | None = None) -> None:
         if self._sock is None:
             return
-        data = encode(message)
-        if not self._outbound:
+        data = encode(message, 0 if fd is None else 1)
+        if not self._outbound and fd is None:
             try:
                 sent = self._sock.send(data, _SEND_FLAGS)
             except BlockingIOError:
@@ -646,21 +779,30 @@ class Client:
             if sent == len(data):
                 return
             data = data[sent:]
-        self._outbound += data
-        if len(self._outbound) > OUTBOUND_BYTES_MAX:
+        self._outbound.append((memoryview(data), fd))
+        self._outbound_bytes += len(data)
+        if self._outbound_bytes > OUTBOUND_BYTES_MAX:
             self._disconnect("the daemon does not read")
+        elif len(self._outbound) == 1:
+            self._flush()
 
     def _flush(self) -> None:
-        if self._sock is None or not self._outbound:
-            return
-        try:
-            sent = self._sock.send(self._outbound, _SEND_FLAGS)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._disconnect(str(error))
-            return
-        del self._outbound[:sent]
+        while self._outbound and self._sock is not None:
+            data, fd = self._outbound[0]
+            rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))]
+            try:
+                sent = self._sock.sendmsg([data], rights, _SEND_FLAGS)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._disconnect(str(error))
+                return
+            self._outbound_bytes -= sent
+            if sent == len(data):
+                self._outbound.popleft()
+            else:
+                # The descriptor went with the first byte.
+                self._outbound[0] = (data[sent:], None)
 
     def _receive(self, wait_s: float) -> bool:
         """Take what has arrived; False when nothing had by the end of `wait_s`."""
@@ -733,6 +875,8 @@ class Client:
             self.last_error = ""
         elif isinstance(message, m.Registered):
             self._registered(message)
+        elif isinstance(message, (m.Attached, m.Detached, m.Copied)):
+            self._attachments.take(message, time.monotonic())
         elif isinstance(message, m.Error):
             self._refused(message)
 
@@ -748,13 +892,16 @@ class Client:
         handle.refusal = None
         self._life.slots_per_segment[handle] = message.slots_per_segment
         handle.number = message.handle
+        self._attachments.offer(handle)
 
     def _refused(self, message: m.Error) -> None:
         if message.call == 0:
             self.last_error = message.reason
         elif message.call in self._registering:
             self._registering.pop(message.call).refusal = message.reason
-        elif message.call in self._replies:
+        elif not self._attachments.refused(message.call, message.reason, time.monotonic()) and (
+            message.call in self._replies
+        ):
             self._replies[message.call] = message
 
     def _acquired(self, message: m.Acquired) -> None:
@@ -814,6 +961,12 @@ class Client:
         return views
 
 
+def _not_begun(why: str) -> PendingCopy:
+    pending = PendingCopy()
+    pending.end(0, why)
+    return pending
+
+
 COPY_BY_VIEW_MAX: Final = 1 << 20
 """Below it a memoryview assignment is fastest; it holds the GIL, 50 us at most here."""
 
@@ -857,12 +1010,14 @@ def _descriptors(control: Sequence[tuple[int, int, bytes]]) -> list[int]:
 __all__ = [
     "DEFAULT_SOCKET",
     "HASH_BYTES",
+    "Attachment",
     "Client",
     "Handle",
     "Lease",
     "Namespace",
     "NamespaceError",
     "PendingAcquire",
+    "PendingCopy",
     "Reservation",
     "request_number",
 ]

@@ -144,6 +144,27 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 3600
 
 
+class CopyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Copies that the daemon makes between engines' memory and L2 (`transfer = "cuda_ipc"`)."""
+
+    bandwidth_max: Annotated[
+        Size,
+        Meta(
+            description="Bytes per second of a device's copies, both ways together, so that other "
+            "traffic keeps its share of the bus; loads go first. 0: no bound."
+        ),
+    ] = Size(0)
+    job_timeout_ms: Annotated[
+        int,
+        Meta(
+            ge=100,
+            le=600_000,
+            description="A copy that takes longer has its device's copy process killed and started "
+            "again.",
+        ),
+    ] = 10_000
+
+
 class StorageConfig(msgspec.Struct, kw_only=True):
     """What every storage tier has; the other keys of its table belong to its type."""
 
@@ -269,6 +290,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 10_000
     admin: AdminConfig = msgspec.field(default_factory=AdminConfig)
     prefetch: PrefetchConfig = msgspec.field(default_factory=PrefetchConfig)
+    copy: CopyConfig = msgspec.field(default_factory=CopyConfig)
     storage: list[StorageConfig] = []
 
 
@@ -295,6 +317,7 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     host = _table(raw, "host", HostConfig, environ)
     _table(raw, "admin", AdminConfig, environ)
     _table(raw, "prefetch", PrefetchConfig, environ)
+    _table(raw, "copy", CopyConfig, environ)
     tables = raw.get("storage", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError("storage must be written as [[storage]] tables")
@@ -332,7 +355,7 @@ def check_budget(tier: StorageConfig) -> None:
 
 
 _STORAGE_PREFIX: Final = "TIERD_STORAGE_"
-_NOT_SCALARS: Final = ("host", "prefetch", "admin", "storage", "options", "overrides")
+_NOT_SCALARS: Final = ("host", "prefetch", "copy", "admin", "storage", "options", "overrides")
 
 _T = TypeVar("_T")
 
@@ -485,6 +508,7 @@ def reference() -> str:
         "": Config,
         "host.": HostConfig,
         "prefetch.": PrefetchConfig,
+        "copy.": CopyConfig,
         "admin.": AdminConfig,
         "storage.": StorageConfig,
     }

@@ -72,6 +72,16 @@ class SharedMapping:
         # A crash would write the arena into a core file, and hold its slots for minutes.
         self._advise(0, size_bytes, _MADV_DONTDUMP)
 
+    @property
+    def serial(self) -> int:
+        """Names this mapping in this process, never used again."""
+        return self._mmap.serial
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process."""
+        return self._address
+
     def populate_next(self) -> bool:
         """Fault in the next chunk without the GIL; True while more remains.
 

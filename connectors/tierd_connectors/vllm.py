@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,20 +35,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierd.client import Client
 from tierd.errors import ConfigError
+from tierd_connectors.vllm_export import HostPool, Shown, show_cuda
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
 from tierd_connectors.vllm_hints import HintReader
-from tierd_connectors.vllm_mover import FinishedLoad, Mover
+from tierd_connectors.vllm_layout import Blocks, LayoutError, PageMap, Pages
+from tierd_connectors.vllm_mover import Mover
 from tierd_connectors.vllm_namespace import (
     HASH_SCHEME_UNTAGGED,
     RefusedError,
     check_engine,
     hash_root_in_use,
+    kv_blocks,
     namespace_of,
-    page_map,
 )
-from tierd_connectors.vllm_options import parse
+from tierd_connectors.vllm_options import Transfer, parse
+from tierd_connectors.vllm_queues import FinishedLoad, HostOrder, Order
 from tierd_connectors.vllm_scheduler import SchedulerSide, scheduled_requests
 from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
+from tierd_connectors.vllm_torch import StreamOrder, TorchPages
 from tierd_connectors.vllm_work import Load, RankInfo, StepWork, of_generation
 
 if TYPE_CHECKING:
@@ -107,6 +112,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._mover: Mover | None = None
         self._info = RankInfo(None, "its KV caches were never registered")
         self._generation = ""
+        self._pool = HostPool()
         self._unfit: list[FinishedLoad] = []
         self._failed_blocks: set[int] = set()
         self._root_checked = False
@@ -125,6 +131,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # Worker
 
+    @guarded(nothing)
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """Where the engine is to allocate its KV; asked for before it does."""
+        on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+        if self._options.transfer is not Transfer.HOST_IPC or not on_cpu:
+            return None
+        return self._pool.context()
+
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where the blocks lie, and start the copying thread."""
         self._info = RankInfo(None, "an error, see its log")
@@ -137,15 +151,41 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
         try:
             check_engine(config, kv)
-            pages = page_map(kv_caches, kv)
-            namespace = namespace_of(config, kv, pages, rank=rank, weights=self._options.weights)
+            blocks, tensors = kv_blocks(kv_caches, kv)
+            namespace = namespace_of(config, kv, blocks, rank=rank, weights=self._options.weights)
         except (RefusedError, ConfigError, OSError) as error:
             self._info = RankInfo(None, str(error))
             return
         index = rank[0] * namespace.tp_size + rank[1]
         client = Client(self._options.socket, name=f"vllm-worker-{index}")
-        self._mover = Mover(client, namespace, pages, index, self.boundary)
+        on_gpu = tensors[0].device.type == "cuda"
+        order: Order = StreamOrder(None) if on_gpu else HostOrder()
+        pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
+        self._mover = Mover(client, namespace, pages, index, self.boundary, order)
+        self._mover.attach(self._ways(blocks, tensors))
         self._info = RankInfo(namespace)
+        if not on_gpu:
+            # On a GPU only the first step tells that no graph is being captured any more, which
+            # other threads' calls would spoil.
+            self._mover.start()
+
+    def _ways(self, blocks: Blocks, tensors: list[torch.Tensor]) -> Iterator[Shown]:
+        """How the daemon may be shown the engine's memory, by the setting `transfer`."""
+        on_gpu = tensors[0].device.type == "cuda"
+        match self._options.transfer:
+            case Transfer.SHM:
+                return
+            case Transfer.AUTO if not on_gpu:
+                return
+            case Transfer.AUTO | Transfer.CUDA_IPC if on_gpu:
+                yield from show_cuda(tensors, blocks)
+            case Transfer.HOST_IPC if not on_gpu:
+                yield self._pool.show(blocks)
+            case transfer:
+                raise LayoutError(
+                    f"transfer is {transfer.value!r} and KV on {tensors[0].device}: "
+                    "take 'auto' or 'shm'"
+                )
 
     def get_handshake_metadata(self) -> TierdHandshake:
         """This worker's namespace, for the scheduler."""
@@ -213,7 +253,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(lambda: False)
     def _try_fence(self, work: StepWork) -> bool:
-        if self._mover is not None and work.reused:
+        if self._mover is not None:
+            self._mover.start()
             self._mover.fence(frozenset(work.reused))
         return not work.reused_unknown
 

@@ -5,6 +5,9 @@ every physical layout works: a block is the runs of bytes that its index selects
 order of their addresses. Nothing inside a run is interpreted: a page's inside differs
 between attention kernels, so only whole pages are ever copied.
 
+`Blocks` says where they lie, for whoever copies: `PageMap` here for memory that this process
+can address, `vllm_torch` for a GPU's, the daemon by a PageLayout. All have the same slots.
+
 It refuses to know engines, daemons and what a block means.
 """
 
@@ -14,9 +17,15 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from tierd.exports import PageLayout, Run
+
+if TYPE_CHECKING:
+    from tierd.mapping import SharedMapping
 
 
 class LayoutError(ValueError):
@@ -37,66 +46,113 @@ class TensorView:
     owner: object
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive bytes of block 0; block b's are `block_stride * b` further on."""
+class Stretch(NamedTuple):
+    """Consecutive bytes of memory."""
 
     address: int
     length: int
 
 
-class PageMap:
-    """Copies blocks between an engine's KV tensors and slots.
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where block 0 lies, in the order of a slot's bytes; block b's are `stride * b` further on."""
 
-    The tensors stay the engine's; their memory lives as long as this object. The caller
-    sees to it that nobody writes a block while it is gathered, or reads it while it is
-    scattered. A slot view must hold at least `block_bytes`.
+    runs: tuple[Stretch, ...]
+    stride: int
+    count: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all runs together."""
+        return sum(run.length for run in self.runs)
+
+    def within(self, allocations: Sequence[Stretch]) -> PageLayout:
+        """The same by allocation, for who has them at other addresses. Raises LayoutError.
+
+        A run that goes on in the next allocation becomes two, which leaves the slot as it is.
+        """
+        placed = []
+        for run in self.runs:
+            address, left = run
+            while left:
+                index = next(
+                    (i for i, a in enumerate(allocations) if 0 <= address - a.address < a.length),
+                    None,
+                )
+                if index is None:
+                    raise LayoutError("a KV tensor lies in no exported allocation")
+                offset = address - allocations[index].address
+                length = min(left, allocations[index].length - offset)
+                placed.append(Run(index, offset, length))
+                address, left = address + length, left - length
+        return PageLayout(tuple(placed), self.stride, self.count)
+
+
+class Pages(Protocol):
+    """Copies blocks between an engine's KV tensors and slots, in the calling thread.
+
+    A slot's view must hold at least `block_bytes`. Whether a block was written while it was
+    gathered is the caller's to know; nobody may read one while it is scattered.
     """
 
-    def __init__(self, views: Sequence[TensorView], block_count: int) -> None:
-        """Raises LayoutError for tensors that are not made of whole blocks."""
-        runs, block_stride = _runs(views, block_count)
-        self._owners = [view.owner for view in views]
-        self.block_count = block_count
-        self.block_bytes = sum(run.length for run in runs)
-        self.run_count = len(runs)
+    blocks: Blocks
+
+    def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        """Copy several blocks of the tensors into as many slots."""
+
+    def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        """Copy several slots into as many blocks of the tensors."""
+
+    def pin(self, mappings: Sequence[SharedMapping]) -> bool:
+        """Have copies to and from these segments be fast, and from no others; True if there is
+        more to do in another call."""
+
+
+class PageMap:
+    """`Pages` of tensors in host memory. They stay the engine's, and live as long as this."""
+
+    def __init__(self, blocks: Blocks, owners: Sequence[object]) -> None:
+        """`owners` are whatever keeps the memory alive."""
+        self.blocks = blocks
+        self._owners = list(owners)
         self._parts: list[tuple[int, int, npt.NDArray[np.void]]] = []
         offset = 0
-        for part in _regular(runs):
+        for part in regular(blocks.runs):
             end = offset + sum(run.length for run in part)
-            self._parts.append((offset, end, _pages(part, block_stride, block_count)))
+            self._parts.append((offset, end, _pages(part, blocks.stride, blocks.count)))
             offset = end
 
     def gather(self, block: int, slot: memoryview) -> None:
         """Copy a block of the tensors into the slot."""
-        assert 0 <= block < self.block_count
+        assert 0 <= block < self.blocks.count
         raw = np.frombuffer(slot, dtype=np.uint8)
         for start, end, pages in self._parts:
             raw[start:end].view(pages.dtype)[:] = pages[:, block]
 
     def scatter(self, slot: memoryview, block: int) -> None:
         """Copy a slot into a block of the tensors."""
-        assert 0 <= block < self.block_count
+        assert 0 <= block < self.blocks.count
         raw = np.frombuffer(slot, dtype=np.uint8)
         for start, end, pages in self._parts:
             pages[:, block] = raw[start:end].view(pages.dtype)
 
     def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
-        """Copy several blocks of the tensors into as many slots."""
         for block, slot in zip(blocks, slots, strict=True):
             self.gather(block, slot)
 
     def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
-        """Copy several slots into as many blocks of the tensors."""
         for slot, block in zip(slots, blocks, strict=True):
             self.scatter(slot, block)
 
+    def pin(self, mappings: Sequence[SharedMapping]) -> bool:
+        return False
 
-def _runs(views: Sequence[TensorView], block_count: int) -> tuple[list[_Run], int]:
-    """The runs of block 0 by address, neighbours merged, and the block stride they share."""
+
+def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
+    """Block 0 by address, neighbours merged. Raises LayoutError for what is not whole blocks."""
     if not views:
         raise LayoutError("no KV tensor was registered")
-    found: set[_Run] = set()
+    found: set[Stretch] = set()
     block_strides = set()
     for view in views:
         if not view.shape or view.shape[0] % block_count:
@@ -109,20 +165,22 @@ def _runs(views: Sequence[TensorView], block_count: int) -> tuple[list[_Run], in
         found.update(_runs_of_block(view.address, inner, view.item_bytes))
     if len(block_strides) != 1:
         raise LayoutError(f"KV tensors differ in block stride: {sorted(block_strides)} bytes")
-    merged: list[_Run] = []
+    merged: list[Stretch] = []
     for run in sorted(found, key=lambda run: run.address):
         if merged:
             last = merged[-1]
             if last.address + last.length > run.address:
                 raise LayoutError("KV tensors overlap")
             if last.address + last.length == run.address:
-                merged[-1] = _Run(last.address, last.length + run.length)
+                merged[-1] = Stretch(last.address, last.length + run.length)
                 continue
         merged.append(run)
-    return merged, block_strides.pop()
+    return Blocks(tuple(merged), block_strides.pop(), block_count)
 
 
-def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) -> Iterable[_Run]:
+def _runs_of_block(
+    address: int, inner: list[tuple[int, int]], item_bytes: int
+) -> Iterable[Stretch]:
     """Runs that (count, stride) dimensions select from `address` on."""
     length = item_bytes
     outer: list[tuple[int, int]] = []
@@ -138,14 +196,14 @@ def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) 
         if stride < length:
             raise LayoutError("a KV tensor's elements overlap")
         starts = [start + stride * index for start in starts for index in range(count)]
-    return [_Run(start, length) for start in starts]
+    return [Stretch(start, length) for start in starts]
 
 
-def _regular(runs: list[_Run]) -> list[list[_Run]]:
+def regular(runs: Iterable[Stretch]) -> list[list[Stretch]]:
     """Split into stretches of runs of one length at one spacing: each is one strided copy."""
-    stretches: list[list[_Run]] = []
+    stretches: list[list[Stretch]] = []
     for _, group in groupby(runs, key=lambda run: run.length):
-        stretch: list[_Run] = []
+        stretch: list[Stretch] = []
         for run in group:
             if (
                 len(stretch) > 1
@@ -158,7 +216,7 @@ def _regular(runs: list[_Run]) -> list[list[_Run]]:
     return stretches
 
 
-def _pages(runs: list[_Run], block_stride: int, block_count: int) -> npt.NDArray[np.void]:
+def _pages(runs: list[Stretch], block_stride: int, block_count: int) -> npt.NDArray[np.void]:
     """A (runs, blocks) array of an opaque type one run wide over the engine's memory.
 
     One assignment of such a row copies at 0.7 to 0.96 of memcpy; index arrays and

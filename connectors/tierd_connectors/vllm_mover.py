@@ -1,35 +1,36 @@
-"""The worker's copying thread: it owns the worker's client and does all waiting and copying.
+"""The worker's mover: it owns the worker's client and does all waiting, and copies or has copied.
 
-The engine's threads only touch queues under one lock. Order of the parties:
-
-- The engine may overwrite a block only after `fence()` returned for it. Until then the
-  mover may read it, even if its request has ended: the content of a block dies when the
-  block gets a new owner, not when the old one leaves.
-- The blocks of a load belong to the mover from `submit_load` until the load shows up in
-  `take_finished`, exactly once, whatever happened to the daemon.
+Where the daemon copies for this engine the thread only asks (`vllm_jobs`); where it does not,
+or not now, the thread copies itself. So a load that the daemon fails is copied here, and
+nothing waits for an attachment.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import secrets
+import select
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from tierd.device.api import CannotOpenError
+from tierd_connectors.vllm_export import Shown
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
-from tierd_connectors.vllm_layout import PageMap
-from tierd_connectors.vllm_work import Load, StoreItem, Tally
+from tierd_connectors.vllm_jobs import SETTLE_S, Jobs
+from tierd_connectors.vllm_layout import LayoutError, Pages
+from tierd_connectors.vllm_queues import Chunk, Mark, Order, Queues
+from tierd_connectors.vllm_work import Load
 
 if TYPE_CHECKING:
-    from tierd.client import Client, Handle
+    from tierd.client import Client, Handle, Reservation
     from tierd.types import Namespace
 
-CHUNK_BLOCKS_MAX = 32
-"""Blocks a reservation: at 16 the two waits of a store cost under 5 % of the copy."""
-
-STORES_MAX = 32_768
-"""Blocks that wait to be stored; the queue holds references, and what overflows is dropped."""
+logger = logging.getLogger("vllm.tierd")
 
 LOAD_MAP_WAIT_S = 0.25
 """How long a load waits for this client to learn of the segment that it is to read."""
@@ -37,209 +38,239 @@ LOAD_MAP_WAIT_S = 0.25
 POPULATE_BYTES = 32 << 20
 """Mapped memory pre-faulted at a time when there is nothing else to do, about 7 ms."""
 
+CONNECT_S = 0.5
+"""Waited at the engine's start for a daemon that is there to answer."""
+
+ATTACH_S = 15.0
+"""Waited at the engine's start, which takes longer anyway, for the daemon to attach: the
+process that copies is started, and opens a GPU. Later no page is free to be probed with."""
+
+_SETTLE_POLL_S = 0.001
 _BUSY_POLL_S = 0.01
 _AWAY_POLL_S = 0.1
 _IDLE_POLL_S = 0.5
 
 
-class FinishedLoad(NamedTuple):
-    """A load's end: the engine's blocks that it did not fill, none if it went well."""
-
-    request_id: str
-    failed_blocks: list[int]
-
-
-class Mover:
+class Mover(Queues):
     """Queues of loads and stores, and the thread that works them off. Loads go first."""
 
     def __init__(
-        self, client: Client, namespace: Namespace, pages: PageMap, rank: int, boundary: Boundary
+        self,
+        client: Client,
+        namespace: Namespace,
+        pages: Pages,
+        rank: int,
+        boundary: Boundary,
+        order: Order,
     ) -> None:
+        """`attach` may follow, and `start` must."""
+        super().__init__(order)
         self.boundary = boundary
-        self.tally = Tally()
         self._client = client
         self._handle: Handle = client.register(namespace)
         self._pages = pages
+        self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
-        self._cond = threading.Condition()
-        # All below is guarded by _cond.
-        self._namespace: Namespace | None = None
-        self._loads: deque[Load] = deque()
-        self._loading: set[str] = set()
-        self._finished: list[FinishedLoad] = []
-        self._stores: dict[int, StoreItem] = {}
-        self._chunk: dict[int, StoreItem] = {}
-        self._cancelled: set[int] = set()
-        self._copying: int | None = None
-        self._stop_at_s: float | None = None
+        self._jobs: Jobs | None = None
+        self._next_namespace: Namespace | None = None
+        self._probed = 0
         self._populating = True
-        self._thread = threading.Thread(target=self._loop, name="tierd-mover", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     @property
     def epoch(self) -> bytes:
         """The life of the daemon that has accepted this rank's namespace; empty if none has."""
         return self._client.epoch if self._handle.ready else b""
 
+    @property
+    def attached(self) -> bool:
+        """Whether the daemon copies for this engine now."""
+        jobs = self._jobs
+        return jobs is not None and jobs.ready
+
     # The engine's side
 
-    def use(self, namespace: Namespace) -> None:
-        """Store and load under another namespace from now on; what is queued is dropped."""
-        with self._cond:
-            self._stores.clear()
-            while self._loads:
-                self._finish_load(self._loads.popleft(), failed=True)
-            self._namespace = namespace
-            self._cond.notify_all()
+    def attach(self, ways: Iterable[Shown]) -> None:
+        """Before `start`: have the daemon copy, in the first of these ways that it accepts.
 
-    def submit_load(self, load: Load) -> None:
-        """Queue a load. Its blocks are the mover's until take_finished() names the request."""
-        with self._cond:
-            assert load.request_id not in self._loading
-            self._loading.add(load.request_id)
-            if load.slots and self._stop_at_s is None:
-                self._loads.append(load)
-            else:
-                self._finish_load(load, failed=True)
-            self._cond.notify_all()
-
-    def submit_stores(self, items: Iterable[StoreItem]) -> None:
-        """Queue blocks to store. What the queue has no room for is dropped and counted."""
-        dropped = 0
-        with self._cond:
-            for item in items:
-                if len(self._stores) >= STORES_MAX or self._stop_at_s is not None:
-                    dropped += 1
-                else:
-                    self._stores[item.block] = item
-            self._cond.notify_all()
-        if dropped:
-            self.tally.add(store_blocks_dropped=dropped)
-
-    def fence(self, blocks: Collection[int]) -> None:
-        """Return when these blocks will not be read any more. Waits for one block's copy at most.
-
-        Stores of them that have not begun to copy are dropped: a miss later is better
-        than a wait now.
+        Waits for its answer, but not for a daemon that is not there: it is asked when it comes,
+        for the first way.
         """
-        dropped = 0
-        with self._cond:
-            for block in blocks:
-                if self._stores.pop(block, None) is not None:
-                    dropped += 1
-                if block in self._chunk:
-                    self._cancelled.add(block)
-            while self._copying is not None and self._copying in blocks:
-                self._cond.wait()
-        if dropped:
-            self.tally.add(store_blocks_dropped=dropped)
+        try:
+            for shown in ways:
+                jobs = Jobs(self._client, shown, self._probe)
+                jobs.attach(self._handle)
+                refusal = self._await_attached(jobs)
+                if not refusal:
+                    self._jobs, self._order = jobs, shown.order
+                    return
+                jobs.detach()
+                self._tell_refusal(refusal)
+        except (CannotOpenError, LayoutError, OSError) as error:
+            self._tell_refusal(str(error))
 
-    def forget_stores(self) -> None:
-        """As fence(), for every block."""
-        with self._cond:
-            self._cancelled.update(self._chunk)
-            dropped = len(self._stores)
-            self._stores.clear()
-            while self._copying is not None:
-                self._cond.wait()
-        if dropped:
-            self.tally.add(store_blocks_dropped=dropped)
+    def _tell_refusal(self, reason: str) -> None:
+        logger.warning(
+            "tierd: the daemon does not copy for this engine, its worker does (shm): %s", reason
+        )
 
-    def take_finished(self) -> list[FinishedLoad]:
-        """Loads that ended since the last call."""
-        with self._cond:
-            now_ns = time.monotonic_ns()
-            for load in [load for load in self._loads if load.expires_ns <= now_ns]:
-                self._loads.remove(load)
-                self._finish_load(load, failed=True)
-            finished, self._finished = self._finished, []
-        return finished
+    def _await_attached(self, jobs: Jobs) -> str:
+        """Why the daemon refuses; empty if it does not, or has not answered."""
+        began_s = time.monotonic()
+        while not (jobs.ready or jobs.refusal or self._handle.refusal):
+            waited_s = time.monotonic() - began_s
+            if self._client.fileno() < 0:
+                break
+            if waited_s > (ATTACH_S if self._client.connected else CONNECT_S):
+                # Whatever it answers later is about a page that is in use by then.
+                self._client.close()
+                break
+            self._client.wait(_BUSY_POLL_S)
+        if jobs.ready and self._probed:
+            zeros = memoryview(bytearray(self._block_bytes))
+            self._pages.scatter_many([zeros], [self._probed])
+        return jobs.refusal
 
-    def wait_finished(self, timeout_s: float) -> None:
-        """Wait until a load has ended, if one is under way."""
-        with self._cond:
-            if self._loading and not self._finished:
-                self._cond.wait_for(lambda: self._finished, timeout_s)
+    def _probe(self, first: bool) -> tuple[int, bytes]:
+        """Fill a block that nobody uses, and say which, and the digest of its bytes.
+
+        Later than at the start that is only vLLM's null block, number 0, whose KV is never
+        used; before it is any, so that the stride between blocks is proved as well.
+        """
+        count = self._pages.blocks.count
+        self._probed = 0 if self.started or not first else secrets.randbelow(count)
+        # Without a number's topmost bits it is finite in every format.
+        random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
+        content = bytearray((random & 0x3F).tobytes())
+        self._pages.scatter_many([memoryview(content)], [self._probed])
+        return self._probed, hashlib.sha256(content).digest()
+
+    def start(self) -> None:
+        """Begin to work. A second call does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="tierd-mover", daemon=True)
+            self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine may be using its pages."""
+        return self._thread is not None
 
     def stop(self, drain_s: float) -> None:
         """Work off the queues for at most `drain_s`, then end the thread and the client."""
         with self._cond:
             self._stop_at_s = time.monotonic() + drain_s
-            self._cond.notify_all()
-        self._thread.join(drain_s + 0.2)
+        self._wake()
+        if self._thread is None:
+            self._client.close()
+        else:
+            self._thread.join(drain_s + 2 * SETTLE_S)
 
     # The thread
 
     def _loop(self) -> None:
         try:
-            self._serve()
+            while not self._over():
+                self._turn()
+            self._give_up()
         finally:
+            self._pages.pin([])
             self._client.close()
 
-    def _serve(self) -> None:
-        while True:
-            with self._cond:
-                if not self._has_work() and self._stop_at_s is None:
-                    self._cond.wait(self._pause_s())
-                if self._stop_at_s is not None:
-                    late = time.monotonic() >= self._stop_at_s
-                    if late or not (self._loads or self._stores):
-                        return
-                namespace, self._namespace = self._namespace, None
-                load = self._loads.popleft() if self._loads else None
-                if load is None:
-                    self._take_chunk()
-            self._work(namespace, load)
+    def _over(self) -> bool:
+        with self._cond:
+            if self._stop_at_s is None:
+                return False
+            return not self._busy or time.monotonic() >= self._stop_at_s
 
-    def _has_work(self) -> bool:
-        return bool(self._loads or self._stores or self._namespace is not None)
+    @guarded(lambda: time.sleep(_AWAY_POLL_S))
+    def _turn(self) -> None:
+        if not self._work():
+            self._populating = self._populate()
+            self._sleep()
 
-    def _pause_s(self) -> float:
-        if not self._client.connected:
-            return _AWAY_POLL_S
-        if self._populating or not (self._handle.ready or self._handle.refusal):
-            return _BUSY_POLL_S
-        return _IDLE_POLL_S
-
-    def _take_chunk(self) -> None:
-        while self._stores and len(self._chunk) < CHUNK_BLOCKS_MAX:
-            block = next(iter(self._stores))
-            self._chunk[block] = self._stores.pop(block)
-
-    def _work(self, namespace: Namespace | None, load: Load | None) -> None:
-        self._poll(namespace, busy=load is not None or bool(self._chunk))
-        if load is not None:
-            failed = not self._copy_in(load)
-            with self._cond:
-                self._finish_load(load, failed)
-                self._cond.notify_all()
-        elif self._chunk:
-            stored = self._copy_out(list(self._chunk.values()))
-            with self._cond:
-                dropped = len(self._chunk) - stored
-                self._chunk.clear()
-                self._cancelled.clear()
-                self._copying = None
-                self._cond.notify_all()
-            if dropped:
-                self.tally.add(store_blocks_dropped=dropped)
-
-    @guarded(nothing)
-    def _poll(self, namespace: Namespace | None, *, busy: bool) -> None:
-        if namespace is not None:
-            self._handle = self._client.register(namespace)
+    def _work(self) -> bool:
+        """Do, without waiting for more, what there is to do; False if that was nothing."""
         self._client.poll()
-        # Work may have brought new segments, so after it there may be pages to pre-fault.
-        self._populating = busy or (
-            self._client.connected and self._client.populate(POPULATE_BYTES)
+        self._change_namespace()
+        ended = self._collect()
+        return self._begin() or ended
+
+    def _change_namespace(self) -> None:
+        """What is under way ends in the namespace that it began in."""
+        self._next_namespace = self._take_namespace() or self._next_namespace
+        if self._next_namespace is None or (self._jobs is not None and self._jobs.under_way):
+            return
+        self._handle = self._client.register(self._next_namespace)
+        self._next_namespace = None
+        if self._jobs is not None:
+            self._jobs.attach(self._handle)
+
+    def _collect(self) -> bool:
+        """End what the daemon has done; whether that was anything."""
+        jobs = self._jobs
+        if jobs is None:
+            return False
+        stores, loads = jobs.ended_stores(), jobs.ended_loads()
+        for store in stores:
+            self._publish(store.chunk, store.reservation, store.copy.blocks, store.began_s)
+        for load, mark, began_s, filled in loads:
+            if filled:
+                self._count_loaded(load, began_s)
+            self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
+        if not jobs.under_way:
+            self._renew(jobs)
+        return bool(stores or loads)
+
+    def _renew(self, jobs: Jobs) -> None:
+        if jobs.refusal:
+            self._tell_refusal(jobs.refusal)
+            jobs.detach()
+            self._jobs = None
+        elif jobs.spent:
+            jobs.attach(self._handle)
+
+    def _begin(self) -> bool:
+        """Begin a copy, or make one here; False if there is none that could begin."""
+        if self._next_namespace is not None:
+            return False
+        jobs = self._jobs
+        if jobs is None or not jobs.ready:
+            return self._load(None) or self._store(None)
+        return (jobs.room_for_load and self._load(jobs)) or (
+            jobs.room_for_store and self._store(jobs)
         )
 
+    def _load(self, jobs: Jobs | None) -> bool:
+        taken = self._take_load()
+        if taken is None:
+            return False
+        load, mark = taken
+        if jobs is None:
+            self._loaded(load, failed=not self._copy_in(load, mark))
+        elif not self._ask_load(jobs, load, mark):
+            self._loaded(load, failed=True)
+        return True
+
+    def _store(self, jobs: Jobs | None) -> bool:
+        chunk = self._take_chunk()
+        if chunk is None:
+            return False
+        if not self._copy_out(jobs, chunk):
+            self._stored(chunk, 0)
+        return True
+
     @guarded(lambda: False)
-    def _copy_in(self, load: Load) -> bool:
-        """Fill the load's blocks; False if any byte of them is in doubt."""
-        started_s = time.monotonic()
+    def _ask_load(self, jobs: Jobs, load: Load, mark: Mark) -> bool:
+        jobs.begin_load(load, load.slots[self._rank], mark)
+        return True
+
+    @guarded(lambda: False)
+    def _copy_in(self, load: Load, mark: Mark) -> bool:
+        """Fill the load's blocks here; False if any byte of them is in doubt."""
+        began_s = time.monotonic()
         slots = load.slots[self._rank]
-        give_up_s = started_s + LOAD_MAP_WAIT_S
+        give_up_s = began_s + LOAD_MAP_WAIT_S
         while True:
             views = self._client.lease_views(self._handle, load.epoch, slots)
             if views is not None:
@@ -247,67 +278,103 @@ class Mover:
             if time.monotonic() >= give_up_s or time.monotonic_ns() >= load.expires_ns:
                 return False
             self._client.wait(_BUSY_POLL_S)
+        mark.wait()
         self._pages.scatter_many(views, load.blocks)
         # Only now: until it expires, nobody but the leaseholder may reuse the slots.
         if time.monotonic_ns() >= load.expires_ns:
             return False
-        self.tally.add(
-            load_blocks=len(load.blocks),
-            load_bytes=len(load.blocks) * self._pages.block_bytes,
-            load_seconds=time.monotonic() - started_s,
-        )
+        self._count_loaded(load, began_s)
         return True
 
-    @guarded(lambda: 0)
-    def _copy_out(self, items: list[StoreItem]) -> int:
-        """Store a chunk; how many of its blocks the daemon has afterwards."""
-        started_s = time.monotonic()
+    @guarded(lambda: False)
+    def _copy_out(self, jobs: Jobs | None, chunk: Chunk) -> bool:
+        """Store a chunk, or have it stored; False if none of it was or will be."""
+        began_s = time.monotonic()
         reservation = self._client.reserve(
             self._handle,
-            [item.block_hash for item in items],
-            [item.parent for item in items],
+            [item.block_hash for item in chunk.items],
+            [item.parent for item in chunk.items],
         )
         if reservation is None:
-            return 0
-        copied = 0
-        stored: list[bool] | None = None
+            return False
         try:
-            for item, view in zip(items, reservation.views, strict=True):
-                if view is None:
-                    continue
-                if not self._begin_copy(item.block):
-                    break
-                self._pages.gather(item.block, view)
-                self._end_copy()
-                copied += 1
-            stored = self._client.commit(reservation, copied)
-        finally:
-            if stored is None:
-                self._client.abort(reservation)
-        if copied:
+            blocks, views = [], []
+            for item, view in zip(chunk.items, reservation.views, strict=True):
+                if view is not None:
+                    blocks.append(item.block)
+                    views.append(view)
+            if blocks and jobs is not None:
+                jobs.begin_store(chunk, reservation, blocks)
+                return True
+            chunk.mark.wait()
+            self._pages.gather_many(blocks, views)
+        except BaseException:
+            self._client.abort(reservation)
+            raise
+        self._publish(chunk, reservation, len(blocks), began_s)
+        return True
+
+    def _publish(self, chunk: Chunk, reservation: Reservation, copied: int, began_s: float) -> None:
+        """End a chunk of which so many granted blocks, from the first on, are in their slots."""
+        self._stored(chunk, self._commit(chunk, reservation, copied, began_s))
+
+    @guarded(lambda: 0)
+    def _commit(self, chunk: Chunk, reservation: Reservation, copied: int, began_s: float) -> int:
+        """How many of the chunk's blocks the daemon has afterwards."""
+        granted = [
+            item.block
+            for item, slot in zip(chunk.items, reservation.slots, strict=True)
+            if slot is not None
+        ]
+        # Only now: what has been fenced meanwhile may not be what its hash says.
+        count = self._unfenced(chunk, granted[:copied])
+        stored = self._client.commit(reservation, count)
+        if count:
             self.tally.add(
-                store_blocks=copied,
-                store_bytes=copied * self._pages.block_bytes,
-                store_seconds=time.monotonic() - started_s,
+                store_blocks=count,
+                store_bytes=count * self._block_bytes,
+                store_seconds=time.monotonic() - began_s,
             )
         return sum(stored)
 
-    def _begin_copy(self, block: int) -> bool:
-        with self._cond:
-            late = self._stop_at_s is not None and time.monotonic() >= self._stop_at_s
-            if late or block in self._cancelled:
-                return False
-            self._copying = block
-            return True
+    def _count_loaded(self, load: Load, began_s: float) -> None:
+        self.tally.add(
+            load_blocks=len(load.blocks),
+            load_bytes=len(load.blocks) * self._block_bytes,
+            load_seconds=time.monotonic() - began_s,
+        )
 
-    def _end_copy(self) -> None:
-        with self._cond:
-            self._copying = None
-            self._cond.notify_all()
+    def _populate(self) -> bool:
+        """Fault in, and pin, some of what this thread is to copy to; whether there is more."""
+        if self._jobs is not None or not self._client.connected:
+            return False
+        more = self._client.populate(POPULATE_BYTES)
+        return self._pages.pin(self._client.mappings()) or more
 
-    def _finish_load(self, load: Load, failed: bool) -> None:
-        """Report a load's end; the caller holds _cond."""
-        self._loading.discard(load.request_id)
-        self._finished.append(FinishedLoad(load.request_id, load.blocks if failed else []))
-        if failed:
-            self.tally.add(load_failures=1)
+    def _sleep(self) -> None:
+        """Until the engine has work, the daemon has said something, or it is time to look."""
+        poller = select.poll()
+        poller.register(self._wakeup, select.POLLIN)
+        socket = self._client.fileno()
+        if socket >= 0:
+            poller.register(socket, select.POLLIN)
+        poller.poll(self._pause_s() * 1000)
+        self._take_wakeup()
+
+    def _pause_s(self) -> float:
+        if self._jobs is not None and self._jobs.under_way:
+            return _BUSY_POLL_S if self._jobs.ready else _SETTLE_POLL_S
+        if not self._client.connected:
+            return _AWAY_POLL_S
+        if self._populating or not (self._handle.ready or self._handle.refusal):
+            return _BUSY_POLL_S
+        return _IDLE_POLL_S
+
+    @guarded(nothing)
+    def _give_up(self) -> None:
+        """The engine ends: nothing of ours may write its pages after this."""
+        if self._jobs is not None:
+            for ended in self._jobs.settle():
+                self._loaded(ended.load, failed=not ended.filled)
+            for store in self._jobs.stores:
+                self._client.abort(store.reservation)

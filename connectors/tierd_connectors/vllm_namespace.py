@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tierd.types import FORMAT_VERSION, Namespace
-from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView
+from tierd_connectors.vllm_layout import Blocks, LayoutError, TensorView, blocks_of
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
 
 if TYPE_CHECKING:
@@ -73,22 +73,25 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise RefusedError("KV scales are computed while running, so KV differs between runs")
 
 
-def page_map(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> PageMap:
-    """The blocks of the registered tensors. Raises RefusedError."""
-    views = []
+def kv_blocks(
+    kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig
+) -> tuple[Blocks, list[torch.Tensor]]:
+    """Where the blocks lie in the registered tensors, and those. Raises RefusedError."""
+    tensors, views = [], []
     for name in kv.kv_cache_groups[0].layer_names:
         tensor = kv_caches.get(name)
         if tensor is None or not hasattr(tensor, "data_ptr"):
             raise RefusedError(f"layer {name} has no plain KV tensor")
-        if tensor.device.type != "cpu":
-            raise RefusedError(
-                f"KV tensors are on {tensor.device}; this version copies from CPU memory only"
-            )
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise RefusedError(f"KV tensors are on {tensor.device}: no GPU of NVIDIA's, no CPU")
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
         views.append(TensorView(tensor.data_ptr(), tuple(tensor.shape), strides, size, tensor))
+        tensors.append(tensor)
+    if len({str(tensor.device) for tensor in tensors}) > 1:
+        raise RefusedError("the KV tensors of a worker are on several devices")
     try:
-        return PageMap(views, kv.num_blocks)
+        return blocks_of(views, kv.num_blocks), tensors
     except LayoutError as error:
         raise RefusedError(str(error)) from error
 
@@ -96,7 +99,7 @@ def page_map(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> PageMa
 def namespace_of(
     config: VllmConfig,
     kv: KVCacheConfig,
-    pages: PageMap,
+    blocks: Blocks,
     *,
     rank: tuple[int, int],
     weights: str | None,
@@ -127,8 +130,8 @@ def namespace_of(
         weights=fingerprint,
         kv_dtype=f"{config.cache_config.cache_dtype}:{getattr(spec, 'dtype', None)}",
         block_tokens=spec.block_size,
-        block_bytes=pages.block_bytes,
-        layout=f"vllm-{version}:{layout}:{pages.run_count}x{pages.block_bytes}",
+        block_bytes=blocks.block_bytes,
+        layout=f"vllm-{version}:{layout}:{len(blocks.runs)}x{blocks.block_bytes}",
         groups=(f"{len(group.layer_names)} layers {layers}: {spec!r}",),
         platform=_platform(config, group.layer_names[0]),
         tp_rank=rank[1],

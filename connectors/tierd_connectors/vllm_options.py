@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import enum
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,6 +13,22 @@ from tierd.errors import ConfigError
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 DEFAULT_DEADLINE_MS = 2000
 DEADLINE_MS_MAX = 600_000
+
+
+class Transfer(enum.Enum):
+    """Who copies between the engine's pages and the daemon's slots, and how it gets at them."""
+
+    AUTO = "auto"
+    """CUDA_IPC for KV on a GPU, SHM for KV in host memory."""
+
+    CUDA_IPC = "cuda_ipc"
+    """The daemon, which opens the engine's GPU memory."""
+
+    SHM = "shm"
+    """The engine's worker, in a thread of its own."""
+
+    HOST_IPC = "host_ipc"
+    """The daemon, which maps the memory of an engine on CPUs. For tests and CPU nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +45,10 @@ class Options:
     """Names the model's weights where tierd cannot identify them, or where copies of the
     same files on several nodes are to share KV. Two different weights must never be given
     one name."""
+
+    transfer: Transfer = Transfer.AUTO
+    """Who copies: `auto`, `cuda_ipc`, `shm` or `host_ipc`. What cannot be had becomes `shm`,
+    which the log says."""
 
 
 def parse(given: Mapping[str, object]) -> Options:
@@ -50,4 +71,15 @@ def parse(given: Mapping[str, object]) -> Options:
     weights = given.get("weights")
     if weights is not None and (not isinstance(weights, str) or not weights):
         raise ConfigError("kv_connector_extra_config 'weights' must be a non-empty string")
-    return Options(socket=socket, prefetch_deadline_ms=deadline_ms, weights=weights)
+    transfer = given.get("transfer", Transfer.AUTO.value)
+    if transfer not in [choice.value for choice in Transfer]:
+        choices = ", ".join(repr(choice.value) for choice in Transfer)
+        raise ConfigError(
+            f"kv_connector_extra_config 'transfer' is {transfer!r}; it must be one of {choices}"
+        )
+    return Options(
+        socket=socket,
+        prefetch_deadline_ms=deadline_ms,
+        weights=weights,
+        transfer=Transfer(transfer),
+    )

@@ -189,6 +189,13 @@ class Space:
         """Hash and parent of the block in a slot, READY or leaving."""
         return self.leaving.get(slot) or (self.chain.hash_of(slot), self.chain.parent_of(slot))
 
+    def is_readable(self, slot: int) -> bool:
+        """Whether a slot holds a block, READY or leaving."""
+        try:
+            return bool(self.identity(slot))
+        except KeyError:
+            return False
+
 
 Claim = Callable[[Space, Sequence[int], int], None]
 """Told of the slots whose blocks are leaving. It may hold some, at most so many, to write them:

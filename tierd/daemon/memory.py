@@ -46,6 +46,8 @@ class HostMemory:
         self.arena = Arena()
         self.counters = counters
         self.listeners: list[SegmentListener] = []
+        self.hollowed: Callable[[Segment], None] = lambda _: None
+        """Told of a segment before its memory is given back."""
         self._clock = clock
         self._executor = executor
         self._unpopulated: deque[tuple[Space, int]] = deque()
@@ -118,14 +120,14 @@ class HostMemory:
             await self._populate_ready.wait()
             while self._unpopulated:
                 space, index = self._unpopulated.popleft()
-                mapping = self.arena.segments(space)[index].mapping
+                segment = self.arena.segments(space)[index]
                 try:
                     more = space.live[index]
                     while more:
-                        more = await self.in_thread(mapping.populate_next)
+                        more = await self.in_thread(segment.mapping.populate_next)
                         if not space.live[index]:
                             # Hollowed while the chunk was being faulted in.
-                            mapping.give_back()
+                            segment.give_back()
                             more = False
                 except OSError as error:
                     self.counters["populate_failed_total"] += 1
@@ -138,6 +140,7 @@ class HostMemory:
                 case NewSegment(space, index):
                     self._new_segment(space, index)
                 case HollowSegment(space, index):
+                    self.hollowed(self.arena.segments(space)[index])
                     self.arena.hollow(space, index)
                 case Forget(space, slots):
                     self.arena.forget(space, slots)

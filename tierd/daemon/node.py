@@ -17,12 +17,13 @@ from typing import Final, NamedTuple
 
 from tierd import __version__
 from tierd.clock import Clock
-from tierd.config import PrefetchConfig
+from tierd.config import CopyConfig, PrefetchConfig
 from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
 from tierd.core.host import WRITING_SHARE_MAX, Evicted, HostTier, Lease, Reservation, Space
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
+from tierd.daemon.copying import Copies
 from tierd.daemon.learning import Learning
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
@@ -94,6 +95,7 @@ class Node:
         clock: Clock,
         epoch: bytes,
         prefetch: PrefetchConfig | None = None,
+        copy: CopyConfig | None = None,
         executor: Executor | None = None,
         segment_bytes: int | None = None,
         pin_share: float = PIN_SHARE,
@@ -113,6 +115,14 @@ class Node:
         # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
         in_flight = min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
+        copy = copy or CopyConfig()
+        self.copies = Copies(
+            self.memory,
+            clock,
+            self.counters,
+            bandwidth_max=copy.bandwidth_max,
+            job_timeout_ms=copy.job_timeout_ms,
+        )
         self._clock = clock
         self._break_even = BreakEven()
         self._started_ns = clock.monotonic_ns()
@@ -143,6 +153,7 @@ class Node:
             finally:
                 for worker in (*workers, *self._tasks):
                     worker.cancel()
+                await self.copies.close()
         self._group = None
 
     def spawn(
@@ -350,6 +361,7 @@ class Node:
             while self.host.expire_hints(self._clock.monotonic_ns()):
                 await asyncio.sleep(0)
             self.memory.keep_hollow()
+            self.copies.watch()
             self.backups.note_capacities()
 
     def _expiry_ns(self) -> int:
@@ -391,6 +403,7 @@ class Node:
                 "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
             },
+            "copies": self.copies.status(),
             "storage": [
                 {
                     **queue.tier.status(),

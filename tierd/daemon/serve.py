@@ -86,6 +86,7 @@ async def _main(
             clock=clock,
             epoch=secrets.token_bytes(8),
             prefetch=config.prefetch,
+            copy=config.copy,
             executor=executor,
         )
         allowed = frozenset(config.allow_uids) or default_allow_uids()

@@ -20,6 +20,7 @@ from tierd.clock import Clock
 from tierd.config import PrefetchPolicy
 from tierd.core.hints import Hint, Priority
 from tierd.core.host import Lease, Refusal, Space
+from tierd.daemon.copying import SessionCopies
 from tierd.daemon.node import Node, Patience
 from tierd.daemon.transport import SocketTransport, Transport
 from tierd.errors import NamespaceError, RefusedError, RemoteProtocolError
@@ -55,8 +56,10 @@ _REFUSED: Final = {
 class Session:
     """One client. `on_closed` of the transport must call `closed` exactly once."""
 
-    def __init__(self, owner: int, node: Node, clock: Clock, peer: str) -> None:
+    def __init__(self, owner: int, node: Node, clock: Clock, peer: str, pid: int = 0) -> None:
+        """`pid` is the client's process, 0 if it is not known."""
         self.owner = owner
+        self.pid = pid
         self.client = peer
         self.transport: Transport | None = None
         self._node = node
@@ -67,6 +70,8 @@ class Session:
         self._acquires: dict[int, asyncio.Task[None]] = {}
         self._patience: dict[int, Patience] = {}
         self._over = False
+        self._copies = SessionCopies(owner, node.copies, self._send)
+        self._engine: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
         self._handlers: dict[type[m.Message], Callable[[Any], None]] = {
             m.Hello: self._hello,
@@ -80,15 +85,25 @@ class Session:
             m.Status: self._status,
             m.Ready: self._ready,
             m.Hint: self._hint,
+            m.Export: self._copies.export,
+            m.DropExport: self._copies.drop_export,
+            m.Detach: self._copies.detach,
+            m.Store: self._copies.store,
+            m.Load: self._copies.load,
+        }
+        self._fd_handlers: dict[type[m.Message], Callable[[Any, int], None]] = {
+            m.Part: self._copies.part,
+            m.Attach: self._attach,
         }
         node.memory.listeners.append(self._announce)
 
-    def data(self, chunk: memoryview) -> None:
-        """Bytes from the client."""
+    def data(self, chunk: memoryview, fds: Sequence[int] = ()) -> None:
+        """Bytes from the client, and descriptors, which are this object's from now on."""
         if self._over:
+            _close(fds)
             return
         try:
-            self._wire.receive(chunk)
+            self._wire.receive(chunk, fds)
         except RemoteProtocolError as error:
             self._node.counters["protocol_errors_total"] += 1
             log.warning("session %d (%s) ended: %s", self.owner, self.client, error)
@@ -104,10 +119,15 @@ class Session:
         self._node.memory.listeners.remove(self._announce)
         for task in self._acquires.values():
             task.cancel()
-        self._node.drop_owner(self.owner)
+        self._copies.close(partial(self._node.drop_owner, self.owner))
         for space in self._spaces.values():
             self._node.unregister(space)
         self._spaces.clear()
+        _close(self._wire.take_fds())
+        if self._engine is not None:
+            asyncio.get_running_loop().remove_reader(self._engine)
+            os.close(self._engine)
+            self._engine = None
 
     def _end(self, error: m.Error) -> None:
         self._over = True
@@ -120,15 +140,19 @@ class Session:
             self.transport.send(encode(message, 0 if fd is None else 1), fd)
 
     def _handle(self, message: m.Message, fds: tuple[int, ...]) -> None:
-        assert not fds
-        if not self._over:
+        if self._over:
+            _close(fds)
+        elif fds:
+            self._fd_handlers[type(message)](message, fds[0])
+        else:
             self._handlers[type(message)](message)
 
     def _release(self, message: m.Release) -> None:
         self._node.host.release(message.lease, self.owner)
 
     def _abort(self, message: m.Abort) -> None:
-        self._node.host.abort(self.owner, message.reservation)
+        abort = partial(self._node.host.abort, self.owner, message.reservation)
+        self._copies.after_filling(message.reservation, abort)
 
     def _cancel(self, message: m.Cancel) -> None:
         task = self._acquires.get(message.call)
@@ -187,6 +211,30 @@ class Session:
             if self._spaces.get(handle) is space:
                 self._send(m.Segment(handle, index), segment.fd)
 
+    def _attach(self, message: m.Attach, fd: int) -> None:
+        try:
+            space = self._space(message.handle)
+        except RemoteProtocolError:
+            os.close(fd)
+            raise
+        self._copies.attach(message, space, fd)
+        self._watch_engine()
+
+    def _watch_engine(self) -> None:
+        """End the session as soon as its process has ended.
+
+        A child of it may hold the socket open, while the device memory that we have open is
+        what a new engine waits for.
+        """
+        if self._engine is not None or not self.pid or self.transport is None:
+            return
+        try:
+            self._engine = os.pidfd_open(self.pid)
+        except OSError:
+            # Of another PID namespace, or gone already: the socket will tell.
+            return
+        asyncio.get_running_loop().add_reader(self._engine, self.transport.close)
+
     def _space(self, handle: int) -> Space:
         space = self._spaces.get(handle)
         if space is None:
@@ -216,6 +264,8 @@ class Session:
         self._node.memory.make_room_ahead(space, len(hashes))
 
     def _commit(self, message: m.Commit) -> None:
+        if self._copies.is_filling(message.reservation):
+            raise RemoteProtocolError("COMMIT of a reservation that is still being filled")
         count = self._node.host.commit_count(self.owner, message.reservation, message.blocks)
         # The reply first: the client goes on while the index is brought up to date, and no
         # other message is looked at before that is done.
@@ -347,15 +397,15 @@ class Server:
         elif len(self._transports) >= SESSIONS_MAX:
             self._refuse(sock, pid, f"{SESSIONS_MAX} clients are connected already")
         else:
-            self.adopt(sock, f"pid {pid}")
+            self.adopt(sock, f"pid {pid}", pid)
 
     def _resume(self) -> None:
         if self._listener is not None:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
-    def adopt(self, sock: socket.socket, peer: str) -> Session:
+    def adopt(self, sock: socket.socket, peer: str, pid: int = 0) -> Session:
         """Run a session on a connected socket."""
-        session = Session(next(self._owners), self._node, self._clock, peer)
+        session = Session(next(self._owners), self._node, self._clock, peer, pid)
         transport: SocketTransport
 
         def closed() -> None:
@@ -375,10 +425,17 @@ class Server:
             return
         # Closed at once, with its greeting unread, it would reset the peer before it has
         # read the reason.
-        transport = SocketTransport(sock, lambda _: None, lambda: self._refused.discard(transport))
+        transport = SocketTransport(
+            sock, lambda _, fds: _close(fds), lambda: self._refused.discard(transport)
+        )
         self._refused.add(transport)
         transport.send(encode(m.Error(0, reason)))
         transport.finish()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from tierd.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES
@@ -24,6 +25,18 @@ OUTBOUND_BYTES_MAX: Final = 2 * (FRAME_BYTES_MAX + HEAD_BYTES)
 """Replies waiting for a client that does not read: two frames of the largest size."""
 
 
+_CONTROL_BYTES: Final = socket.CMSG_SPACE(64 * array.array("i").itemsize)
+
+
+def descriptors(control: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
+    """The descriptors among control messages, which the caller owns."""
+    fds = array.array("i")
+    for level, kind, raw in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+    return fds
+
+
 class Transport(Protocol):
     """What a session needs of its connection; a socket, or a simulated one."""
 
@@ -33,14 +46,20 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Send what is queued, then nothing more; what still arrives is thrown away."""
 
+    def close(self) -> None:
+        """Close at once, for a peer that is known to be gone."""
+
 
 class SocketTransport:
-    """A connected unix stream socket on the running loop."""
+    """A connected unix stream socket on the running loop.
+
+    `on_data` gets bytes, and the descriptors that came with them, which it owns.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
-        on_data: Callable[[memoryview], None],
+        on_data: Callable[[memoryview, Sequence[int]], None],
         on_closed: Callable[[], None],
     ) -> None:
         self._sock = sock
@@ -92,7 +111,7 @@ class SocketTransport:
                 self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close at once; only for a daemon that is going away."""
+        """Close at once; only for a daemon that is going away, or a peer that has."""
         if self._closed:
             return
         self._closed = True
@@ -132,12 +151,18 @@ class SocketTransport:
 
     def _readable(self) -> None:
         try:
-            count = self._sock.recv_into(self._buffer)
+            count, control, _, _ = self._sock.recvmsg_into(
+                (self._buffer,), _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         except OSError:
-            count = 0
+            count, control = 0, []
+        fds = descriptors(control) if control else ()
+        if count and not self._finishing:
+            self._on_data(self._buffer[:count], fds)
+            return
+        for fd in fds:
+            os.close(fd)
         if count == 0:
             self.close()
-        elif not self._finishing:
-            self._on_data(self._buffer[:count])

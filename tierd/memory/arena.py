@@ -23,7 +23,7 @@ _F_SEAL_SEAL_SHRINK_GROW = 0x1 | 0x2 | 0x4
 class Segment:
     """One memfd and this process's mapping of it, with its part of the ledger."""
 
-    __slots__ = ("fd", "ledger", "mapping")
+    __slots__ = ("fd", "ledger", "mapping", "pins")
 
     def __init__(self, name: str, size_bytes: int, ledger: Ledger) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -35,6 +35,14 @@ class Segment:
             os.close(self.fd)
             raise
         self.ledger = ledger
+        self.pins = 0
+        """Processes that may have it pinned: pages that a device keeps would no longer be the
+        file's once they were given back, and what it writes be lost."""
+
+    def give_back(self) -> None:
+        """Return the memory to the system, once nobody has it pinned."""
+        if not self.pins:
+            self.mapping.give_back()
 
 
 class Arena:
@@ -57,13 +65,13 @@ class Arena:
 
     def hollow(self, space: Space, index: int) -> None:
         """Give the memory of a segment back to the system."""
-        self._segments[space.digest][index].mapping.give_back()
+        self._segments[space.digest][index].give_back()
 
     def keep_hollow(self, space: Space) -> None:
         """Give back what clients that faulted hollow segments in have made them hold again."""
         for live, segment in zip(space.live, self.segments(space), strict=True):
             if not live and os.fstat(segment.fd).st_blocks:
-                segment.mapping.give_back()
+                segment.give_back()
 
     def move(self, space: Space, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks and their records from slot to slot; nobody may hold either slot."""

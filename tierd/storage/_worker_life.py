@@ -12,9 +12,6 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
-import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,9 +20,9 @@ from typing import Final
 
 import msgspec
 
+from tierd.child import Stream, start_child
 from tierd.errors import BackendError, ConfigError
 from tierd.mapping import Place, place_of
-from tierd.storage._worker_stream import Stream
 from tierd.storage._worker_wire import (
     Ask,
     Cancel,
@@ -47,6 +44,8 @@ END_S: Final = 1.0
 
 CLOSE_S_MAX: Final = 3.0
 """How long a backend may take to close: below what the daemon allows itself at its end."""
+
+_PROCESS: Final = "tierd.storage._worker_process"
 
 log = logging.getLogger("tierd.worker")
 _encoder = msgspec.msgpack.Encoder()
@@ -87,7 +86,7 @@ class Life:
         self.ended = asyncio.Event()
         """Set once the process has been reaped."""
         try:
-            near, self._process, self._pidfd = _start(target)
+            near, self._process, self._pidfd = start_child(_PROCESS, target)
         except OSError as error:
             raise BackendError(f"cannot start a worker process: {error}") from error
         self._stream = Stream(near, self._take, self._lost)
@@ -241,35 +240,6 @@ class Life:
 
 def _note_gone(unshared: deque[int], serial: int, _: object) -> None:
     unshared.append(serial)
-
-
-def _start(target: str) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
-    """This end of its socket, a process, and a descriptor that is readable when it ends.
-
-    Called on the loop's own thread: the process asks to die with the thread that started it.
-    """
-    # It finds every module that this process finds, wherever it was started.
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    near, far = socket.socketpair()
-    number = str(far.fileno())
-    try:
-        with far:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tierd.storage._worker_process", number, target],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[far.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        try:
-            return near, process, os.pidfd_open(process.pid)
-        except OSError:
-            process.kill()
-            process.wait()
-            raise
-    except OSError:
-        near.close()
-        raise
 
 
 def _value(reply: Reply) -> bytes | int:

@@ -1,18 +1,15 @@
 """The worker process: one backend on an event loop of its own, driven over a socket.
 
-It lives as long as the daemon has the other end. Signals that end a service are the daemon's
-to act on. Run as `python -m tierd.storage._worker_process DESCRIPTOR MODULE:CLASS`.
+It lives as long as the daemon has the other end.
+Run as `python -m tierd.storage._worker_process DESCRIPTOR MODULE:CLASS`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,10 +20,10 @@ import msgspec
 import uvloop
 
 from tierd.backend import Backend, BlockHeader
+from tierd.child import Stream, be_child, leave_at_once
 from tierd.config import convert
 from tierd.errors import BackendError, ConfigError
 from tierd.mapping import SharedMapping
-from tierd.storage._worker_stream import Stream
 from tierd.storage._worker_wire import (
     SCAN_BATCH,
     Cancel,
@@ -64,8 +61,6 @@ INDEXING_REPORT_S: Final = 0.05
 ERROR_CHARS_MAX: Final = 4000
 """Of an error's text; some clients put whole replies into it."""
 
-_PR_SET_PDEATHSIG: Final = 1
-
 log = logging.getLogger("tierd.worker")
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -85,7 +80,7 @@ class Worker:
         self._mappings: dict[int, memoryview] = {}
         self._reported: Report | None = None
         self._closed = asyncio.Event()
-        self._stream = Stream(sock, self._take, _leave)
+        self._stream = Stream(sock, self._take, leave_at_once)
 
     async def run(self) -> None:
         """Serve until the daemon has closed the backend."""
@@ -210,32 +205,14 @@ class Worker:
 
 def main() -> None:
     """Serve the descriptor and the class that the command line names."""
-    # Also if the backend blocks the loop, which would not see the end of the socket.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    sock = be_child("worker")
     os.nice(NICE)
-    faulthandler.enable()
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s worker[%(process)d] %(name)s: %(message)s",
-    )
-    _, descriptor, target = sys.argv
-    sock = socket.socket(fileno=int(descriptor))
-    sock.set_inheritable(False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(sock, target))
+        runner.run(_serve(sock, sys.argv[2]))
 
 
 async def _serve(sock: socket.socket, target: str) -> None:
     await Worker(sock, target).run()
-
-
-def _leave(why: str) -> None:
-    """The daemon has gone, or cannot be understood: at once, whatever threads still do."""
-    log.warning("ending: the daemon %s", why)
-    logging.shutdown()
-    os._exit(1)
 
 
 def _make(target: str, options: dict[str, object]) -> Backend:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tierd.errors import RemoteProtocolError
 from tierd.wire import messages
 from tierd.wire.frames import FrameDecoder, encode_frame
-from tierd.wire.messages import Error, FromClient, FromDaemon, Hello, Message, Segment, Welcome
+from tierd.wire.messages import Error, FromClient, FromDaemon, Hello, Message, Welcome
 
 
 class Role(enum.Enum):
@@ -55,7 +55,7 @@ class WireSession:
         try:
             message = messages.decode(payload, self._accepted)
             kind = type(message)
-            if bool(fds) != (kind is Segment):
+            if bool(fds) != (kind in messages.WITH_DESCRIPTOR):
                 raise RemoteProtocolError(f"{kind.__name__} came with {len(fds)} descriptors")
         except RemoteProtocolError:
             self._decoder.keep(fds)

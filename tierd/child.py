@@ -1,17 +1,22 @@
-"""The socket between the daemon and a worker process: frames and descriptors, on a loop.
+"""A process of the daemon's own: how it is started, and the socket between the two.
 
-Sending never blocks: what the socket does not take waits here, and senders of large frames
-wait for `ready` first. What is sent to a peer that has gone is thrown away: reading finds
-out, after all that the peer had sent.
+The socket carries frames and descriptors, on a loop at either end. Sending never blocks: what
+it does not take waits here, and senders of large frames wait for `ready` first. What is sent to
+a peer that has gone is thrown away: reading finds out, after all that the peer had sent.
 """
 
 from __future__ import annotations
 
 import array
 import asyncio
+import ctypes
+import faulthandler
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -33,7 +38,65 @@ costs the memory of two frames."""
 
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(array.array("i").itemsize * FDS_PER_FRAME_MAX)
 
+_PR_SET_PDEATHSIG: Final = 1
+
 log = logging.getLogger("tierd.worker")
+
+
+def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
+    """This end of its socket, a process, and a descriptor that is readable when it ends.
+
+    Runs `python -m MODULE DESCRIPTOR ARGUMENTS`, which is to call `be_child`. Called on the
+    loop's own thread: the process asks to die with the thread that started it. Raises OSError
+    if the system has no room for it.
+    """
+    # It finds every module that this process finds, wherever it was started.
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    near, far = socket.socketpair()
+    try:
+        with far:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(far.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[far.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        try:
+            return near, process, os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+    except OSError:
+        near.close()
+        raise
+
+
+def be_child(name: str) -> socket.socket:
+    """Set this process up as `start_child` means it; its end of the socket.
+
+    It dies with the daemon, even if its own loop hangs, which would not see the end of the
+    socket. Signals that end a service are the daemon's to act on.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {name}[%(process)d] %(name)s: %(message)s",
+    )
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    return sock
+
+
+def leave_at_once(why: str) -> None:
+    """For `on_end`: the daemon has gone, or cannot be understood, whatever threads still do."""
+    log.warning("ending: the daemon %s", why)
+    logging.shutdown()
+    os._exit(1)
 
 
 class Stream:

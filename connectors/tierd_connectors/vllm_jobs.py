@@ -1,0 +1,218 @@
+"""Copies that the daemon makes for the engine: what was asked of it, and what became of that.
+
+Knows the attachment, its gate and the copies under way; only the mover's thread is in here.
+Nothing here waits for a copy. A store needs no care: what it reads too late is not committed
+(`vllm_queues`). A load is over only once the daemon has said that it is done, or the gate that
+nobody will write it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierd.gate import GATE_JOBS, Gate, make_gate
+from tierd_connectors.vllm_export import Shown
+from tierd_connectors.vllm_queues import Chunk, Mark
+from tierd_connectors.vllm_work import Load
+
+if TYPE_CHECKING:
+    from tierd.attaching import Probe
+    from tierd.client import Attachment, Client, Handle, PendingCopy, Reservation
+
+logger = logging.getLogger("vllm.tierd")
+
+LOADS_MAX = 32
+"""Loads under way at the daemon: enough to keep its batches full with loads of one block."""
+
+STORES_MAX = 2
+"""Chunks under way: one is copied while the other is reserved or committed."""
+
+PATIENCE_S = 5.0
+"""After it a load is taken back, and copied here: the daemon hangs, or is buried in work. As
+long as it has itself for a copy."""
+
+SETTLE_S = 1.0
+"""Waited at the engine's end for a load that is being written at that moment."""
+
+
+class _LoadUnderWay(NamedTuple):
+    load: Load
+    mark: Mark
+    job: int
+    copy: PendingCopy
+    began_s: float
+
+
+class StoreUnderWay(NamedTuple):
+    """A chunk whose blocks are being copied into a reservation's slots."""
+
+    chunk: Chunk
+    reservation: Reservation
+    copy: PendingCopy
+    began_s: float
+
+
+class EndedLoad(NamedTuple):
+    """A load that nobody writes any more. `filled` says that its blocks are in place."""
+
+    load: Load
+    mark: Mark
+    began_s: float
+    filled: bool
+
+
+class Jobs:
+    """The copies of one worker. Nothing is under way while `attach` is called."""
+
+    def __init__(self, client: Client, shown: Shown, probe: Probe) -> None:
+        self._client = client
+        self._shown = shown
+        self._probe = probe
+        self._attachment: Attachment | None = None
+        self._told = False
+        self._gate: Gate | None = None
+        self._gate_fd = -1
+        self._free: list[int] = []
+        self._loads: list[_LoadUnderWay] = []
+        self.stores: list[StoreUnderWay] = []
+
+    # The attachment
+
+    def attach(self, handle: Handle) -> None:
+        """Ask the daemon to copy for this namespace from now on. Raises OSError."""
+        assert not self.under_way
+        self.detach()
+        self._gate_fd = make_gate()
+        self._gate = Gate(self._gate_fd)
+        self._free = list(range(GATE_JOBS))
+        self._attachment = self._client.attach(
+            handle,
+            self._shown.exports,
+            self._shown.layout,
+            events=self._shown.events,
+            gate_fd=self._gate_fd,
+            layer_ends=(),
+            probe=self._probe,
+        )
+
+    def detach(self) -> None:
+        """Let the daemon forget the engine's memory. Waits at most a call's timeout."""
+        assert not self.under_way
+        if self._attachment is not None:
+            self._client.detach(self._attachment)
+            self._attachment = None
+        if self._gate is not None:
+            self._gate.close()
+            os.close(self._gate_fd)
+            self._gate = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether copies can be asked for now. Logs how, each time that the answer changes."""
+        ready = self._attachment is not None and self._attachment.ready
+        if ready and not self._told:
+            assert self._attachment is not None
+            logger.info("tierd: the daemon copies for this engine: %s", self._attachment.how)
+        self._told = ready
+        return ready
+
+    @property
+    def refusal(self) -> str:
+        """Why the daemon will not copy for this engine; empty unless it has said so."""
+        return (self._attachment.refusal or "") if self._attachment is not None else ""
+
+    # Asking
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a copy has not ended yet."""
+        return bool(self._loads or self.stores)
+
+    @property
+    def spent(self) -> bool:
+        """Whether loads need a new gate, which `attach` makes.
+
+        The number of a load that was taken back is never used again: a daemon that was stopped
+        may find the message of that load later, and must find it called off.
+        """
+        return not self._free
+
+    @property
+    def room_for_load(self) -> bool:
+        return len(self._loads) < LOADS_MAX and not self.spent
+
+    @property
+    def room_for_store(self) -> bool:
+        return len(self.stores) < STORES_MAX
+
+    def begin_load(self, load: Load, slots: Sequence[int], mark: Mark) -> None:
+        """Ask for a load; `ended_loads` tells its end. There must be room for it."""
+        assert self._attachment is not None
+        assert self._gate is not None
+        job = self._free.pop()
+        self._gate.prepare(job)
+        copy = self._client.begin_load(
+            self._attachment,
+            load.epoch,
+            slots,
+            load.blocks,
+            load.expires_ns,
+            job=job,
+            event=mark.event,
+            value=mark.value,
+        )
+        self._loads.append(_LoadUnderWay(load, mark, job, copy, time.monotonic()))
+
+    def begin_store(self, chunk: Chunk, reservation: Reservation, blocks: list[int]) -> None:
+        """Ask for the granted blocks of a chunk; `ended_stores` tells their end."""
+        assert self._attachment is not None
+        copy = self._client.begin_store(
+            self._attachment,
+            reservation,
+            blocks,
+            event=chunk.mark.event,
+            value=chunk.mark.value,
+        )
+        self.stores.append(StoreUnderWay(chunk, reservation, copy, time.monotonic()))
+
+    # Ends
+
+    def ended_stores(self) -> list[StoreUnderWay]:
+        """Stores that have ended since the last call; `copy.blocks` of each are in slots."""
+        ended = [store for store in self.stores if store.copy.done]
+        self.stores = [store for store in self.stores if not store.copy.done]
+        return ended
+
+    def ended_loads(self, *, take_back: bool = False) -> list[EndedLoad]:
+        """Loads that have ended since the last call, or are taken back: those that went wrong,
+        took too long or, if `take_back`, all."""
+        now_s, now_ns = time.monotonic(), time.monotonic_ns()
+        ended: list[EndedLoad] = []
+        left: list[_LoadUnderWay] = []
+        for under_way in self._loads:
+            load, mark, job, copy, began_s = under_way
+            if copy.done and copy.blocks == len(load.blocks):
+                self._free.append(job)
+                ended.append(EndedLoad(load, mark, began_s, True))
+                continue
+            late = now_s - began_s >= PATIENCE_S or now_ns >= load.expires_ns
+            over = take_back or late or copy.done
+            if over and self._gate is not None and self._gate.call_off(job):
+                ended.append(EndedLoad(load, mark, began_s, False))
+            else:
+                left.append(under_way)
+        self._loads = left
+        return ended
+
+    def settle(self) -> list[EndedLoad]:
+        """Take every load back, at the engine's end; what is being written may take a moment."""
+        end_s = time.monotonic() + SETTLE_S
+        ended = self.ended_loads(take_back=True)
+        while self._loads and time.monotonic() < end_s:
+            time.sleep(0.001)
+            ended += self.ended_loads(take_back=True)
+        return ended

@@ -1,0 +1,243 @@
+"""What waits to be copied and what has ended: the mover's state, under one lock.
+
+The engine's threads and the mover's meet here and nowhere else. Order of the parties:
+
+- A block may be read while it is stored, also when it has got a new owner meanwhile: what was
+  read of it is published only if no `fence()` named it before the copy had ended. So the
+  engine calls `fence()` before it overwrites blocks, and never waits.
+- The blocks of a load belong to the mover from `submit_load` until the load shows up in
+  `take_finished`, exactly once, whatever happened to the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple, Protocol
+
+from tierd.exports import NO_EVENT
+from tierd.types import Namespace
+from tierd_connectors.vllm_work import Load, StoreItem, Tally
+
+CHUNK_BLOCKS_MAX = 32
+"""Blocks a reservation: at 16 the two waits of a store cost under 5 % of the copy."""
+
+STORES_MAX = 32_768
+"""Blocks that wait to be stored; the queue holds references, and what overflows is dropped."""
+
+
+class Mark(NamedTuple):
+    """A point in the work of the engine's device that a copy must come after."""
+
+    event: int = NO_EVENT
+    """For the daemon: which of the attachment's events, and what `Device.wait` needs of it."""
+    value: int = 0
+    wait: Callable[[], object] = lambda: None
+    """For a copy in this process: returns once the device has come so far."""
+
+
+class Order(Protocol):
+    """Marks what the engine's device has been given so far."""
+
+    def mark(self) -> Mark:
+        """Everything that the calling thread has put on the stream that runs the model."""
+
+
+class HostOrder:
+    """`Order` of an engine on CPUs, whose work is done when its call has returned."""
+
+    def mark(self) -> Mark:
+        return Mark()
+
+
+class FinishedLoad(NamedTuple):
+    """A load's end: the engine's blocks that it did not fill, none if it went well."""
+
+    request_id: str
+    failed_blocks: list[int]
+
+
+class Chunk:
+    """Blocks that are stored together. `fenced` is the queues' and guarded by their lock."""
+
+    __slots__ = ("fenced", "items", "mark")
+
+    def __init__(self, items: list[StoreItem], mark: Mark) -> None:
+        self.items = items
+        self.mark = mark
+        self.fenced: set[int] = set()
+
+
+class Queues:
+    """The engine's side has the public methods, the mover's thread the others."""
+
+    def __init__(self, order: Order) -> None:
+        self.tally = Tally()
+        self._order = order
+        # Never closed: an engine may call in until its process ends.
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._cond = threading.Condition()
+        # All below is guarded by _cond.
+        self._namespace: Namespace | None = None
+        self._loads: deque[tuple[Load, Mark]] = deque()
+        self._loading: set[str] = set()
+        self._finished: list[FinishedLoad] = []
+        self._stores: dict[int, tuple[StoreItem, Mark]] = {}
+        self._chunks: list[Chunk] = []
+        self._stop_at_s: float | None = None
+
+    # The engine's side
+
+    def use(self, namespace: Namespace) -> None:
+        """Store and load under another namespace from now on; what is queued is dropped."""
+        with self._cond:
+            self._stores.clear()
+            while self._loads:
+                self._end_load(self._loads.popleft()[0], failed=True)
+            self._namespace = namespace
+        self._wake()
+
+    def submit_load(self, load: Load) -> None:
+        """Queue a load. Its blocks are the mover's until take_finished() names the request."""
+        mark = self._order.mark()
+        with self._cond:
+            assert load.request_id not in self._loading
+            self._loading.add(load.request_id)
+            if load.slots and self._stop_at_s is None:
+                self._loads.append((load, mark))
+            else:
+                self._end_load(load, failed=True)
+        self._wake()
+
+    def submit_stores(self, items: Iterable[StoreItem]) -> None:
+        """Queue blocks to store. What the queue has no room for is dropped and counted."""
+        mark = self._order.mark()
+        dropped = 0
+        with self._cond:
+            for item in items:
+                if len(self._stores) >= STORES_MAX or self._stop_at_s is not None:
+                    dropped += 1
+                else:
+                    # To the end of the queue: the last of a chunk has the newest mark.
+                    self._stores.pop(item.block, None)
+                    self._stores[item.block] = (item, mark)
+        self._wake()
+        self._count_dropped(dropped)
+
+    def fence(self, blocks: Collection[int]) -> None:
+        """From now on nothing that these blocks hold is published. Does not wait.
+
+        Their stores are dropped, also those under way: a miss later is better than a wait now.
+        """
+        dropped = 0
+        with self._cond:
+            for block in blocks:
+                dropped += self._stores.pop(block, None) is not None
+            for chunk in self._chunks:
+                chunk.fenced.update(blocks)
+        self._count_dropped(dropped)
+
+    def forget_stores(self) -> None:
+        """As fence(), for every block."""
+        with self._cond:
+            dropped = len(self._stores)
+            self._stores.clear()
+            for chunk in self._chunks:
+                chunk.fenced.update(item.block for item in chunk.items)
+        self._count_dropped(dropped)
+
+    def take_finished(self) -> list[FinishedLoad]:
+        """Loads that ended since the last call."""
+        with self._cond:
+            now_ns = time.monotonic_ns()
+            for queued in [queued for queued in self._loads if queued[0].expires_ns <= now_ns]:
+                self._loads.remove(queued)
+                self._end_load(queued[0], failed=True)
+            finished, self._finished = self._finished, []
+        return finished
+
+    def wait_finished(self, timeout_s: float) -> None:
+        """Wait until a load has ended, if one is under way."""
+        with self._cond:
+            if self._loading and not self._finished:
+                self._cond.wait_for(lambda: self._finished, timeout_s)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is queued or under way."""
+        with self._cond:
+            return not self._busy
+
+    # The mover's side
+
+    @property
+    def _busy(self) -> bool:
+        """The opposite; the caller holds _cond."""
+        return bool(self._stores or self._chunks or self._loading)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    def _take_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+
+    def _take_namespace(self) -> Namespace | None:
+        with self._cond:
+            namespace, self._namespace = self._namespace, None
+            return namespace
+
+    def _take_load(self) -> tuple[Load, Mark] | None:
+        """The next load, which then ends by `_loaded`; none before a new namespace is in use."""
+        with self._cond:
+            if self._namespace is not None or not self._loads:
+                return None
+            return self._loads.popleft()
+
+    def _take_chunk(self) -> Chunk | None:
+        """The next stores, unless there are loads to begin; they end by `_stored`."""
+        with self._cond:
+            if self._namespace is not None or self._loads or not self._stores:
+                return None
+            items: list[StoreItem] = []
+            while self._stores and len(items) < CHUNK_BLOCKS_MAX:
+                item, mark = self._stores.pop(next(iter(self._stores)))
+                items.append(item)
+            chunk = Chunk(items, mark)
+            self._chunks.append(chunk)
+            return chunk
+
+    def _unfenced(self, chunk: Chunk, copied: list[int]) -> int:
+        """How many of these blocks, from the first on, were copied before any fence."""
+        with self._cond:
+            for count, block in enumerate(copied):
+                if block in chunk.fenced:
+                    return count
+        return len(copied)
+
+    def _stored(self, chunk: Chunk, stored: int) -> None:
+        """A chunk has ended with so many of its blocks in the daemon."""
+        with self._cond:
+            self._chunks.remove(chunk)
+        self._count_dropped(len(chunk.items) - stored)
+
+    def _loaded(self, load: Load, *, failed: bool) -> None:
+        """A load has ended, and nobody writes its blocks any more."""
+        with self._cond:
+            self._end_load(load, failed)
+
+    def _end_load(self, load: Load, failed: bool) -> None:
+        """The same; the caller holds _cond."""
+        self._loading.discard(load.request_id)
+        self._finished.append(FinishedLoad(load.request_id, load.blocks if failed else []))
+        self._cond.notify_all()
+        if failed:
+            self.tally.add(load_failures=1)
+
+    def _count_dropped(self, blocks: int) -> None:
+        if blocks:
+            self.tally.add(store_blocks_dropped=blocks)

@@ -1,0 +1,260 @@
+"""The copy process: one device, driven by the daemon over a socket.
+
+It maps the arena's segments and pins them in the background, opens what engines export, and
+copies between the two. It decides nothing about blocks. It lives as long as the daemon has the
+other end, and leaves by itself when its device is lost.
+Run as `python -m tierd.device._process DESCRIPTOR UUID BANDWIDTH_MAX`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, assert_never
+
+import msgspec
+import numpy as np
+import uvloop
+
+from tierd.child import Stream, be_child, leave_at_once
+from tierd.device.api import CannotOpenError, Device, DeviceError, Direction
+from tierd.device.copier import Copier
+from tierd.device.frames import Attach, Bring, Copy, Detach, Map, Pin, Reply, Request, Unpin
+from tierd.device.host import HostDevice
+from tierd.exports import HOST_UUID, Export, ExportKind, PageLayout, Part, unpack_runs
+from tierd.mapping import SharedMapping
+
+LOST: Final = 3
+"""Exit status of a process whose device is lost."""
+
+log = logging.getLogger("tierd.copies")
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+
+
+class Process:
+    """The device, the daemon's mappings, and a thread each for opening and for pinning."""
+
+    def __init__(self, sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
+        self._uuid = uuid
+        self._bandwidth_max = bandwidth_max
+        self._loop = asyncio.get_running_loop()
+        self._opening = ThreadPoolExecutor(1, "tierd-opening")
+        self._pinning = ThreadPoolExecutor(1, "tierd-pinning")
+        self._device: Device | None = None
+        self._copier: Copier | None = None
+        self._brought: list[int] = []
+        self._mappings: dict[int, SharedMapping] = {}
+        # By serial: where the mapping begins.
+        self._addresses = np.zeros(64, np.uint64)
+        self._pinned: dict[int, int] = {}
+        self._problem = ""
+        self._stream = Stream(sock, self._take, leave_at_once)
+
+    def _take(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
+        """A frame from the daemon."""
+        request = _requests.decode(payload)
+        match request.ask:
+            case Bring():
+                self._brought += fds
+            case Map(serial, size_bytes):
+                self._map(serial, size_bytes, fds[0])
+            case Pin(serial):
+                self._pinning.submit(self._guard, self._pin, serial)
+            case Unpin(serial):
+                self._pinning.submit(self._guard, self._unpin, serial, request.call)
+            case Attach():
+                brought, self._brought = self._brought, []
+                self._opening.submit(self._guard, self._attach, request.call, request.ask, brought)
+            case Detach(attachment):
+                self._opening.submit(self._guard, self._detach, request.call, attachment)
+            case Copy():
+                self._copy(request.call, request.ask)
+            case _:
+                assert_never(request.ask)
+
+    def _say(self, reply: Reply) -> None:
+        self._stream.send(_encoder.encode(reply))
+
+    def _say_soon(self, reply: Reply) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._say, reply)
+
+    def _guard(self, work: Callable[..., None], *args: object) -> None:
+        """A bug in a thread ends the process, which is started again, rather than hang a call."""
+        try:
+            work(*args)
+        except Exception:  # whatever it is
+            log.exception("a bug of ours")
+            self._leave("a bug of ours")
+
+    def _leave(self, reason: str) -> None:
+        log.error("ending: %s", reason)
+        logging.shutdown()
+        # Not by way of the loop: a lost device's calls may never return.
+        os._exit(LOST)
+
+    # --- memory, on the pinning thread ------------------------------------------------
+
+    def _map(self, serial: int, size_bytes: int, fd: int) -> None:
+        try:
+            mapping = SharedMapping(fd, size_bytes)
+        finally:
+            os.close(fd)
+        self._mappings[serial] = mapping
+        if serial >= len(self._addresses):
+            self._addresses = np.concatenate([self._addresses, np.zeros(serial + 1, np.uint64)])
+        self._addresses[serial] = mapping.address
+        if self._copier is not None:
+            self._copier.know_memory([m.address for m in self._mappings.values()])
+        self._pinning.submit(self._guard, self._pin, serial)
+
+    def _pin(self, serial: int) -> None:
+        """Page-lock one segment: at most 0.25 GiB, so the driver's lock is held for 25 ms."""
+        mapping = self._mappings[serial]
+        if serial in self._pinned or self._device is None:
+            return
+        try:
+            # Faulting pages in under the driver's lock would take ten times as long.
+            while mapping.populate_next():
+                pass
+            self._device.pin(mapping.address, mapping.size_bytes)
+        except (DeviceError, OSError) as error:
+            self._problem = str(error)
+        else:
+            self._pinned[serial] = mapping.size_bytes
+        self._report()
+
+    def _unpin(self, serial: int, call: int) -> None:
+        if self._pinned.pop(serial, None) is not None:
+            assert self._device is not None
+            try:
+                self._device.unpin(self._mappings[serial].address)
+            except DeviceError as error:
+                # It would write to pages that are no longer the segment's.
+                self._leave(f"cannot unpin host memory: {error}")
+        self._report(call)
+
+    def _report(self, call: int = 0) -> None:
+        mapped = sum(mapping.size_bytes for mapping in list(self._mappings.values()))
+        report = Reply(0, True, 0, "", sum(self._pinned.values()), mapped, self._problem)
+        self._say_soon(report)
+        if call:
+            self._say_soon(Reply(call))
+
+    # --- attachments, on the opening thread ---------------------------------------------
+
+    def _attach(self, call: int, ask: Attach, brought: list[int]) -> None:
+        try:
+            how = self._ready().attach(
+                ask.attachment,
+                _exports(ask, brought[1:]),
+                PageLayout(unpack_runs(ask.runs), ask.block_stride, ask.block_count),
+                block_bytes=ask.block_bytes,
+                events=ask.events,
+                gate_fd=brought[0],
+                layer_ends=ask.layer_ends,
+                probe_block=ask.probe_block,
+                probe_digest=ask.probe_digest,
+            )
+        except DeviceError as error:
+            self._say_soon(Reply(call, ok=False, text=str(error)))
+            if error.sticky:
+                self._leave(f"the device is lost: {error}")
+        else:
+            self._say_soon(Reply(call, text=how))
+        finally:
+            for fd in brought:
+                os.close(fd)
+
+    def _ready(self) -> Copier:
+        """The copier, made when it is first needed. Raises CannotOpenError."""
+        if self._copier is None:
+            self._device = open_device(self._uuid)
+            self._copier = Copier(
+                self._device,
+                on_done=self._done,
+                on_lost=self._leave,
+                bandwidth_max=self._bandwidth_max,
+            )
+            self._copier.know_memory([m.address for m in list(self._mappings.values())])
+            for serial in list(self._mappings):
+                self._pinning.submit(self._guard, self._pin, serial)
+        return self._copier
+
+    def _detach(self, call: int, attachment: int) -> None:
+        assert self._copier is not None
+        try:
+            self._copier.detach(attachment)
+        except DeviceError as error:
+            self._leave(f"cannot end an engine's copies: {error}")
+        self._say_soon(Reply(call))
+
+    # --- copies -------------------------------------------------------------------------
+
+    def _copy(self, call: int, ask: Copy) -> None:
+        assert self._copier is not None
+        serials = np.frombuffer(ask.serials, np.uint32)
+        slots = self._addresses[serials] + np.frombuffer(ask.offsets, np.uint64)
+        try:
+            self._copier.submit(
+                call,
+                ask.attachment,
+                Direction.LOAD if ask.is_load else Direction.STORE,
+                np.frombuffer(ask.blocks, np.uint32),
+                slots,
+                event=ask.event,
+                value=ask.value,
+                gate_job=ask.job,
+            )
+        except ValueError as error:
+            self._say(Reply(call, ok=False, text=str(error)))
+
+    def _done(self, call: int, blocks: int, reason: str) -> None:
+        self._say_soon(Reply(call, not reason, blocks, reason))
+
+
+def open_device(uuid: bytes) -> Device:
+    """The device with a UUID. Raises CannotOpenError."""
+    if uuid == HOST_UUID:
+        return HostDevice()
+    # Not before it is needed: it takes a second, and a host may have no GPU.
+    from tierd.device.cuda import CudaDevice
+
+    return CudaDevice.find(uuid)
+
+
+def _exports(ask: Attach, fds: list[int]) -> list[Export]:
+    """The exports with their descriptors. Raises CannotOpenError."""
+    left = iter(fds)
+    exports = []
+    try:
+        for given in ask.exports:
+            parts = tuple([Part(offset, size, next(left)) for offset, size in given.parts])
+            kind = ExportKind(given.kind)
+            exports.append(Export(kind, given.device, given.size_bytes, given.handle, parts))
+    except StopIteration as error:
+        raise CannotOpenError("a descriptor is missing") from error
+    return exports
+
+
+async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
+    Process(sock, uuid, bandwidth_max)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serve the descriptor and the device that the command line names."""
+    sock = be_child("copier")
+    uuid, bandwidth_max = bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(sock, uuid, bandwidth_max))
+
+
+if __name__ == "__main__":
+    main()

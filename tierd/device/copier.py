@@ -1,0 +1,285 @@
+"""Copies between engines' pages and slots: what is attached, and a lane each way.
+
+It knows addresses, not slots; jobs, not sessions. Whoever owns it maps and pins the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction
+from tierd.device.choice import Choice, HostScratch, choose, compact, finish
+from tierd.device.lane import BATCH_BYTES, CANCELLED, Attachment, Cap, Job, Lane
+from tierd.device.plan import NO_BOUNDS, Plan, Strategy, group_plans, issue
+from tierd.exports import NO_EVENT, Export, PageLayout, layout_error
+from tierd.gate import Gate
+
+WAIT_LIMIT_S: Final = 5.0
+"""A step of the engine takes less, also one of a long prompt."""
+
+_DRAIN_LIMIT_S: Final = 1.0
+
+log = logging.getLogger(__name__)
+
+Indices = npt.NDArray[np.uint32]
+_Shape = tuple[PageLayout, tuple[int, ...], tuple[Strategy, ...]]
+
+
+class Copier:
+    """One device's copies. Its methods are called by one thread; `cancel` and `submit` by any.
+
+    `on_done(job, blocks, reason)` is called once a job, by a thread of the copier, or within
+    `submit`: so many blocks from the first on are in place, and nothing more of it is written.
+    `on_lost(reason)` says that the device is of no use any more: jobs that it was copying have
+    no answer, and the process has to end.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        on_done: Callable[[int, int, str], None],
+        on_lost: Callable[[str], None],
+        bandwidth_max: int = 0,
+        wait_limit_s: float = WAIT_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`bandwidth_max` is in bytes a second for both directions; 0 is none."""
+        self._device = device
+        self._on_done = on_done
+        self._on_lost = on_lost
+        self._clock = clock
+        self._attachments: dict[int, Attachment] = {}
+        self._choices: dict[_Shape, Choice] = {}
+        self._changed = threading.Condition()
+        self._lost = ""
+        self._stream = device.create_stream(urgent=False)
+        cap = Cap(bandwidth_max, clock)
+        self._lanes = {
+            direction: Lane(
+                device,
+                direction,
+                cap=cap,
+                clock=clock,
+                wait_limit_s=wait_limit_s,
+                on_end=self._end,
+                on_lost=self._lose,
+            )
+            for direction in Direction
+        }
+
+    def know_memory(self, starts: Sequence[int]) -> None:
+        """Say where each stretch of host memory begins that is pinned, or will be, in one go.
+
+        No copy crosses one of these addresses; slots do not, either.
+        """
+        bounds = np.array(sorted(starts), np.uint64)
+        for lane in self._lanes.values():
+            lane.bounds = bounds
+
+    # --- attachments ----------------------------------------------------------------
+
+    def attach(
+        self,
+        number: int,
+        exports: Sequence[Export],
+        layout: PageLayout,
+        *,
+        block_bytes: int,
+        events: Sequence[bytes],
+        gate_fd: int,
+        layer_ends: Sequence[int],
+        probe_block: int,
+        probe_digest: bytes,
+    ) -> str:
+        """Open what an engine has exported, and say how it will be copied. May take 0.5 s.
+
+        `layer_ends` are where layer groups end in a slot; none is one group. The probe is a
+        block's content as SHA-256: it shows that both ends mean the same pages. Raises
+        DeviceError, of which CannotOpenError says what to change; then nothing stays open.
+        """
+        assert number not in self._attachments
+        ends = tuple(layer_ends) or (block_bytes,)
+        sizes = [export.size_bytes for export in exports]
+        error = layout_error(layout, sizes, block_bytes) or _ends_error(ends, block_bytes)
+        if not error and not 0 <= probe_block < layout.block_count:
+            error = f"the probe is block {probe_block} of {layout.block_count}"
+        if error:
+            raise CannotOpenError(error)
+        with contextlib.ExitStack() as memory, contextlib.ExitStack() as stack:
+            bases = []
+            for export in exports:
+                bases.append(self._device.open(export))
+                memory.callback(self._device.close, bases[-1])
+            opened = []
+            for event in events:
+                opened.append(self._device.open_event(event, bases))
+                stack.callback(self._device.close_event, opened[-1])
+            gate = _open_gate(gate_fd)
+            stack.callback(gate.close)
+            plan = Plan(layout, bases)
+            choice = self._choose(layout, ends, plan)
+            self._verify(plan, choice.ways[Direction.STORE], probe_block, probe_digest)
+            staging_bytes = max(BATCH_BYTES, block_bytes)
+            staging = {}
+            for direction, strategy in choice.ways.items():
+                if strategy is Strategy.STAGED:
+                    staging[direction] = self._device.allocate(staging_bytes)
+                    stack.callback(self._device.free, staging[direction])
+            attachment = Attachment(
+                number,
+                {Direction.LOAD: group_plans(layout, bases, ends), Direction.STORE: [plan]},
+                choice.ways,
+                staging,
+                staging_bytes,
+                layout.block_count,
+                opened,
+                gate,
+                memory.pop_all(),
+                stack.pop_all(),
+            )
+        with self._changed:
+            self._attachments[number] = attachment
+        return choice.how
+
+    def cancel(self, number: int) -> None:
+        """End the jobs of an attachment; once this returns nothing of them is in flight.
+
+        It takes no new ones. Raises DeviceError if the device is lost, which cannot tell.
+        """
+        with self._changed:
+            attachment = self._attachments[number]
+            attachment.cancelled = True
+            self._changed.wait_for(lambda: self._lost or not attachment.jobs)
+            if attachment.jobs:
+                raise DeviceError(self._lost, sticky=True)
+
+    def detach(self, number: int) -> None:
+        """Cancel, and let go of what has been opened. Raises DeviceError as `cancel` does."""
+        self.cancel(number)
+        with self._changed:
+            attachment = self._attachments.pop(number)
+        attachment.rest.close()
+        try:
+            for stream in attachment.wait_streams.values():
+                finish(self._device, stream, _DRAIN_LIMIT_S)
+        except DeviceError as error:
+            # A stream may be looking at a counter there. What waits on it is lost with it, and
+            # so is the memory until this process ends.
+            log.warning("an engine's memory stays open, for its event does not happen: %s", error)
+            return
+        for lane in self._lanes.values():
+            lane.release(attachment)
+        attachment.memory.close()
+
+    def _choose(self, layout: PageLayout, ends: tuple[int, ...], plan: Plan) -> Choice:
+        shape = (compact(layout, 1), ends, tuple(plan.strategies))
+        if shape not in self._choices:
+            self._choices[shape] = choose(self._device, self._stream, layout, ends, plan)
+            log.info("%s: %s", self._device.name, self._choices[shape].how)
+        return self._choices[shape]
+
+    def _verify(self, plan: Plan, strategy: Strategy, block: int, digest: bytes) -> None:
+        with contextlib.ExitStack() as stack:
+            host = HostScratch(self._device, plan.block_bytes)
+            stack.callback(host.close)
+            staging = 0
+            if strategy is Strategy.STAGED:
+                staging = self._device.allocate(plan.block_bytes)
+                stack.callback(self._device.free, staging)
+            blocks, slots = np.array([block], np.uint64), np.array([host.address], np.uint64)
+            way = (strategy, Direction.STORE)
+            issue(self._device, self._stream, plan, way, blocks, slots, NO_BOUNDS, staging)
+            finish(self._device, self._stream)
+            if hashlib.sha256(host.view).digest() != digest:
+                raise CannotOpenError(
+                    "the engine's pages read differently here: its memory is not where it says"
+                )
+
+    # --- jobs -----------------------------------------------------------------------
+
+    def submit(
+        self,
+        job: int,
+        attachment: int,
+        direction: Direction,
+        blocks: Indices,
+        slots: Addresses,
+        *,
+        event: int = NO_EVENT,
+        value: int = 0,
+        gate_job: int = 0,
+    ) -> None:
+        """Copy blocks of an attachment to or from as many slots, once its event has happened.
+
+        `gate_job` is the load's number at the gate. Raises ValueError for a block or an event
+        that the attachment does not have.
+        """
+        with self._changed:
+            found = self._attachments.get(attachment)
+            if found is not None and found.cancelled:
+                found = None
+            if found is not None:
+                new = _job(job, found, blocks, slots, event)
+                new.value, new.gate_job = value, gate_job
+                found.jobs += 1
+        if found is None:
+            self._on_done(job, 0, CANCELLED)
+        else:
+            self._lanes[direction].submit(new)
+
+    def stalled_s(self) -> float:
+        """For how long the oldest copy has been on the device: seconds mean that it hangs."""
+        oldest = [at for lane in self._lanes.values() if (at := lane.oldest()) is not None]
+        return self._clock() - min(oldest) if oldest else 0.0
+
+    def shut(self) -> None:
+        """Detach everything and end the threads. Raises DeviceError if the device is lost."""
+        for number in list(self._attachments):
+            self.detach(number)
+        for lane in self._lanes.values():
+            lane.stop()
+
+    def _end(self, job: Job) -> None:
+        self._on_done(job.number, job.copied, job.reason)
+        with self._changed:
+            job.attachment.jobs -= 1
+            self._changed.notify_all()
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            self._lost = reason
+            self._changed.notify_all()
+        self._on_lost(reason)
+
+
+def _job(number: int, attachment: Attachment, blocks: Indices, slots: Addresses, event: int) -> Job:
+    if len(blocks) != len(slots) or (len(blocks) and blocks.max() >= attachment.block_count):
+        raise ValueError("a copy names a block that its attachment does not have")
+    if event != NO_EVENT and event >= len(attachment.events):
+        raise ValueError("a copy names an event that its attachment does not have")
+    first = None if event == NO_EVENT else attachment.events[event]
+    return Job(number, attachment, blocks.astype(np.uint64), slots, first)
+
+
+def _ends_error(ends: Sequence[int], block_bytes: int) -> str:
+    starts = [0, *ends[:-1]]
+    if ends[-1] != block_bytes or any(s >= e for s, e in zip(starts, ends, strict=True)):
+        return "layer groups have to end one after the other, the last one with the block"
+    return ""
+
+
+def _open_gate(fd: int) -> Gate:
+    try:
+        return Gate(fd)
+    except (OSError, ValueError) as error:
+        raise CannotOpenError(f"cannot open the engine's gate: {error}") from error

@@ -1,0 +1,397 @@
+"""The jobs of one direction: waited for, cut into batches, put on a stream, and seen through.
+
+One thread and one stream a direction. A job's copies go on the stream only once its event has
+happened, which another stream waits for: a peer that never records it keeps nobody else waiting,
+and a job that has ended never copies afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+from tierd.device.api import Addresses, Device, DeviceError, Direction
+from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
+from tierd.gate import Gate
+
+BATCH_BYTES: Final = 32 << 20
+"""Half a millisecond on PCIe 5: what a load waits at most for another one's batch."""
+
+_PIECES_MAX: Final = 4096
+_FLYING_MAX: Final = 16
+"""Batches on the stream; small ones have to overlap, large ones are bounded by their bytes."""
+_FLYING_BYTES_MAX: Final = 2 * BATCH_BYTES
+_PAUSE_MIN_S: Final = 20e-6
+_PAUSE_MAX_S: Final = 1e-3
+_CAP_STEP_S: Final = 0.02
+"""Under a cap a batch is what may be copied in this time, so that loads need not wait longer."""
+
+CANCELLED: Final = "cancelled"
+CALLED_OFF: Final = "called off"
+
+
+class Cap:
+    """Bytes a second for both directions together; loads take theirs first. Thread-safe."""
+
+    def __init__(self, bandwidth_max: int, clock: Callable[[], float]) -> None:
+        """`bandwidth_max` of 0 is no cap; `clock` counts seconds."""
+        self._rate = bandwidth_max
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._burst = bandwidth_max * _CAP_STEP_S
+        self._level = self._burst
+        self._at = clock()
+        self._loads_want = False
+
+    @property
+    def batch_bytes(self) -> int:
+        """How much to copy at a time."""
+        return min(BATCH_BYTES, int(self._burst)) if self._rate else BATCH_BYTES
+
+    def want(self, direction: Direction, *, wanted: bool) -> None:
+        """Say whether there is anything to copy in a direction."""
+        if direction is Direction.LOAD:
+            self._loads_want = wanted
+
+    def take(self, size_bytes: int, direction: Direction) -> bool:
+        """Whether so much may be copied now; what exceeds the cap is made up for later."""
+        if not self._rate:
+            return True
+        with self._lock:
+            now = self._clock()
+            self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+            self._at = now
+            if self._level <= 0 or (direction is Direction.STORE and self._loads_want):
+                return False
+            self._level -= size_bytes
+            return True
+
+
+@dataclass(slots=True, eq=False)
+class Attachment:
+    """What an engine's worker has attached, opened."""
+
+    number: int
+    plans: dict[Direction, list[Plan]]
+    """One a layer group; stores have one."""
+    ways: dict[Direction, Strategy]
+    staging: dict[Direction, int]
+    staging_bytes: int
+    block_count: int
+    events: list[int]
+    gate: Gate
+    memory: ExitStack
+    """Closes the allocations; only once no stream waits for an event in them."""
+    rest: ExitStack
+    """Closes everything else."""
+    wait_streams: dict[Direction, int] = field(default_factory=dict)
+    cancelled: bool = False
+    jobs: int = 0
+    """Under way, in both lanes."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Blocks to copy, and how far that has come."""
+
+    number: int
+    attachment: Attachment
+    blocks: Addresses
+    slots: Addresses
+    event: int | None
+    """The device's number of what has to happen before."""
+    value: int = 0
+    gate_job: int = 0
+    wait_until: float = 0.0
+    waited: int = 0
+    """Our event behind its event."""
+    entered: bool = False
+    group: int = 0
+    next: int = 0
+    """First block of the group that is not on the stream yet."""
+    flying: int = 0
+    copied: int = 0
+    """Blocks of which every group is in place."""
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Batch:
+    job: Job
+    event: int
+    size_bytes: int
+    blocks: int
+    """Of the last group that are in place with it."""
+    groups: int
+    """That are in place with it; 0 if it does not end one."""
+    since: float
+
+
+class Lane:
+    """Copies in one direction, in its own thread."""
+
+    def __init__(
+        self,
+        device: Device,
+        direction: Direction,
+        *,
+        cap: Cap,
+        clock: Callable[[], float],
+        wait_limit_s: float,
+        on_end: Callable[[Job], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """`on_end` and `on_lost` are called from the lane's thread."""
+        self._device = device
+        self._direction = direction
+        self._cap = cap
+        self._clock = clock
+        self._wait_limit_s = wait_limit_s
+        self._on_end = on_end
+        self._on_lost = on_lost
+        self._stream = device.create_stream(urgent=direction is Direction.LOAD)
+        self._idle_streams: list[int] = []
+        self._idle_events: list[int] = []
+        self._new: deque[Job] = deque()
+        self._waiting: dict[Attachment, deque[Job]] = {}
+        self._ready: deque[Job] = deque()
+        self._flying: deque[_Batch] = deque()
+        self._flying_bytes = 0
+        self.bounds = NO_BOUNDS
+        """Where pinned memory begins, in ascending order; replaced, never changed."""
+        self._news = threading.Condition()
+        self._arrived: deque[Job] = deque()
+        self._stopping = False
+        self._lost = ""
+        self._thread = threading.Thread(
+            target=self._run, name=f"tierd-{direction.value}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Take a job. The device may be lost: then it has ended when this returns."""
+        with self._news:
+            if not self._lost:
+                self._arrived.append(job)
+                self._news.notify()
+                return
+        self._end(job, self._lost)
+
+    def release(self, attachment: Attachment) -> None:
+        """Its jobs have ended, and the stream that waited for its events is idle."""
+        stream = attachment.wait_streams.pop(self._direction, None)
+        if stream is not None:
+            self._idle_streams.append(stream)
+
+    def stop(self) -> None:
+        """End the thread. Every job has ended, or the device is lost."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+        self._thread.join()
+
+    def oldest(self) -> float | None:
+        """Since when the oldest copy has been on the stream; None if there is none."""
+        try:
+            return self._flying[0].since
+        except IndexError:
+            return None
+
+    def _run(self) -> None:
+        pause = _PAUSE_MIN_S
+        try:
+            while self._take(pause):
+                steps = (self._finish(), self._begin(), self._wake(), self._issue())
+                pause = _PAUSE_MIN_S if any(steps) else min(2 * pause, _PAUSE_MAX_S)
+        except DeviceError as error:
+            self._lose(str(error))
+
+    def _take(self, pause: float) -> bool:
+        """Wait for a job, or, if any is under way, for so many seconds; False to end."""
+        with self._news:
+            if not self._arrived and not self._stopping:
+                busy = self._waiting or self._ready or self._flying
+                self._news.wait(pause if busy else None)
+            self._new.extend(self._arrived)
+            self._arrived.clear()
+            return not self._stopping
+
+    def _begin(self) -> bool:
+        """Have a stream wait for the events of new jobs."""
+        moved = bool(self._new)
+        while self._new:
+            job = self._new[0]
+            try:
+                if job.event is not None:
+                    self._await(job, job.event)
+            except DeviceError as error:
+                if error.sticky:
+                    raise
+                job.reason = str(error)
+            self._new.popleft()
+            if job.reason or not len(job.blocks):
+                self._end(job, job.reason)
+            elif job.event is None:
+                self._ready.append(job)
+            else:
+                self._waiting.setdefault(job.attachment, deque()).append(job)
+        return moved
+
+    def _await(self, job: Job, event: int) -> None:
+        streams, idle = job.attachment.wait_streams, self._idle_streams
+        if self._direction not in streams:
+            new = idle.pop() if idle else self._device.create_stream(urgent=False)
+            streams[self._direction] = new
+        self._device.wait(streams[self._direction], event, job.value)
+        job.waited = self._event()
+        self._device.record(job.waited, streams[self._direction])
+        job.wait_until = self._clock() + self._wait_limit_s
+
+    def _wake(self) -> bool:
+        """Find the jobs whose events have happened; those of one attachment come in order."""
+        moved = False
+        for attachment, jobs in list(self._waiting.items()):
+            while jobs:
+                job = jobs[0]
+                reason = self._stopped(job)
+                if not reason and not self._device.query(job.waited):
+                    if self._clock() < job.wait_until:
+                        break
+                    reason = f"its event did not happen within {self._wait_limit_s:g} s"
+                jobs.popleft()
+                self._idle_events.append(job.waited)
+                moved = True
+                if reason:
+                    self._end(job, reason)
+                else:
+                    self._ready.append(job)
+            if not jobs:
+                del self._waiting[attachment]
+        return moved
+
+    def _issue(self) -> bool:
+        moved = False
+        self._cap.want(self._direction, wanted=bool(self._ready))
+        while (
+            self._ready
+            and len(self._flying) < _FLYING_MAX
+            and self._flying_bytes < _FLYING_BYTES_MAX
+        ):
+            job = self._ready[0]
+            job.reason = self._stopped(job) or self._enter(job)
+            if job.reason:
+                self._ready.popleft()
+                if not job.flying:
+                    self._end(job, job.reason)
+            elif not self._put(job):
+                break
+            moved = True
+        self._cap.want(self._direction, wanted=bool(self._ready))
+        return moved
+
+    def _stopped(self, job: Job) -> str:
+        if job.attachment.cancelled:
+            return CANCELLED
+        if self._direction is Direction.LOAD and job.attachment.gate.unwanted(job.gate_job):
+            return CALLED_OFF
+        return ""
+
+    def _enter(self, job: Job) -> str:
+        if self._direction is Direction.LOAD and not job.entered:
+            if not job.attachment.gate.enter(job.gate_job):
+                return CALLED_OFF
+            job.entered = True
+        return ""
+
+    def _put(self, job: Job) -> bool:
+        """Put the next batch of a job on the stream; False if the cap forbids it."""
+        attachment = job.attachment
+        way = (attachment.ways[self._direction], self._direction)
+        plans = attachment.plans[self._direction]
+        plan = plans[job.group]
+        limit = self._cap.batch_bytes
+        if way[0] is Strategy.STAGED:
+            limit = min(limit, attachment.staging_bytes)
+        count = min(limit // plan.block_bytes, _PIECES_MAX // plan.run_count)
+        end = min(job.next + max(count, 1), len(job.blocks))
+        size_bytes = (end - job.next) * plan.block_bytes
+        if not self._cap.take(size_bytes, self._direction):
+            return False
+        batch = _Batch(job, self._event(), size_bytes, 0, 0, self._clock())
+        job.flying += 1
+        try:
+            issue(
+                self._device,
+                self._stream,
+                plan,
+                way,
+                job.blocks[job.next : end],
+                job.slots[job.next : end],
+                self.bounds,
+                attachment.staging.get(self._direction, 0),
+            )
+        except DeviceError as error:
+            job.reason = str(error)
+            if error.sticky:
+                raise
+        # Also after a failure: some of the batch may be on the stream, and has to be seen through.
+        self._flying.append(batch)
+        self._flying_bytes += size_bytes
+        self._device.record(batch.event, self._stream)
+        if job.reason:
+            self._ready.popleft()
+            return True
+        if job.group == len(plans) - 1:
+            batch.blocks = end - job.next
+        job.next = end
+        if end == len(job.blocks):
+            job.group += 1
+            job.next = 0
+            batch.groups = job.group
+            if job.group == len(plans):
+                self._ready.popleft()
+        return True
+
+    def _finish(self) -> bool:
+        """See to the batches that have been copied; they are in order."""
+        moved = False
+        while self._flying and self._device.query(self._flying[0].event):
+            batch = self._flying.popleft()
+            job = batch.job
+            self._flying_bytes -= batch.size_bytes
+            self._idle_events.append(batch.event)
+            job.flying -= 1
+            job.copied += batch.blocks
+            if batch.groups and self._direction is Direction.LOAD:
+                job.attachment.gate.advance(job.gate_job, batch.groups)
+            done = job.group == len(job.attachment.plans[self._direction])
+            if not job.flying and (done or job.reason):
+                self._end(job, job.reason)
+            moved = True
+        return moved
+
+    def _end(self, job: Job, reason: str) -> None:
+        job.reason = reason
+        if job.entered:
+            job.attachment.gate.leave(job.gate_job)
+        self._on_end(job)
+
+    def _lose(self, reason: str) -> None:
+        """End what cannot be writing. The gates of the rest stay shut until the process dies."""
+        with self._news:
+            self._lost = reason
+            jobs = [*self._arrived, *self._new, *self._ready]
+            self._arrived.clear()
+        for waiting in self._waiting.values():
+            jobs += waiting
+        for job in jobs:
+            if not job.flying:
+                self._end(job, reason)
+        self._on_lost(reason)
+
+    def _event(self) -> int:
+        return self._idle_events.pop() if self._idle_events else self._device.create_event()

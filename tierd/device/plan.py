@@ -1,0 +1,199 @@
+"""Which pieces of memory to copy for which blocks, for each of three ways to do it.
+
+The pieces are computed for whole batches at once, in arrays. What a block means, and when to
+copy it, it refuses to know; which way is fastest, `tierd.device.choice` finds out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from tierd.device.api import Addresses, Device, Direction, Pitched
+from tierd.exports import PageLayout, Run
+
+_PITCH_MAX: Final = (1 << 31) - 1
+"""What CUDA takes for a distance between rows; layers of a large cache lie further apart."""
+
+
+class Strategy(enum.Enum):
+    """A way to move blocks."""
+
+    DIRECT = "direct"
+    """A piece a run, with neighbours on both sides made one."""
+
+    PITCHED = "2-D"
+    """A piece a block for runs of one length at one distance."""
+
+    STAGED = "staged"
+    """Through device memory, where a block's runs are put together: a piece a block."""
+
+
+Way = tuple[Strategy, Direction]
+
+NO_BOUNDS: Final[Addresses] = np.empty(0, np.uint64)
+
+
+class Plan:
+    """Where the bytes of an attachment's blocks lie, or those of a range within each block."""
+
+    def __init__(
+        self, layout: PageLayout, bases: Sequence[int], start: int = 0, end: int | None = None
+    ) -> None:
+        """`bases` are the addresses of the layout's allocations; the range is of a slot's bytes."""
+        runs = _cut(layout.runs, start, layout.block_bytes if end is None else end)
+        lengths = np.array([run.length for run in runs], np.uint64)
+        self.start = start
+        self.block_bytes = int(lengths.sum())
+        """Bytes of a block in the range."""
+        self._stride = np.uint64(layout.block_stride)
+        self._pages = np.array([bases[run.export] + run.offset for run in runs], np.uint64)
+        self._slots = np.cumsum(lengths) - lengths + np.uint64(start)
+        self._lengths = lengths
+        self._stretches = _stretches(self._pages, lengths)
+
+    @property
+    def run_count(self) -> int:
+        """Pieces of a block in the range."""
+        return len(self._pages)
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        """The ways that differ for these pages, DIRECT first."""
+        if len(self._pages) == 1:
+            return [Strategy.DIRECT]
+        if len(self._stretches) == len(self._pages):
+            return [Strategy.DIRECT, Strategy.STAGED]
+        return list(Strategy)
+
+    def direct(
+        self, blocks: Addresses, slots: Addresses, bounds: Addresses
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Pages, slots and lengths of the pieces of these blocks.
+
+        `bounds` are addresses in ascending order across which nothing is made one piece: where
+        memory that was pinned in one go begins.
+        """
+        pages, lengths = self.pages(blocks)
+        return merged(pages, _outer(slots, self._slots), lengths, bounds)
+
+    def pages(self, blocks: Addresses) -> tuple[Addresses, Addresses]:
+        """Addresses and lengths of the runs of these blocks, in the order of a slot's bytes."""
+        pages = _outer(blocks * self._stride, self._pages)
+        return pages, np.tile(self._lengths, len(blocks))
+
+    def packed(
+        self, staging: int, slots: Addresses, bounds: Addresses
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Pieces between slots and memory where the ranges of their blocks lie side by side."""
+        size = np.uint64(self.block_bytes)
+        pages = np.arange(len(slots), dtype=np.uint64) * size + np.uint64(staging)
+        return merged(
+            pages, slots + np.uint64(self.start), np.full(len(slots), size, np.uint64), bounds
+        )
+
+    def pitched(self, blocks: Addresses, slots: Addresses) -> list[Pitched]:
+        """A piece a block and stretch."""
+        starts = (blocks * self._stride).tolist()
+        bases = slots.tolist()
+        return [
+            Pitched(start + page, pitch, base + slot, width, width, rows)
+            for page, pitch, slot, width, rows in (
+                (int(self._pages[at]), pitch, int(self._slots[at]), width, rows)
+                for at, pitch, width, rows in self._stretches
+            )
+            for start, base in zip(starts, bases, strict=True)
+        ]
+
+
+def group_plans(layout: PageLayout, bases: Sequence[int], ends: Sequence[int]) -> list[Plan]:
+    """A plan a layer group: `ends` are where they end in a slot, in ascending order."""
+    starts = [0, *ends[:-1]]
+    return [Plan(layout, bases, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def issue(
+    device: Device,
+    stream: int,
+    plan: Plan,
+    way: Way,
+    blocks: Addresses,
+    slots: Addresses,
+    bounds: Addresses,
+    staging: int,
+) -> None:
+    """Put the copies of some blocks on a stream. `staging` has room for all if it is used.
+
+    Raises DeviceError; then some of them may be on the stream.
+    """
+    strategy, direction = way
+    if strategy is Strategy.DIRECT:
+        device.copy(*plan.direct(blocks, slots, bounds), direction, stream)
+    elif strategy is Strategy.PITCHED:
+        device.copy_pitched(plan.pitched(blocks, slots), direction, stream)
+    elif direction is Direction.LOAD:
+        device.copy(*plan.packed(staging, slots, bounds), direction, stream)
+        device.gather(*plan.pages(blocks), staging, direction, stream)
+    else:
+        device.gather(*plan.pages(blocks), staging, direction, stream)
+        device.copy(*plan.packed(staging, slots, bounds), direction, stream)
+
+
+def merged(
+    pages: Addresses, slots: Addresses, lengths: Addresses, bounds: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Make pieces one where the next goes on on both sides, but not across one of `bounds`."""
+    if len(pages) < 2:
+        return pages, slots, lengths
+    apart = (pages[1:] != pages[:-1] + lengths[:-1]) | (slots[1:] != slots[:-1] + lengths[:-1])
+    if apart.all():
+        return pages, slots, lengths
+    if len(bounds):
+        areas = np.searchsorted(bounds, slots, side="right")
+        apart |= areas[1:] != areas[:-1]
+    firsts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return pages[firsts], slots[firsts], np.add.reduceat(lengths, firsts)
+
+
+def _outer(blocks: Addresses, runs: Addresses) -> Addresses:
+    sums: Addresses = np.add.outer(blocks, runs).ravel()
+    return sums
+
+
+def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+    """The runs of a range of the slot's bytes, neighbours merged."""
+    cut: list[Run] = []
+    at = 0
+    for run in runs:
+        first, last = max(start - at, 0), min(end - at, run.length)
+        at += run.length
+        if first >= last:
+            continue
+        piece = Run(run.export, run.offset + first, last - first)
+        if cut and cut[-1].export == run.export and cut[-1].offset + cut[-1].length == piece.offset:
+            piece = Run(run.export, cut[-1].offset, cut.pop().length + piece.length)
+        cut.append(piece)
+    return cut
+
+
+def _stretches(pages: Addresses, lengths: Addresses) -> list[tuple[int, int, int, int]]:
+    """First run, distance, width and count of runs of one length at one distance."""
+    starts, widths = pages.tolist(), lengths.tolist()
+    stretches: list[tuple[int, int, int, int]] = []
+    at = 0
+    while at < len(starts):
+        end = at + 1
+        pitch = widths[at]
+        while end < len(starts) and widths[end] == widths[at]:
+            step = starts[end] - starts[end - 1]
+            if end == at + 1 and widths[at] <= step <= _PITCH_MAX:
+                pitch = step
+            elif end == at + 1 or step != pitch:
+                break
+            end += 1
+        stretches.append((at, pitch, widths[at], end - at))
+        at = end
+    return stretches
