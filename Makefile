@@ -53,6 +53,14 @@ bench: setup $(benches:%=bench-%) ## Run every benchmark, or one: make bench-has
 $(benches:%=bench-%): bench-%: .venv/.complete
 	$(engine_python) $(python) -m bench.$* $(ARGS)
 
+# Without a GPU both say so and do nothing. The engine's process needs torch, so name its Python
+# in TIERD_GPU_ENGINE_PYTHON, or run `python3 -m tests.gpu` by one that has all of the libraries.
+.PHONY: gpu-test gpu-bench
+gpu-test: .venv/.complete ## Check copies between processes on a GPU (6 min)
+	$(python) -m tests.gpu
+
+gpu-bench: bench-gpu ## Measure copies on a GPU (1 min)
+
 # The tools, and tierd itself as an editable install, which is what makes its entry
 # points visible to the tests.
 .venv/.complete: requirements-dev.lock pyproject.toml

@@ -120,7 +120,7 @@ def connectors(llm) -> list:
 def stats(llm) -> dict:
     """Sums of the connector's counters as vLLM's own metrics show them."""
     found: dict = {"leases": 0, "off": "", "errors": 0, "blocks_in_use": _blocks_in_use(llm)}
-    found["epochs"] = []
+    found["epochs"], found["attached"] = [], []
     for metric in llm.get_metrics():
         if metric.name == "vllm:num_preemptions":
             found["preemptions"] = metric.value
@@ -134,6 +134,7 @@ def stats(llm) -> dict:
             found["epochs"].append(connector._scheduler.epoch.hex())
         if connector._mover is not None:
             found["epochs"].append(connector._mover.epoch.hex())
+            found["attached"].append(connector._mover.attached)
     found["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return found
 
@@ -169,19 +170,22 @@ def abort(llm, command: dict) -> dict:
 def fail_loads(llm, count: int) -> dict:
     """Have the worker's next loads write some blocks and then fail."""
     mover = next(c._mover for c in connectors(llm) if c._mover is not None)
-    copy_in = mover._copy_in
+    real = {name: getattr(mover, name) for name in ("_copy_in", "_ask_load")}
 
-    def fail(load) -> bool:
+    def fail(*arguments) -> bool:
         nonlocal count
         count -= 1
         if count == 0:
-            mover._copy_in = copy_in
+            for name, method in real.items():
+                setattr(mover, name, method)
+        load = next(a for a in arguments if hasattr(a, "request_id"))
         half = len(load.blocks) // 2
-        rubbish = memoryview(bytes([7]) * mover._pages.block_bytes)
+        rubbish = memoryview(bytes([7]) * mover._block_bytes)
         mover._pages.scatter_many([rubbish] * half, load.blocks[:half])
         return False
 
-    mover._copy_in = fail
+    for name in real:
+        setattr(mover, name, fail)
     return {}
 
 

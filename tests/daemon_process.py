@@ -59,6 +59,12 @@ class DaemonProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """The daemon's process."""
+        assert self.process is not None
+        return self.process.pid
+
     def start(self) -> None:
         """Start and wait until it answers."""
         assert self.process is None

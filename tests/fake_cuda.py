@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import itertools
 import os
 import struct
@@ -68,6 +69,8 @@ class FakeCuda:
         self.fail: dict[str, int] = {}
         """The next call of a function fails with this result."""
         self.broken = 0
+        self.ordinals: set[int] = set()
+        """Of the devices that were set."""
         self.calls: collections.Counter[str] = collections.Counter()
         self.areas: dict[int, Area] = {}
         self.pinned: dict[int, int] = {}
@@ -79,12 +82,14 @@ class FakeCuda:
         self._numbers = itertools.count(0x1000, 16)
         self._descriptors: dict[int, int] = {}
         self._stopped = False
+        self._news = threading.Event()
         self.batch_entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 8)(self.batch)
         threading.Thread(target=self._work, daemon=True).start()
 
     def stop(self) -> None:
         """Do no more of its streams' work."""
         self._stopped = True
+        self._news.set()
 
     def number(self) -> int:
         return next(self._numbers)
@@ -93,10 +98,13 @@ class FakeCuda:
 
     def _work(self) -> None:
         while not self._stopped:
+            self._news.wait()
             with self.lock:
                 for work in self.streams.values():
                     while work and not self.broken and work[0]():
                         work.popleft()
+                if not any(self.streams.values()):
+                    self._news.clear()
             time.sleep(100e-6)
 
     def put(self, stream: int, work: Callable[[], object]) -> None:
@@ -106,6 +114,7 @@ class FakeCuda:
     def put_wait(self, stream: int, done: Callable[[], bool]) -> None:
         with self.lock:
             self.streams.setdefault(stream, collections.deque()).append(done)
+            self._news.set()
 
     def delay(self, stream: int, seconds: float) -> None:
         """A kernel that takes long."""
@@ -208,9 +217,9 @@ class FakeCuda:
                 return 1
             if order == bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY:
                 data = ctypes.string_at(self.host(source), size)
-                self.put(stream, lambda to=to, data=data: self.write(to, data))
+                self.put(stream, functools.partial(self.write, to, data))
             else:
-                self.put(stream, lambda x=(to, source, size): self.move(*x))
+                self.put(stream, functools.partial(self.move, to, source, size))
         return 0
 
     def write(self, address: int, data: bytes) -> None:

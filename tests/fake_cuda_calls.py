@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import os
 import struct
 from collections.abc import Iterator
@@ -77,6 +78,7 @@ class Runtime:
     def setDevice(self, ordinal: int) -> None:
         assert ordinal < len(self._fake.uuids)
         self._fake.local.bound = True
+        self._fake.ordinals.add(ordinal)
 
     def getDeviceCount(self) -> int:
         return len(self._fake.uuids)
@@ -290,14 +292,14 @@ class Driver:
         if area is None:
             return 1, 0
         kinds = bindings.CUpointer_attribute
+        if attribute == kinds.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE and area.kind != "pool":
+            return 1, None
         return 0, {
             kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE: 2,
             kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED: area.kind == "managed",
             kinds.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: area.kind == "malloc",
             kinds.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: area.handle_types,
-            kinds.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: bindings.CUmemoryPool(
-                7 if area.kind == "pool" else 0
-            ),
+            kinds.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: bindings.CUmemoryPool(7),
         }[kinds(attribute)]
 
     def cuIpcGetMemHandle(self, address: int):
@@ -336,8 +338,14 @@ class Driver:
         assert not flags, "at least the value"
         if not self._fake.is_device(address, 8):
             return (1,)
-        counter = ctypes.c_uint64.from_address(address)
-        self._fake.put_wait(stream, lambda: counter.value >= value)
+
+        def reached() -> bool:
+            if not self._fake.is_device(address, 8):
+                self._fake.broken = 700
+                return False
+            return int(ctypes.c_uint64.from_address(address).value) >= value
+
+        self._fake.put_wait(stream, reached)
         return (0,)
 
     def cuModuleLoadData(self, image: bytes):
@@ -355,7 +363,7 @@ class Driver:
         gather = int(function) == 1
         for page, staged, size in struct.iter_unpack("<QII", ctypes.string_at(at + 16, 16 * count)):
             to, source = (staging + staged, page) if gather else (page, staging + staged)
-            self._fake.put(stream, lambda x=(to, source, size): self._fake.move(*x))
+            self._fake.put(stream, functools.partial(self._fake.move, to, source, size))
         return (0,)
 
     # Reserved addresses; a handle is its area's descriptor

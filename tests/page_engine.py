@@ -6,20 +6,29 @@ vLLM has them; a block's content names its hash, so that any mix-up shows.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import socket
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tests.traffic import wait_until
-from tierd.client import Client, Handle, PendingCopy
+from tierd.client import Attachment, Client, Handle, Lease, PendingCopy
 from tierd.device.engine_host import HostEvent, HostExport
-from tierd.exports import NO_EVENT, PageLayout, Run
+from tierd.exports import NO_EVENT, PageLayout, Run, pack_runs
 from tierd.gate import Gate, make_gate
 from tierd.types import FORMAT_VERSION, Namespace
+from tierd.wire import messages as m
+from tierd.wire.session import Role, WireSession, encode
+
+T = TypeVar("T")
 
 LAYERS = 4
 PAGE_BYTES = 8 << 10
@@ -91,19 +100,21 @@ class PageEngine:
         self.handle: Handle = self.client.register(namespace(model, self.block_bytes))
         self.layer_ends = layer_ends
         self.probes: list[bool] = []
+        self.jobs = 0
         self.attachment = self.attach()
 
-    def attach(self, handle: Handle | None = None):
-        """Show the pages to the daemon."""
-        return self.client.attach(
-            handle or self.handle,
-            [self.memory.export],
-            self.layout,
-            events=[self.event.handle],
-            gate_fd=self.gate_fd,
-            layer_ends=self.layer_ends,
-            probe=self.probe,
-        )
+    def attach(self, handle: Handle | None = None, **changes: Any) -> Attachment:
+        """Show the pages to the daemon; `changes` are arguments of Client.attach."""
+        shown: dict[str, Any] = {
+            "exports": [self.memory.export],
+            "layout": self.layout,
+            "events": [self.event.handle],
+            "gate_fd": self.gate_fd,
+            "layer_ends": self.layer_ends,
+            "probe": self.probe,
+            **changes,
+        }
+        return self.client.attach(handle or self.handle, **shown)
 
     def probe(self, first: bool) -> tuple[int, bytes]:
         self.probes.append(first)
@@ -137,6 +148,16 @@ class PageEngine:
             return condition()
 
         wait_until(polled, timeout_s, "the daemon did not bring it about")
+
+    def status(self) -> dict[str, Any]:
+        """The daemon's."""
+        return self.client.status()
+
+    def refusal(self, attachment: Attachment) -> str:
+        """Why the daemon does not take an attachment."""
+        self.wait(lambda: attachment.ready or attachment.refusal)
+        assert not attachment.ready, "it was taken"
+        return attachment.refusal or ""
 
     # Pages
 
@@ -173,18 +194,29 @@ class PageEngine:
         pending = self.client.begin_store(self.attachment, reservation, wanted, **event)
         return sum(self.client.commit(reservation, self.done(pending)))
 
+    def begin_store(
+        self, hashes: Sequence[bytes], blocks: Sequence[int], event: int = NO_EVENT, value: int = 0
+    ):
+        """A reservation of new blocks, and the copy into it."""
+        reservation = self.client.reserve(self.handle, hashes, parents_of(hashes))
+        assert reservation is not None
+        assert None not in reservation.slots
+        return reservation, self.client.begin_store(
+            self.attachment, reservation, blocks, event=event, value=value
+        )
+
     def begin_load(
         self,
         hashes: Sequence[bytes],
         blocks: Sequence[int],
-        job: int = 0,
         event: int = NO_EVENT,
         value: int = 0,
-    ):
-        """A lease and the copy of what it has, None if there is nothing."""
+    ) -> tuple[Lease, PendingCopy, int] | None:
+        """A lease, the copy of what it has, and its job; None if there is nothing."""
         lease = self.client.acquire([self.handle], hashes, 2000)
         if lease is None:
             return None
+        self.jobs = job = self.jobs + 1
         self.gate.prepare(job)
         pending = self.client.begin_load(
             self.attachment,
@@ -196,14 +228,14 @@ class PageEngine:
             event=event,
             value=value,
         )
-        return lease, pending
+        return lease, pending, job
 
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Load blocks into pages; how many are right there, all bytes compared."""
         begun = self.begin_load(hashes, blocks)
         if begun is None:
             return 0
-        lease, pending = begun
+        lease, pending, _ = begun
         count = self.done(pending)
         self.client.release(lease)
         for block_hash, block in zip(hashes[:count], blocks, strict=False):
@@ -216,3 +248,152 @@ class PageEngine:
         while not self.gate.call_off(job):
             assert time.monotonic() < end, "a load writes for ever"
             time.sleep(0.0005)
+
+
+class RawPeer:
+    """A session with a daemon, message by message, which can say what no client would."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(20)
+        self.sock.connect(path)
+        self._heard: list[m.Message] = []
+        self._wire = WireSession(Role.CLIENT, lambda message, _: self._heard.append(message))
+        self._calls = 0
+        self._mine = [make_gate()]
+        self.memory = HostExport(LAYERS * 64 * PAGE_BYTES)
+        self.say(m.Hello(m.PROTOCOL_VERSION, "raw"))
+        self.hear(m.Welcome)
+
+    def close(self) -> None:
+        self.sock.close()
+        self.memory.close()
+        for fd in self._mine:
+            os.close(fd)
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def gate_fd(self) -> int:
+        return self._mine[0]
+
+    def call(self) -> int:
+        """A number for a call."""
+        self._calls += 1
+        return self._calls
+
+    def say(self, message: m.Message, fd: int | None = None) -> None:
+        data = encode(message, 0 if fd is None else 1)
+        if fd is None:
+            self.sock.sendall(data)
+        else:
+            assert socket.send_fds(self.sock, [data], [fd]) == len(data)
+
+    def hear(self, kind: type[T]) -> T:
+        """The next message of a kind; others before it are dropped."""
+        while True:
+            while self._heard:
+                message = self._heard.pop(0)
+                if isinstance(message, kind):
+                    return message
+            data = self.sock.recv(1 << 20)
+            assert data, f"the daemon has ended the session before a {kind.__name__}"
+            self._wire.receive(data)
+
+    def ended(self) -> str:
+        """Why the daemon ends the session, which it does now."""
+        while True:
+            error = self.hear(m.Error)
+            if error.call == 0:
+                break
+        with contextlib.suppress(ConnectionResetError):
+            while self.sock.recv(1 << 20):
+                pass
+        return error.reason
+
+    # What a client does first
+
+    def register(self, model: str = "m") -> int:
+        call = self.call()
+        self.say(m.Register(call, namespace(model).to_fields(), False))
+        return self.hear(m.Registered).handle
+
+    def export(self, number: int = 1) -> None:
+        export = self.memory.export
+        self.say(m.Export(number, export.kind, export.device, export.size_bytes, b""))
+        self.say(m.Part(number, 0, export.size_bytes), export.parts[0].fd)
+
+    def attach(self, handle: int, **changes: Any) -> None:
+        """Say ATTACH, with some of its fields changed."""
+        stride = 64 * PAGE_BYTES
+        runs = [Run(0, layer * stride, PAGE_BYTES) for layer in range(LAYERS)]
+        digest = hashlib.sha256(bytes(BLOCK_BYTES)).digest()
+        message = m.Attach(
+            self.call(), handle, [1], pack_runs(runs), PAGE_BYTES, 64, b"", 0, digest, []
+        )
+        self.say(message._replace(**changes), self.gate_fd)
+
+    def attached(self) -> tuple[int, int]:
+        """A handle and an attachment."""
+        handle = self.register()
+        self.export()
+        self.attach(handle)
+        return handle, self.hear(m.Attached).attachment
+
+    def reserve(self, handle: int, hashes: Sequence[bytes]) -> int:
+        self.say(m.Reserve(self.call(), handle, b"".join(hashes), b"".join(parents_of(hashes))))
+        reserved = self.hear(m.Reserved)
+        assert max(m.unpack_slots(reserved.slots)) < m.SLOT_PRESENT
+        return reserved.reservation
+
+    def store(
+        self, attachment: int, reservation: int, blocks: Sequence[int], event: int = NO_EVENT
+    ) -> None:
+        self.say(m.Store(self.call(), attachment, reservation, m.pack_slots(blocks), event, 0))
+
+    def load(
+        self,
+        attachment: int,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        expires_ns: int = 1 << 62,
+        job: int = 0,
+        event: int = NO_EVENT,
+    ) -> None:
+        packed = m.pack_slots(slots), m.pack_slots(blocks)
+        self.say(m.Load(self.call(), attachment, *packed, expires_ns, job, event, 0))
+
+
+def mappings(pid: int, memory: HostExport | int) -> int:
+    """How often a process has an export mapped, given as such or as its inode."""
+    inode = memory if isinstance(memory, int) else inode_of(memory)
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum(line.split()[4] == str(inode) for line in lines)
+
+
+def inode_of(memory: HostExport) -> int:
+    return os.fstat(memory.export.parts[0].fd).st_ino
+
+
+def main() -> None:
+    """An engine that stores for ever, and whose child holds its socket."""
+    with PageEngine(sys.argv[1], name="child") as engine:
+        engine.wait_attached()
+        child = os.fork()
+        if child == 0:
+            time.sleep(3600)
+            os._exit(0)
+        print(inode_of(engine.memory), child, flush=True)
+        while True:
+            hashes = chain(os.urandom(8), 20)
+            engine.compute(hashes, range(1, 21))
+            engine.store(hashes, range(1, 21))
+
+
+if __name__ == "__main__":
+    main()

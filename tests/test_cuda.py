@@ -19,6 +19,7 @@ from tierd.device import cuda
 from tierd.device.api import CannotOpenError, DeviceError, Direction, Pitched
 from tierd.device.choice import finish
 from tierd.device.cuda import CudaDevice
+from tierd.device.cuda_errors import gpu_text
 from tierd.device.engine_cuda import (
     EVENTS,
     Counters,
@@ -141,7 +142,8 @@ def peer():
 
 def test_found_by_uuid_not_by_ordinal(fake):
     """CUDA_VISIBLE_DEVICES would make the daemon copy from another engine's GPU."""
-    assert CudaDevice.find(UUID).name == f"Fake GPU {cuda.gpu_text(UUID)}"
+    assert CudaDevice.find(UUID).name == f"Fake GPU {gpu_text(UUID)}"
+    assert fake.ordinals == {1}
     assert "GPU-10111213-1415-" in CudaDevice.find(UUID).name
     with pytest.raises(CannotOpenError, match=r"is not visible.*CUDA_VISIBLE_DEVICES.*--gpus"):
         CudaDevice.find(bytes(16))
@@ -271,7 +273,9 @@ def test_a_mapping_that_fails_leaves_nothing(fake, device, failing):
 @pytest.mark.parametrize("parts", [[], [(0, 4)], [(0, 4), (5, 4)], [(4, 4)], [(0, 0), (0, 8)]])
 def test_parts_that_leave_gaps_are_refused(fake, device, parts):
     """A copy into a gap would end the copy process."""
-    wrong = Export(ExportKind.CUDA_VMM, UUID, 8, b"", tuple(Part(*part, -1) for part in parts))
+    wrong = Export(
+        ExportKind.CUDA_VMM, UUID, 8, b"", tuple(Part(at, size, -1) for at, size in parts)
+    )
     with pytest.raises(CannotOpenError, match="parts"):
         device.open(wrong)
     assert not fake.calls["cuMemAddressReserve"]
@@ -287,7 +291,10 @@ def move(device, way, pages, host, direction, stream):
     if way == "copy":
         device.copy(page_addresses, slots, lengths, direction, stream)
     elif way == "pitched":
-        pieces = [Pitched(int(p), 999, int(s), 777, 512, 1) for p, s in zip(page_addresses, slots)]
+        pieces = [
+            Pitched(int(p), 999, int(s), 777, 512, 1)
+            for p, s in zip(page_addresses, slots, strict=True)
+        ]
         device.copy_pitched(pieces, direction, stream)
     else:
         staging = device.allocate(2048)
@@ -532,7 +539,8 @@ def test_a_counter_is_waited_for(fake, device):
     cuda.driver.cuStreamWriteValue64(7, pages + 8, 2, 0)
     done = device.create_event()
     device.record(done, stream)
-    time.sleep(0.01)
+    while not fake.idle(7):
+        time.sleep(100e-6)
     assert not device.query(done)
     cuda.driver.cuStreamWriteValue64(7, pages + 8, 3, 0)
     finish(device, stream)

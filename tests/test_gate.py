@@ -144,24 +144,27 @@ def test_no_page_is_written_once_its_load_is_called_off(gate_fd: int) -> None:
     entered = 0
     delay_s = 10e-6
     with subprocess.Popen(command, pass_fds=(gate_fd, shared_fd)) as copier:
-        for job in range(1, ROUNDS + 1):
-            gate.prepare(job)
-            shared[_PAGE : _PAGE + _PAGE_BYTES] = bytes(_PAGE_BYTES)
-            struct.pack_into("<Q", shared, _GO, job)
-            end = time.perf_counter() + delay_s
-            while time.perf_counter() < end:
-                pass
-            while not gate.call_off(job):
-                pass
-            mine = bytes([job % 250]) * _PAGE_BYTES
-            shared[_PAGE : _PAGE + _PAGE_BYTES] = mine
-            while (outcome := struct.unpack_from("<Q", shared, _OUTCOME)[0]) < 2 * job:
-                assert copier.poll() is None or job == ROUNDS
-            assert shared[_PAGE : _PAGE + _PAGE_BYTES] == mine
-            entered += outcome & 1
-            # Both sides have to win now and then, at whatever speed they run.
-            delay_s *= 1 / 1.2 if outcome & 1 else 1.2
-        assert copier.wait() == 0
+        try:
+            for job in range(1, ROUNDS + 1):
+                gate.prepare(job)
+                shared[_PAGE : _PAGE + _PAGE_BYTES] = bytes(_PAGE_BYTES)
+                struct.pack_into("<Q", shared, _GO, job)
+                end = time.perf_counter() + delay_s
+                while time.perf_counter() < end:
+                    pass
+                while not gate.call_off(job):
+                    pass
+                mine = bytes([job % 250]) * _PAGE_BYTES
+                shared[_PAGE : _PAGE + _PAGE_BYTES] = mine
+                while (outcome := struct.unpack_from("<Q", shared, _OUTCOME)[0]) < 2 * job:
+                    assert copier.poll() is None or job == ROUNDS
+                assert shared[_PAGE : _PAGE + _PAGE_BYTES] == mine
+                entered += outcome & 1
+                # Both sides have to win now and then, at whatever speed they run.
+                delay_s *= 1 / 1.2 if outcome & 1 else 1.2
+            assert copier.wait() == 0
+        finally:
+            copier.kill()
     gate.close()
     shared.close()
     os.close(shared_fd)

@@ -580,6 +580,9 @@ class Line:
     def finish(self) -> None:
         """The daemon ends the session."""
 
+    def close(self) -> None:
+        """The daemon knows that the client is gone."""
+
     def answers(self) -> list[m.Acquired]:
         return [message for message in self.got if isinstance(message, m.Acquired)]
 

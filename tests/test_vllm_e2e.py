@@ -1,5 +1,7 @@
 """A real vLLM and a real tierd: the same tokens wherever KV comes from, and whatever breaks.
 
+All of it with the engine's worker as the one that copies, and with the daemon.
+
 Greedy tokens of a float32 model with random weights are compared: they change when one
 element of the KV is wrong. Each test starts few engines, because each takes long.
 """
@@ -35,13 +37,19 @@ def block_hashes(tokens: list[int]) -> list[bytes]:
     return hashes
 
 
+@pytest.fixture(params=["shm", "host_ipc"])
+def transfer(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def start(tmp_path: Path, transfer: str) -> Iterator[Callable[..., Engine]]:
     """Starts engines, and stops those that a failed test left behind."""
     started: list[Engine] = []
 
     def begin(socket: str, **settings: object) -> Engine:
-        started.append(Engine(tmp_path, socket, **settings))
+        started.append(Engine(tmp_path, socket, extra={"transfer": transfer}, **settings))
         return started[-1]
 
     yield begin
@@ -84,7 +92,7 @@ def flip(record: tuple[Path, int, int]) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start) -> None:
+def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start, transfer) -> None:
     """A user would get another answer because a prefix was cached, moved, damaged or lost."""
     lengths = (330, 331, 352, 500)
     prompts = [prompt(length, length) for length in lengths]
@@ -104,6 +112,8 @@ def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start) -> No
         assert stats["loaded_tokens"] == sum(full)
         assert stats["store_blocks"] >= stored
         assert stats["load_failures"] == 0
+        copied = daemon.status()["counters"]["copy_load_blocks_total"] * BLOCK_TOKENS
+        assert copied == (sum(full) if transfer == "host_ipc" else 0), "who copies"
         engine.reset()
         engine.call("fail_loads", count=3)
         assert engine.generate(prompts, tokens=12)["tokens"] == gold, "after failed loads"

@@ -15,6 +15,7 @@ import pytest
 from tests.fake_client import FakeClient, FakeDaemon, FakeJob
 from tests.test_vllm_connector_unit import ROOT, SIZES, block_hash, namespace
 from tierd.device.engine_host import HostExport
+from tierd.gate import GATE_JOBS
 from tierd_connectors import vllm_jobs, vllm_mover
 from tierd_connectors.vllm_export import HostPool, Shown
 from tierd_connectors.vllm_guard import Boundary
@@ -72,6 +73,8 @@ class Rig:
     def attach(self) -> None:
         self.mover.attach([self.way()])
         assert self.mover.attached
+        # As `start` would have it, without the thread.
+        self.mover._in_use = True
 
     def write(self, block: int) -> bytes:
         """The engine computes a block anew."""
@@ -288,16 +291,16 @@ def test_a_load_found_late_is_not_made(rig: Rig) -> None:
     rig.load([1, 2], [4, 5])
     rig.work()
     (late,) = rig.daemon.jobs
-    rig.daemon.jobs.clear()
     rig.daemon.drop_session()
+    rig.daemon.jobs.clear()
     rig.work()
     assert rig.failed() == []
     mine = rig.write(4)
-    # The number must not be given to another load, which would let the old one in.
-    for into in (0, 1, 2, 3):
-        rig.load([1], [into])
-        rig.work()
-    assert late.job not in {job.job for job in rig.daemon.jobs}
+    # Its place in the gate is another load's by then.
+    assert late.job is not None
+    rig.mover._jobs._next_job = late.job + GATE_JOBS  # type: ignore[union-attr]  # attached
+    rig.load([1], [0])
+    rig.work()
     late.advance()
     assert not late.writing
     while not late.over:
@@ -305,30 +308,23 @@ def test_a_load_found_late_is_not_made(rig: Rig) -> None:
     assert rig.content(4) == mine
 
 
-def test_numbers_of_loads_that_were_taken_back_run_out(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After some disconnects the daemon would never be asked for a load again."""
-    monkeypatch.setattr(vllm_jobs, "GATE_JOBS", 2)
-    rig.mover._jobs.attach(rig.mover._handle)  # type: ignore[union-attr]  # it is attached
-    before = rig.store([1])
-    late: list[FakeJob] = []
-    for turn in range(5):
-        rig.load([1], [4])
-        rig.work()
-        if turn < 4:
-            late += rig.daemon.jobs
-            rig.daemon.jobs.clear()
-            rig.daemon.drop_session()
-        rig.finish()
-        assert rig.failed() == []
-        assert rig.content(4) == before[0]
-    assert len(late) == 4
-    mine = rig.write(4)
-    for job in late:
-        while not job.over:
-            job.advance()
-    assert rig.content(4) == mine
+def test_loads_under_way_have_places_of_their_own(rig: Rig) -> None:
+    """Two loads in one place of the gate: the second would be refused, or both called off."""
+    rig.store([1])
+    rig.load([1], [4])
+    rig.work()
+    jobs = rig.mover._jobs
+    assert jobs is not None
+    jobs._next_job += GATE_JOBS - 1
+    rig.load([1], [5])
+    rig.work()
+    first, second = rig.daemon.jobs
+    assert first.job is not None
+    assert second.job is not None
+    assert second.job > first.job
+    assert second.job % GATE_JOBS != first.job % GATE_JOBS
+    rig.finish()
+    assert len(rig.mover.take_finished()) == 2
 
 
 def test_the_device_fails(rig: Rig) -> None:
@@ -436,7 +432,6 @@ def test_pages_in_use_are_not_probed() -> None:
         rig.daemon.attachments.clear()
     assert len(blocks) > 1, "the stride is not proved"
     assert not rig.logical.any(), "what the probe wrote has gone"
-    rig.daemon.copying = True
     rig.attach()
     rig.mover.start()
     mine = [rig.write(block) for block in range(1, BLOCKS)]
@@ -485,6 +480,22 @@ def test_a_reset_waits_for_what_is_under_way(rig: Rig) -> None:
     (new,) = rig.daemon.attachments
     assert new is not old
     assert new.handle.namespace == fresh
+
+
+def test_a_reset_at_any_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked right after a reset would be stored where its hash means something else."""
+    fresh = of_generation(rig.namespace, "x")
+    collect = rig.mover._collect
+
+    def reset_meanwhile() -> bool:
+        monkeypatch.undo()
+        rig.mover.use(fresh)
+        rig.mover.submit_stores([rig.item(3)])
+        return collect()
+
+    monkeypatch.setattr(rig.mover, "_collect", reset_meanwhile)
+    rig.finish()
+    assert {digest for digest, _ in rig.daemon.blocks} == {fresh.digest}
 
 
 def test_the_engine_ends_during_a_load(rig: Rig) -> None:

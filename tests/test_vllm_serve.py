@@ -30,12 +30,13 @@ READY_S = 150
 STOP_S = 30
 ATTACH_S = 30
 
-README_ARGUMENTS = [
-    "--prefix-caching-hash-algo",
-    "sha256_cbor",
-    "--kv-transfer-config",
-    '{"kv_connector":"TierdConnector","kv_role":"kv_both"}',
-]
+README_ARGUMENTS = ["--prefix-caching-hash-algo", "sha256_cbor", "--kv-transfer-config"]
+README_TRANSFER = '{"kv_connector":"TierdConnector","kv_role":"kv_both"}'
+
+TRANSFERS = {
+    "shm": README_TRANSFER,
+    "host_ipc": README_TRANSFER[:-1] + ',"kv_connector_extra_config":{"transfer":"host_ipc"}}',
+}
 
 CPU_ARGUMENTS = [
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
@@ -55,7 +56,7 @@ CPU_ENVIRONMENT = {
 class Server:
     """A `vllm serve` that answers, with whatever socket its environment names."""
 
-    def __init__(self, model: Path, tierd_socket: str, log: Path) -> None:
+    def __init__(self, model: Path, tierd_socket: str, log: Path, transfer: str) -> None:
         self.log = log
         self._model = str(model)
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -67,7 +68,7 @@ class Server:
             self.process = subprocess.Popen(
                 [
                     *(engine_python(), "-m", "vllm.entrypoints.cli.main", "serve", model),
-                    *README_ARGUMENTS,
+                    *(*README_ARGUMENTS, TRANSFERS[transfer]),
                     *CPU_ARGUMENTS,
                     *("--host", "127.0.0.1", "--port", str(port)),
                 ],
@@ -148,13 +149,20 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.fixture(params=TRANSFERS)
+def transfer(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
 @pytest.fixture
-def serve(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Server]]:
+def serve(model: Path, tmp_path: Path, transfer: str) -> Iterator[Callable[[str], Server]]:
     """Starts servers, and ends what a failed test left of them."""
     started: list[Server] = []
 
     def start(tierd_socket: str) -> Server:
-        started.append(Server(model, tierd_socket, tmp_path / f"vllm-{len(started)}.log"))
+        log = tmp_path / f"vllm-{len(started)}.log"
+        started.append(Server(model, tierd_socket, log, transfer))
         return started[-1]
 
     yield start
@@ -162,7 +170,9 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Server]]:
         server.kill()
 
 
-def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str], Server]) -> None:
+def test_the_readme_s_command(
+    tmp_path: Path, serve: Callable[[str], Server], transfer: str
+) -> None:
     """Who follows the README would get no hits, other answers, or no server without tierd."""
     source = random.Random(0)
     one = [source.randrange(10, 15990) for _ in range(200)]
@@ -195,6 +205,10 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str], Server]) ->
         loaded = 192 + 224 - 128
         assert server.metric("vllm:tierd_loaded_tokens_total") == loaded
         assert server.metric("vllm:external_prefix_cache_hits_total") == loaded
+        copied = daemon.status()["counters"]["copy_load_blocks_total"] * 32
+        assert copied == (loaded if transfer == "host_ipc" else 0)
+        told = "the daemon copies for this engine" in server.log.read_text()
+        assert told == (transfer == "host_ipc")
 
         server.complete(one, pin_s=60)
         server.wait_until(lambda: daemon.status()["host"]["pinned_bytes"] > 0)

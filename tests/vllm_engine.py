@@ -42,6 +42,9 @@ class Engine(EngineProcess):
         model = directory / "model"
         write_config(model, "tiny")
         environment = {**THREADS, **settings.pop("env", {})}  # type: ignore[dict-item]  # a dict
+        extra = settings.get("extra", {})
+        assert isinstance(extra, dict)
+        self._daemon_copies = extra.get("transfer") == "host_ipc"
         given = {"model": str(model), "socket": socket, "env": environment, **settings}
         super().__init__(given, directory / "vllm.log")
 
@@ -53,7 +56,10 @@ class Engine(EngineProcess):
         """Until both sides of the connector have found the present daemon."""
         epoch = daemon.status()["epoch"]
         end = time.monotonic() + CONNECT_S
-        while set(self.call("stats")["epochs"]) != {epoch}:
+        while True:
+            stats = self.call("stats")
+            if set(stats["epochs"]) == {epoch} and stats["attached"] == [self._daemon_copies]:
+                break
             assert time.monotonic() < end
             self.generate([prompt(8, time.monotonic())], tokens=2)
 

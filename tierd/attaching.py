@@ -117,38 +117,32 @@ class Attachments:
     def add(self, attachment: Attachment) -> None:
         """A new one, sent now if its handle is registered."""
         self._all.append(attachment)
-        self.offer(attachment.handle)
+        self._attach(attachment)
 
     def offer(self, handle: Registered) -> None:
-        """A handle is registered: what belongs to it can be attached."""
-        if handle.number is None:
-            return
+        """A handle has been registered in this session: what belongs to it can be attached."""
         for attachment in self._all:
-            if attachment.handle is handle and attachment not in self._attaching.values():
+            if attachment.handle is handle:
                 self._attach(attachment)
 
     def try_again(self, now_s: float) -> None:
         """Attach again what the copying process took with it, if it is time to."""
         for attachment in self._all:
             again_s = attachment._again_s
-            if again_s is not None and now_s >= again_s and attachment.handle.number is not None:
+            if again_s is not None and now_s >= again_s:
                 self._attach(attachment)
 
-    def remove(self, attachment: Attachment) -> int | None:
-        """Ask for the end of an attachment; the call to wait for, None if it has no life."""
+    def remove(self, attachment: Attachment) -> None:
+        """Ask for the end of an attachment, which `is_known` until then."""
         self._all.remove(attachment)
-        if attachment.number is None:
+        if attachment.number is not None:
+            self._detach(attachment, attachment.number)
+        elif attachment not in self._attaching.values():
             self._drop_exports(attachment)
-            return None
-        call = self._next_call()
-        self._detaching[call] = attachment
-        self._send(m.Detach(call, attachment.number), None)
-        attachment.number = None
-        return call
 
-    def is_detaching(self, call: int) -> bool:
-        """Whether the daemon may still copy for what `remove` gave this call for."""
-        return call in self._detaching
+    def is_known(self, attachment: Attachment) -> bool:
+        """Whether the daemon may have what a removed attachment has shown open."""
+        return attachment in self._attaching.values() or attachment in self._detaching.values()
 
     def begin(self, make: Callable[[int], m.FromClient]) -> PendingCopy:
         """Send a copy, made with the number of its call."""
@@ -184,13 +178,15 @@ class Attachments:
                     attachment._refusals = 0
                 else:
                     # It was given up meanwhile.
-                    self._send(m.Detach(self._next_call(), number), None)
+                    self._detach(attachment, number)
             case m.Detached(0, number, _):
                 for attachment in self._all:
                     if attachment.number == number:
                         attachment.number = None
                         self._later(attachment, now_s)
                         self._drop_exports(attachment)
+            case m.Detached(call, _, reason) if call in self._attaching:
+                self._not_attached(call, reason, now_s, for_good=False)
             case m.Detached(call):
                 gone = self._detaching.pop(call, None)
                 if gone is not None:
@@ -204,17 +200,20 @@ class Attachments:
 
     def refused(self, call: int, reason: str, now_s: float) -> bool:
         """An ERROR came; whether it answers an ATTACH."""
-        attachment = self._attaching.pop(call, None)
-        if attachment is None:
+        if call not in self._attaching:
             return False
+        # What has worked before may again.
+        self._not_attached(call, reason, now_s, for_good=not self._attaching[call]._seen)
+        return True
+
+    def _not_attached(self, call: int, reason: str, now_s: float, *, for_good: bool) -> None:
+        attachment = self._attaching.pop(call)
         self._drop_exports(attachment)
-        # What has worked before may again: the process that copies may just be starting anew.
-        if attachment._seen and attachment._refusals < REFUSALS_MAX:
+        if for_good or attachment._refusals >= REFUSALS_MAX:
+            attachment.refusal = reason
+        else:
             attachment._refusals += 1
             self._later(attachment, now_s)
-        else:
-            attachment.refusal = reason
-        return True
 
     def _later(self, attachment: Attachment, now_s: float) -> None:
         pause_s = min(max(2 * attachment._pause_s, AGAIN_FIRST_S), AGAIN_MAX_S)
@@ -222,17 +221,26 @@ class Attachments:
         attachment._again_s = now_s + pause_s
 
     def _attach(self, attachment: Attachment) -> None:
+        """Send an attachment, unless its handle is not registered: `offer` follows then."""
+        handle = attachment.handle.number
+        if handle is None:
+            return
         attachment._again_s = None
         block, digest = attachment._probe(not attachment._seen)
-        numbers = [self._export(export, attachment) for export in attachment.exports]
+        numbers = []
+        for export in attachment.exports:
+            numbers.append(self._export(export, attachment))
+            if attachment.handle.number is None:
+                # The session broke while it was sent.
+                self._exported.clear()
+                return
         call = self._next_call()
         self._attaching[call] = attachment
-        assert attachment.handle.number is not None
         layout = attachment.layout
         self._send(
             m.Attach(
                 call,
-                attachment.handle.number,
+                handle,
                 numbers,
                 pack_runs(layout.runs),
                 layout.block_stride,
@@ -248,16 +256,22 @@ class Attachments:
     def _export(self, export: Export, user: Attachment) -> int:
         if export not in self._exported:
             number = next(self._numbers)
-            self._exported[export] = number, set()
             self._send(
                 m.Export(number, export.kind, export.device, export.size_bytes, export.handle),
                 None,
             )
             for offset, size_bytes, fd in export.parts:
                 self._send(m.Part(number, offset, size_bytes), fd)
+            self._exported[export] = number, set()
         number, users = self._exported[export]
         users.add(user)
         return number
+
+    def _detach(self, attachment: Attachment, number: int) -> None:
+        call = self._next_call()
+        self._detaching[call] = attachment
+        attachment.number = None
+        self._send(m.Detach(call, number), None)
 
     def _drop_exports(self, user: Attachment) -> None:
         """Have the daemon forget allocations that no other attachment uses."""

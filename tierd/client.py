@@ -491,11 +491,11 @@ class Client:
         It copies no more either way once a gate's `call_off` says so, for loads.
         """
         with self._lock:
-            call = self._attachments.remove(attachment)
-            if call is None:
+            self._attachments.remove(attachment)
+            if not self._attachments.is_known(attachment):
                 return True
             end = time.monotonic() + self._timeout_s
-            while self._sock is not None and self._attachments.is_detaching(call):
+            while self._sock is not None and self._attachments.is_known(attachment):
                 left = end - time.monotonic()
                 if left <= 0:
                     return False

@@ -130,6 +130,21 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "nothing."
         ),
     ] = Eviction.HAZARD
+    huge_pages: Annotated[
+        bool,
+        Meta(
+            description="Ask for transparent huge pages where the kernel gives them to shared "
+            "memory; the log says if it does not."
+        ),
+    ] = True
+    numa_node: Annotated[
+        str,
+        Meta(
+            pattern="^(auto|off|[0-9]{1,4})$",
+            description="NUMA node that memory is taken from first; auto: that of the GPUs, if "
+            "they share one.",
+        ),
+    ] = "auto"
     pin_share: Annotated[
         float,
         Meta(

@@ -95,12 +95,19 @@ def layout_error(layout: PageLayout, sizes: Sequence[int], block_bytes: int) -> 
         return f"a block has {len(layout.runs)} runs; 1 to {RUNS_MAX} are possible"
     if layout.block_count < 1 or layout.block_stride < 1:
         return "a layout has at least one block and a stride between blocks"
+    if layout.block_stride > max(sizes, default=0):
+        return f"its blocks lie {layout.block_stride} bytes apart, more than an allocation has"
     if layout.block_bytes != block_bytes:
         return f"its runs have {layout.block_bytes} bytes, a block {block_bytes}"
     reach = (layout.block_count - 1) * layout.block_stride
     for run in layout.runs:
         if run.export >= len(sizes):
             return f"it names allocation {run.export} of {len(sizes)}"
+        if layout.block_count > 1 and run.length > layout.block_stride:
+            return (
+                f"a run of {run.length} bytes is longer than the {layout.block_stride} bytes "
+                "between blocks"
+            )
         if run.length < 1 or run.offset + reach + run.length > sizes[run.export]:
             return (
                 f"block {layout.block_count - 1} ends beyond its allocation of "

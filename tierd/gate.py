@@ -119,7 +119,7 @@ class Gate:
 
     def unwanted(self, job: int) -> bool:
         """Whether a load has been called off; if it has been entered, leave it soon."""
-        return False
+        return self._called_off[_place(job)] > job
 
     def advance(self, job: int, groups: int) -> None:
         """So many layer groups of a load are in place."""

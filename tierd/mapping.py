@@ -100,6 +100,10 @@ class SharedMapping:
         self._advise(0, self.size_bytes, _MADV_REMOVE)
         self.populated_bytes = 0
 
+    def advise(self, advice: int) -> None:
+        """Tell the kernel about the whole mapping, as madvise(2) does. Raises OSError."""
+        self._advise(0, self.size_bytes, advice)
+
     def _advise(self, offset: int, length: int, advice: int) -> None:
         if _libc.madvise(self._address + offset, length, advice) != 0:
             error = ctypes.get_errno()

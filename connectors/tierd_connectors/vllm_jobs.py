@@ -76,9 +76,11 @@ class Jobs:
         self._told = False
         self._gate: Gate | None = None
         self._gate_fd = -1
-        self._free: list[int] = []
+        self._next_job = 0
         self._loads: list[_LoadUnderWay] = []
         self.stores: list[StoreUnderWay] = []
+        self.settling = False
+        """Whether a load that is over is still being written, so that it is to be asked again."""
 
     # The attachment
 
@@ -88,7 +90,7 @@ class Jobs:
         self.detach()
         self._gate_fd = make_gate()
         self._gate = Gate(self._gate_fd)
-        self._free = list(range(GATE_JOBS))
+        self._next_job = 0
         self._attachment = self._client.attach(
             handle,
             self._shown.exports,
@@ -133,17 +135,8 @@ class Jobs:
         return bool(self._loads or self.stores)
 
     @property
-    def spent(self) -> bool:
-        """Whether loads need a new gate, which `attach` makes.
-
-        The number of a load that was taken back is never used again: a daemon that was stopped
-        may find the message of that load later, and must find it called off.
-        """
-        return not self._free
-
-    @property
     def room_for_load(self) -> bool:
-        return len(self._loads) < LOADS_MAX and not self.spent
+        return len(self._loads) < LOADS_MAX
 
     @property
     def room_for_store(self) -> bool:
@@ -153,7 +146,12 @@ class Jobs:
         """Ask for a load; `ended_loads` tells its end. There must be room for it."""
         assert self._attachment is not None
         assert self._gate is not None
-        job = self._free.pop()
+        # Never a number again, lest a daemon that was stopped finds the message of a load that
+        # was taken back; and not the place in the gate of one that is still under way.
+        places = {under_way.job % GATE_JOBS for under_way in self._loads}
+        while self._next_job % GATE_JOBS in places:
+            self._next_job += 1
+        job, self._next_job = self._next_job, self._next_job + 1
         self._gate.prepare(job)
         copy = self._client.begin_load(
             self._attachment,
@@ -193,17 +191,19 @@ class Jobs:
         now_s, now_ns = time.monotonic(), time.monotonic_ns()
         ended: list[EndedLoad] = []
         left: list[_LoadUnderWay] = []
+        self.settling = False
         for under_way in self._loads:
             load, mark, job, copy, began_s = under_way
             if copy.done and copy.blocks == len(load.blocks):
-                self._free.append(job)
                 ended.append(EndedLoad(load, mark, began_s, True))
                 continue
             late = now_s - began_s >= PATIENCE_S or now_ns >= load.expires_ns
             over = take_back or late or copy.done
-            if over and self._gate is not None and self._gate.call_off(job):
+            assert self._gate is not None
+            if over and self._gate.call_off(job):
                 ended.append(EndedLoad(load, mark, began_s, False))
             else:
+                self.settling |= over
                 left.append(under_way)
         self._loads = left
         return ended

@@ -73,6 +73,7 @@ class Mover(Queues):
         self._rank = rank
         self._jobs: Jobs | None = None
         self._next_namespace: Namespace | None = None
+        self._in_use = False
         self._probed = 0
         self._populating = True
         self._thread: threading.Thread | None = None
@@ -126,7 +127,7 @@ class Mover(Queues):
                 self._client.close()
                 break
             self._client.wait(_BUSY_POLL_S)
-        if jobs.ready and self._probed:
+        if jobs.ready:
             zeros = memoryview(bytearray(self._block_bytes))
             self._pages.scatter_many([zeros], [self._probed])
         return jobs.refusal
@@ -138,7 +139,7 @@ class Mover(Queues):
         used; before it is any, so that the stride between blocks is proved as well.
         """
         count = self._pages.blocks.count
-        self._probed = 0 if self.started or not first else secrets.randbelow(count)
+        self._probed = 0 if self._in_use or not first else secrets.randbelow(count)
         # Without a number's topmost bits it is finite in every format.
         random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
         content = bytearray((random & 0x3F).tobytes())
@@ -146,15 +147,11 @@ class Mover(Queues):
         return self._probed, hashlib.sha256(content).digest()
 
     def start(self) -> None:
-        """Begin to work. A second call does nothing."""
+        """Begin to work; from now on the engine may be using its pages. Again does nothing."""
+        self._in_use = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="tierd-mover", daemon=True)
             self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        """Whether the engine may be using its pages."""
-        return self._thread is not None
 
     def stop(self, drain_s: float) -> None:
         """Work off the queues for at most `drain_s`, then end the thread and the client."""
@@ -218,17 +215,11 @@ class Mover(Queues):
             if filled:
                 self._count_loaded(load, began_s)
             self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
-        if not jobs.under_way:
-            self._renew(jobs)
-        return bool(stores or loads)
-
-    def _renew(self, jobs: Jobs) -> None:
-        if jobs.refusal:
+        if jobs.refusal and not jobs.under_way:
             self._tell_refusal(jobs.refusal)
             jobs.detach()
             self._jobs = None
-        elif jobs.spent:
-            jobs.attach(self._handle)
+        return bool(stores or loads)
 
     def _begin(self) -> bool:
         """Begin a copy, or make one here; False if there is none that could begin."""
@@ -363,7 +354,7 @@ class Mover(Queues):
 
     def _pause_s(self) -> float:
         if self._jobs is not None and self._jobs.under_way:
-            return _BUSY_POLL_S if self._jobs.ready else _SETTLE_POLL_S
+            return _SETTLE_POLL_S if self._jobs.settling else _BUSY_POLL_S
         if not self._client.connected:
             return _AWAY_POLL_S
         if self._populating or not (self._handle.ready or self._handle.refusal):

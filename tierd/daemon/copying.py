@@ -28,7 +28,6 @@ from tierd.device import frames
 from tierd.device.frames import Reply
 from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.exports import ExportKind, PageLayout, layout_error, unpack_runs
-from tierd.gate import GATE_JOBS
 from tierd.memory.arena import Segment
 from tierd.wire import messages as m
 
@@ -48,12 +47,19 @@ DEVICES_MAX: Final = 32
 HANDLE_BYTES_MAX: Final = 64
 """A CUDA IPC handle has so many."""
 
+LAYERS_MAX: Final = 1024
+"""Layer groups of an attachment."""
+
 RESTART_S: Final = 1.0
-"""A copy process that lived for less is not started again before this has passed."""
+"""A device's copy process is not started again before this has passed since the last start."""
 
 log = logging.getLogger("tierd.copies")
 
 Send = Callable[[m.FromDaemon], None]
+
+
+class NotNowError(RefusedError):
+    """What has been asked for may well be possible in a moment."""
 
 
 @dataclass(slots=True)
@@ -99,22 +105,27 @@ class Copies:
         self._bandwidth_max = bandwidth_max
         self._timeout_ns = job_timeout_ms * 1_000_000
         self._processes: dict[bytes, CopyProcess] = {}
-        self._ended_ns: dict[bytes, int] = {}
+        self._started_ns: dict[bytes, int] = {}
         # Copies under way in the order in which they began: when, and where.
         self._under_way: deque[tuple[int, CopyProcess, list[bool]]] = deque()
         memory.listeners.append(self._segment_made)
         memory.hollowed = self._segment_hollowed
 
     def process(self, uuid: bytes) -> CopyProcess:
-        """The process of a device, started if there is none. Raises RefusedError."""
+        """The process of a device, started if there is none.
+
+        Raises NotNowError while it ends, or cannot be started; RefusedError for one too many.
+        """
         process = self._processes.get(uuid)
         if process is not None and not process.dying:
             return process
-        if process is not None or len(self._processes) >= DEVICES_MAX:
-            raise RefusedError("the copy process of this device is ending: try again")
+        if process is not None:
+            raise NotNowError("the copy process of this device is ending")
+        if len(self._processes) >= DEVICES_MAX:
+            raise RefusedError(f"a daemon copies for at most {DEVICES_MAX} devices")
         now_ns = self.clock.monotonic_ns()
-        if now_ns < self._ended_ns.get(uuid, 0) + int(RESTART_S * 1e9):
-            raise RefusedError("the copy process of this device has just ended: try again")
+        if uuid in self._started_ns and now_ns < self._started_ns[uuid] + int(RESTART_S * 1e9):
+            raise NotNowError("the copy process of this device has ended as soon as it was started")
         try:
             process = CopyProcess(
                 uuid,
@@ -122,8 +133,9 @@ class Copies:
                 on_end=self._process_ended,
             )
         except OSError as error:
-            raise RefusedError(f"cannot start a copy process: {error}") from error
+            raise NotNowError(f"cannot start a copy process: {error}") from error
         self._processes[uuid] = process
+        self._started_ns[uuid] = now_ns
         self.counters["copy_process_starts_total"] += 1
         return process
 
@@ -184,7 +196,6 @@ class Copies:
 
     def _process_ended(self, process: CopyProcess) -> None:
         del self._processes[process.uuid]
-        self._ended_ns[process.uuid] = self.clock.monotonic_ns()
         for session in list(self.sessions):
             session.process_ended(process)
 
@@ -259,6 +270,9 @@ class SessionCopies:
         """Blocks lie where the message says; answered once they have been verified."""
         try:
             process = self._begin_attach(message, space, gate_fd)
+        except NotNowError as error:
+            self._send(m.Detached(message.call, 0, str(error)))
+            return
         except RefusedError as error:
             self._refuse(message.call, str(error))
             return
@@ -273,6 +287,8 @@ class SessionCopies:
         known = [export for export in exports if export is not None]
         if len(known) < len(exports) or not known or len(message.probe_digest) != 32:
             raise RemoteProtocolError("ATTACH names what was not exported, or no probe")
+        if len(set(message.exports)) < len(exports):
+            raise RemoteProtocolError("ATTACH names an export twice")
         try:
             layout = PageLayout(
                 unpack_runs(message.runs), message.block_stride, message.block_count
@@ -289,6 +305,8 @@ class SessionCopies:
         fault = layout_error(layout, [export.size_bytes for export in known], block_bytes)
         if message.probe_block >= layout.block_count:
             fault = f"probe block {message.probe_block} is none of its blocks"
+        if len(message.layer_ends) > LAYERS_MAX:
+            fault = f"a block has at most {LAYERS_MAX} layer groups"
         if fault:
             raise RefusedError(fault)
         process = self._copies.process(devices.pop())
@@ -323,7 +341,11 @@ class SessionCopies:
     def _attached(self, call: int, attachment: _Attachment, reply: Reply) -> None:
         self._attaching -= 1
         process = attachment.process
-        if not reply.ok:
+        if self._over and not reply.ok:
+            return
+        if process.dying:
+            self._send(m.Detached(call, 0, process.dying))
+        elif not reply.ok:
             self._refuse(call, reply.text)
         elif self._over:
             process.call(frames.Detach(attachment.number), _ignore)
@@ -352,10 +374,12 @@ class SessionCopies:
 
     def process_ended(self, process: CopyProcess) -> None:
         """A copy process is no more, and all of its calls have been answered."""
-        gone = [a for a in self.attachments.values() if a.process is process]
-        for attachment in gone:
-            del self.attachments[attachment.number]
-            self._send(m.Detached(0, attachment.number, process.dying))
+        gone = [a.number for a in self.attachments.values() if a.process is process]
+        for number in gone:
+            del self.attachments[number]
+        # Not before: telling a client that has gone ends its session, and all of these.
+        for number in gone:
+            self._send(m.Detached(0, number, process.dying))
 
     # --- copies ---------------------------------------------------------------------
 
@@ -380,7 +404,7 @@ class SessionCopies:
         self._copy(message, attachment, granted, partial(self._stored, reservation, message.call))
 
     def _stored(self, reservation: Reservation, call: int, reply: Reply) -> None:
-        self._copies.counters["copy_stored_blocks_total"] += reply.value
+        self._copies.counters["copy_store_blocks_total"] += reply.value
         waiting = self._filling.pop(reservation.reservation_id)
         self._send(m.Copied(call, reply.value, reply.text))
         for then in waiting:
@@ -400,8 +424,10 @@ class SessionCopies:
     def load(self, message: m.Load) -> None:
         """Fill pages from slots that somebody has leased."""
         slots, blocks = m.unpack_slots(message.slots), m.unpack_slots(message.blocks)
-        if len(slots) != len(blocks) or message.job >= GATE_JOBS:
-            raise RemoteProtocolError("LOAD needs a block a slot, and a place in its gate")
+        if len(slots) != len(blocks) or len(slots) > m.KEYS_PER_CALL_MAX:
+            raise RemoteProtocolError(
+                f"LOAD needs a block a slot, and at most {m.KEYS_PER_CALL_MAX} of them"
+            )
         attachment = self.attachments.get(message.attachment)
         if attachment is None:
             self._send(m.Copied(message.call, 0, "nothing is attached"))
@@ -420,7 +446,7 @@ class SessionCopies:
         )
 
     def _loaded(self, space: Space, slots: tuple[int, ...], call: int, reply: Reply) -> None:
-        self._copies.counters["copy_loaded_blocks_total"] += reply.value
+        self._copies.counters["copy_load_blocks_total"] += reply.value
         self._copies.memory.let_go(space, slots)
         self._send(m.Copied(call, reply.value, reply.text))
 

@@ -26,6 +26,7 @@ from tierd.core.host import (
 )
 from tierd.memory.arena import Arena, Segment
 from tierd.memory.ledger import LedgerRecord
+from tierd.memory.placement import Placement
 
 log = logging.getLogger("tierd")
 
@@ -40,10 +41,15 @@ class HostMemory:
     """L2: the core's state machine and the memory that it decides about."""
 
     def __init__(
-        self, host: HostTier, clock: Clock, counters: Counter[str], executor: Executor | None
+        self,
+        host: HostTier,
+        clock: Clock,
+        counters: Counter[str],
+        executor: Executor | None,
+        placement: Placement | None = None,
     ) -> None:
         self.host = host
-        self.arena = Arena()
+        self.arena = Arena(placement)
         self.counters = counters
         self.listeners: list[SegmentListener] = []
         self.hollowed: Callable[[Segment], None] = lambda _: None

@@ -24,7 +24,14 @@ that Prometheus keeps, and engines make new ones as they like."""
 
 _SAVED_US: Final = "counters.saved_us_total"
 
-_READ_OTHERWISE: Final = (_SAVED_US, "counters.evicted_blocks_total")
+_WAYS: Final = ("load", "store")
+"""Directions of copies between engines and host memory."""
+
+_READ_OTHERWISE: Final = (
+    _SAVED_US,
+    "counters.evicted_blocks_total",
+    *(f"counters.copy_{way}_us_total" for way in _WAYS),
+)
 """Paths that rows read by themselves, or whose parts they read."""
 
 _OPERATIONS: Final = ("lookup", "get", "put")
@@ -60,6 +67,11 @@ def _tier(name: str, path: str, about: str) -> Metric:
     return Metric(f"tierd_tier_{name}", about, Fields(_tiers, {path: ()}, counter))
 
 
+def _device(name: str, path: str, about: str) -> Metric:
+    """One number of each device that the daemon copies for."""
+    return Metric(f"tierd_copy_{name}", about, Fields(_devices, {path: ()}, False))
+
+
 def _tier_by(name: str, label: str, paths: Mapping[str, str], about: str) -> Metric:
     """Several numbers of each tier; `paths` has the path of each value of `label`."""
     labelled = {path: ((label, value),) for value, path in paths.items()}
@@ -84,6 +96,12 @@ def _build(status: Part) -> Iterator[Sample]:
 
 def _saved_prefill(status: Part) -> Iterator[Sample]:
     yield Sample((), (number_at(status, _SAVED_US) or 0) / 1e6)
+
+
+def _copy_seconds(status: Part) -> Iterator[Sample]:
+    for way in _WAYS:
+        taken_us = number_at(status, f"counters.copy_{way}_us_total") or 0
+        yield Sample((("direction", way),), taken_us / 1e6)
 
 
 def _tier_states(status: Part) -> Iterator[Sample]:
@@ -151,6 +169,10 @@ def _whole(status: Part) -> list[tuple[Labels, Part]]:
 
 def _tiers(status: Part) -> list[tuple[Labels, Part]]:
     return [((("tier", str(tier["name"])),), tier) for tier in _parts(status["storage"])]
+
+
+def _devices(status: Part) -> list[tuple[Labels, Part]]:
+    return [((("device", str(part["device"])),), part) for part in _parts(status["copies"])]
 
 
 def _bytes_of(space: Part) -> float:
@@ -238,6 +260,48 @@ METRICS: Final[tuple[Metric, ...]] = (
         "loads_refused_total",
         "counters.loads_refused_total",
         "Loads from a tier that computing the tokens would have beaten.",
+    ),
+    # Copies that the daemon makes for engines.
+    _node_counts(
+        "copy_blocks_total",
+        "direction",
+        "copy_*_blocks_total",
+        _WAYS,
+        "Blocks copied from (store) and to (load) engines' pages.",
+    ),
+    _node_counts(
+        "copy_bytes_total", "direction", "copy_*_bytes_total", _WAYS, "Bytes of these blocks."
+    ),
+    Metric(
+        "tierd_copy_seconds_total",
+        "Time from asking for copies to their end, queueing and waiting for events included.",
+        _copy_seconds,
+    ),
+    _node_counts(
+        "copy_failed_total",
+        "direction",
+        "copy_*_failed_total",
+        _WAYS,
+        "Copies of which not all blocks are in place: called off, failed, or their process died.",
+    ),
+    _device("attachments", "attachments", "Engine processes' layouts that a device's copies use."),
+    _device("under_way", "under_way", "Calls that a device's copy process has not answered."),
+    _device("mapped_bytes", "mapped_bytes", "Host memory that a device's copies can use."),
+    _device("pinned_bytes", "pinned_bytes", "Bytes of it that are page-locked, at full speed."),
+    _node(
+        "copy_process_starts_total",
+        "counters.copy_process_starts_total",
+        "Starts of copy processes: more than devices says that one has died.",
+    ),
+    _node(
+        "copy_process_kills_total",
+        "counters.copy_process_kills_total",
+        "Copy processes killed because a copy took too long.",
+    ),
+    _node(
+        "copy_attach_refused_total",
+        "counters.copy_attach_refused_total",
+        "Engines whose pages could not be opened; the log says which setting to change.",
     ),
     # What engines say beforehand.
     _node("pinned_bytes", "host.pinned_bytes", "Bytes that are kept because of hints."),

@@ -31,6 +31,7 @@ from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RefusedError
 from tierd.eviction import L2_DEFAULT
+from tierd.memory.placement import Placement
 from tierd.types import Namespace
 
 log = logging.getLogger("tierd")
@@ -96,6 +97,7 @@ class Node:
         epoch: bytes,
         prefetch: PrefetchConfig | None = None,
         copy: CopyConfig | None = None,
+        placement: Placement | None = None,
         executor: Executor | None = None,
         segment_bytes: int | None = None,
         pin_share: float = PIN_SHARE,
@@ -109,7 +111,7 @@ class Node:
         self.prefetch = prefetch if prefetch is not None else PrefetchConfig()
         self.lease_ttl_ns = lease_ttl_ms * 1_000_000
         self.counters: Counter[str] = Counter()
-        self.memory = HostMemory(self.host, clock, self.counters, executor)
+        self.memory = HostMemory(self.host, clock, self.counters, executor, placement)
         self.backups = Backups(self.memory, self.tiers, clock)
         self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
         # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
@@ -394,6 +396,7 @@ class Node:
                 "populated_bytes": self.memory.arena.populated_bytes,
                 "used_bytes": sum(len(s.chain) * s.slot_bytes for s in spaces),
                 "blocks": blocks,
+                **self.memory.arena.placement.status(),
                 "eviction": host.eviction,
                 "hit_ratio": _ratio(here, asked),
                 "hit_ratio_at_twice": _ratio(here + counters["ghost_blocks_total"], asked),

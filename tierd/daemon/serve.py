@@ -34,6 +34,7 @@ from tierd.daemon.server import Server, default_allow_uids
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import ConfigError
 from tierd.memory.arena import check_capacity
+from tierd.memory.placement import Placement, find_node
 from tierd.storage.worker import WorkerBackend
 
 log = logging.getLogger("tierd")
@@ -51,6 +52,7 @@ EXIT_GRACE_S: Final = 5.0
 def serve(config: Config) -> int:
     """Run until SIGTERM or SIGINT; the exit status. Raises ConfigError before it has started."""
     check_capacity(config.host.capacity)
+    placement = Placement(huge_pages=config.host.huge_pages, node=find_node(config.host.numa_node))
     # Four descriptors a segment (two files, which Python's mmap duplicates): the usual soft
     # limit of 1024 would end at 64 GiB.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -61,11 +63,12 @@ def serve(config: Config) -> int:
         _admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_main(config, tiers, listener, admin_listener))
+        return runner.run(_main(config, placement, tiers, listener, admin_listener))
 
 
 async def _main(
     config: Config,
+    placement: Placement,
     tiers: list[StorageTier],
     listener: socket.socket,
     admin_listener: socket.socket | None,
@@ -87,6 +90,7 @@ async def _main(
             epoch=secrets.token_bytes(8),
             prefetch=config.prefetch,
             copy=config.copy,
+            placement=placement,
             executor=executor,
         )
         allowed = frozenset(config.allow_uids) or default_allow_uids()

@@ -226,7 +226,7 @@ class Session:
         A child of it may hold the socket open, while the device memory that we have open is
         what a new engine waits for.
         """
-        if self._engine is not None or not self.pid or self.transport is None:
+        if self._engine is not None or not self.pid or self.transport is None or self._over:
             return
         try:
             self._engine = os.pidfd_open(self.pid)

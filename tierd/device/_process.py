@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, assert_never
@@ -27,6 +28,7 @@ from tierd.device.copier import Copier
 from tierd.device.frames import Attach, Bring, Copy, Detach, Map, Pin, Reply, Request, Unpin
 from tierd.device.host import HostDevice
 from tierd.exports import HOST_UUID, Export, ExportKind, PageLayout, Part, unpack_runs
+from tierd.limits import pinning_limits
 from tierd.mapping import SharedMapping
 
 LOST: Final = 3
@@ -50,6 +52,8 @@ class Process:
         self._copier: Copier | None = None
         self._brought: list[int] = []
         self._mappings: dict[int, SharedMapping] = {}
+        # Mappings that are to be pinned, as soon as there is a device; the pinning thread's.
+        self._wanted: set[int] = set()
         # By serial: where the mapping begins.
         self._addresses = np.zeros(64, np.uint64)
         self._pinned: dict[int, int] = {}
@@ -93,6 +97,11 @@ class Process:
             log.exception("a bug of ours")
             self._leave("a bug of ours")
 
+    def on_bug(self, what: threading.ExceptHookArgs) -> None:
+        """As above, in a thread of the copier's or the device's."""
+        log.error("a bug of ours", exc_info=what[1])
+        self._leave("a bug of ours")
+
     def _leave(self, reason: str) -> None:
         log.error("ending: %s", reason)
         logging.shutdown()
@@ -117,6 +126,7 @@ class Process:
     def _pin(self, serial: int) -> None:
         """Page-lock one segment: at most 0.25 GiB, so the driver's lock is held for 25 ms."""
         mapping = self._mappings[serial]
+        self._wanted.add(serial)
         if serial in self._pinned or self._device is None:
             return
         try:
@@ -125,12 +135,18 @@ class Process:
                 pass
             self._device.pin(mapping.address, mapping.size_bytes)
         except (DeviceError, OSError) as error:
-            self._problem = str(error)
+            self._problem = f"{error}; {pinning_limits()}"
         else:
             self._pinned[serial] = mapping.size_bytes
         self._report()
 
+    def _pin_all(self) -> None:
+        for serial in list(self._wanted):
+            self._pin(serial)
+
     def _unpin(self, serial: int, call: int) -> None:
+        self._wanted.discard(serial)
+        self._mappings[serial].populated_bytes = 0
         if self._pinned.pop(serial, None) is not None:
             assert self._device is not None
             try:
@@ -150,8 +166,20 @@ class Process:
     # --- attachments, on the opening thread ---------------------------------------------
 
     def _attach(self, call: int, ask: Attach, brought: list[int]) -> None:
+        expected = 1 + sum(len(export.parts) for export in ask.exports)
+        # Those of one that could not be sent as a whole came before.
+        for fd in brought[:-expected]:
+            os.close(fd)
+        brought = brought[-expected:]
         try:
-            how = self._ready().attach(
+            copier = self._ready()
+        except CannotOpenError as error:
+            self._say_soon(Reply(call, ok=False, text=str(error)))
+            # Nobody needs a process without a device.
+            self._loop.call_soon_threadsafe(self._leave, str(error))
+            return
+        try:
+            how = copier.attach(
                 ask.attachment,
                 _exports(ask, brought[1:]),
                 PageLayout(unpack_runs(ask.runs), ask.block_stride, ask.block_count),
@@ -165,7 +193,7 @@ class Process:
         except DeviceError as error:
             self._say_soon(Reply(call, ok=False, text=str(error)))
             if error.sticky:
-                self._leave(f"the device is lost: {error}")
+                self._loop.call_soon_threadsafe(self._leave, f"the device is lost: {error}")
         else:
             self._say_soon(Reply(call, text=how))
         finally:
@@ -183,8 +211,7 @@ class Process:
                 bandwidth_max=self._bandwidth_max,
             )
             self._copier.know_memory([m.address for m in list(self._mappings.values())])
-            for serial in list(self._mappings):
-                self._pinning.submit(self._guard, self._pin, serial)
+            self._pinning.submit(self._guard, self._pin_all)
         return self._copier
 
     def _detach(self, call: int, attachment: int) -> None:
@@ -244,7 +271,8 @@ def _exports(ask: Attach, fds: list[int]) -> list[Export]:
 
 
 async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
-    Process(sock, uuid, bandwidth_max)
+    process = Process(sock, uuid, bandwidth_max)
+    threading.excepthook = process.on_bug
     await asyncio.Event().wait()
 
 

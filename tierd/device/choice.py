@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ _BETTER: Final = 1.1
 """How much faster than DIRECT another way has to be: DIRECT needs no memory and no kernel."""
 _LIMIT_S: Final = 5.0
 _PAUSE_S: Final = 50e-6
+
+_abandoned: Final[list[contextlib.ExitStack]] = []
 
 
 class Choice(NamedTuple):
@@ -71,7 +73,7 @@ def choose(
     there. Raises DeviceError if DIRECT does not work.
     """
     count = _block_count(layout)
-    with contextlib.ExitStack() as stack:
+    with borrowed(device, stream) as stack:
         trial = _Trial(device, stream, compact(layout, count), ends, stack)
         sound = [strategy for strategy in plan.strategies if trial.works(strategy)]
         if Strategy.DIRECT not in sound:
@@ -106,17 +108,36 @@ def _said(speeds: dict[Way, float], chosen: Strategy, direction: Direction) -> s
 
 
 def finish(device: Device, stream: int, limit_s: float = _LIMIT_S) -> None:
-    """Wait for what a stream has been given. Raises DeviceError, also when the time is over."""
+    """Wait for what a stream has been given. Raises DeviceError, a sticky one after `limit_s`."""
     event = device.create_event()
     try:
         device.record(event, stream)
         limit = time.monotonic() + limit_s
         while not device.query(event):
             if time.monotonic() > limit:
-                raise DeviceError(f"{device.name} is not done after {limit_s:g} s")
+                raise DeviceError(f"{device.name} is not done after {limit_s:g} s", sticky=True)
             time.sleep(_PAUSE_S)
     finally:
         device.close_event(event)
+
+
+@contextlib.contextmanager
+def borrowed(device: Device, stream: int) -> Iterator[contextlib.ExitStack]:
+    """A stack of what a stream's copies need, to be closed once they are done.
+
+    Raises DeviceError if that cannot be known. Then nothing is closed: the device may still be
+    writing there, and the process has to end.
+    """
+    stack = contextlib.ExitStack()
+    try:
+        yield stack
+    finally:
+        try:
+            finish(device, stream)
+        except DeviceError:
+            _abandoned.append(stack)
+            raise
+        stack.close()
 
 
 def compact(layout: PageLayout, count: int) -> PageLayout:
@@ -146,7 +167,8 @@ def compact(layout: PageLayout, count: int) -> PageLayout:
 def _block_count(layout: PageLayout) -> int:
     one = compact(layout, 1)
     reach = max(run.offset + run.length for run in one.runs)
-    return max(1, min(SCRATCH_BYTES // reach, layout.block_count, _SCRATCH_BLOCKS))
+    apart = max(reach, layout.block_stride)
+    return max(1, min(SCRATCH_BYTES // apart, layout.block_count, _SCRATCH_BLOCKS))
 
 
 class _Trial:

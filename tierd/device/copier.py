@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction
-from tierd.device.choice import Choice, HostScratch, choose, compact, finish
+from tierd.device.choice import Choice, HostScratch, borrowed, choose, compact, finish
 from tierd.device.lane import BATCH_BYTES, CANCELLED, Attachment, Cap, Job, Lane
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, group_plans, issue
 from tierd.exports import NO_EVENT, Export, PageLayout, layout_error
 from tierd.gate import Gate
 
-WAIT_LIMIT_S: Final = 5.0
-"""A step of the engine takes less, also one of a long prompt."""
+JOB_LIMIT_S: Final = 2.5
+"""A job that waits for its event, others or the cap for longer is given up. It is well below what
+the daemon takes for a hung process, which it kills with everybody's jobs."""
 
 _DRAIN_LIMIT_S: Final = 1.0
 
@@ -50,10 +51,13 @@ class Copier:
         on_done: Callable[[int, int, str], None],
         on_lost: Callable[[str], None],
         bandwidth_max: int = 0,
-        wait_limit_s: float = WAIT_LIMIT_S,
+        job_limit_s: float = JOB_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bandwidth_max` is in bytes a second for both directions; 0 is none."""
+        """`bandwidth_max` is in bytes a second for both directions; 0 is none.
+
+        A job that is not done `job_limit_s` after it was submitted is stopped between batches.
+        """
         self._device = device
         self._on_done = on_done
         self._on_lost = on_lost
@@ -70,7 +74,7 @@ class Copier:
                 direction,
                 cap=cap,
                 clock=clock,
-                wait_limit_s=wait_limit_s,
+                job_limit_s=job_limit_s,
                 on_end=self._end,
                 on_lost=self._lose,
             )
@@ -105,7 +109,8 @@ class Copier:
 
         `layer_ends` are where layer groups end in a slot; none is one group. The probe is a
         block's content as SHA-256: it shows that both ends mean the same pages. Raises
-        DeviceError, of which CannotOpenError says what to change; then nothing stays open.
+        DeviceError, of which CannotOpenError says what to change; then nothing stays open, unless
+        it is sticky.
         """
         assert number not in self._attachments
         ends = tuple(layer_ends) or (block_bytes,)
@@ -115,7 +120,9 @@ class Copier:
             error = f"the probe is block {probe_block} of {layout.block_count}"
         if error:
             raise CannotOpenError(error)
-        with contextlib.ExitStack() as memory, contextlib.ExitStack() as stack:
+        with borrowed(self._device, self._stream) as opening:
+            memory = opening.enter_context(contextlib.ExitStack())
+            rest = opening.enter_context(contextlib.ExitStack())
             bases = []
             for export in exports:
                 bases.append(self._device.open(export))
@@ -123,9 +130,9 @@ class Copier:
             opened = []
             for event in events:
                 opened.append(self._device.open_event(event, bases))
-                stack.callback(self._device.close_event, opened[-1])
+                rest.callback(self._device.close_event, opened[-1])
             gate = _open_gate(gate_fd)
-            stack.callback(gate.close)
+            rest.callback(gate.close)
             plan = Plan(layout, bases)
             choice = self._choose(layout, ends, plan)
             self._verify(plan, choice.ways[Direction.STORE], probe_block, probe_digest)
@@ -134,7 +141,7 @@ class Copier:
             for direction, strategy in choice.ways.items():
                 if strategy is Strategy.STAGED:
                     staging[direction] = self._device.allocate(staging_bytes)
-                    stack.callback(self._device.free, staging[direction])
+                    rest.callback(self._device.free, staging[direction])
             attachment = Attachment(
                 number,
                 {Direction.LOAD: group_plans(layout, bases, ends), Direction.STORE: [plan]},
@@ -145,7 +152,7 @@ class Copier:
                 opened,
                 gate,
                 memory.pop_all(),
-                stack.pop_all(),
+                rest.pop_all(),
             )
         with self._changed:
             self._attachments[number] = attachment
@@ -159,24 +166,25 @@ class Copier:
         with self._changed:
             attachment = self._attachments[number]
             attachment.cancelled = True
+        for lane in self._lanes.values():
+            lane.sweep()
+        with self._changed:
             self._changed.wait_for(lambda: self._lost or not attachment.jobs)
             if attachment.jobs:
                 raise DeviceError(self._lost, sticky=True)
 
     def detach(self, number: int) -> None:
-        """Cancel, and let go of what has been opened. Raises DeviceError as `cancel` does."""
+        """Cancel, and let go of what has been opened.
+
+        Raises DeviceError as `cancel` does, or if a stream goes on waiting for an event in that
+        memory: only the process's end lets go of it then.
+        """
         self.cancel(number)
         with self._changed:
             attachment = self._attachments.pop(number)
         attachment.rest.close()
-        try:
-            for stream in attachment.wait_streams.values():
-                finish(self._device, stream, _DRAIN_LIMIT_S)
-        except DeviceError as error:
-            # A stream may be looking at a counter there. What waits on it is lost with it, and
-            # so is the memory until this process ends.
-            log.warning("an engine's memory stays open, for its event does not happen: %s", error)
-            return
+        for stream in attachment.wait_streams.values():
+            finish(self._device, stream, _DRAIN_LIMIT_S)
         for lane in self._lanes.values():
             lane.release(attachment)
         attachment.memory.close()
@@ -189,7 +197,7 @@ class Copier:
         return self._choices[shape]
 
     def _verify(self, plan: Plan, strategy: Strategy, block: int, digest: bytes) -> None:
-        with contextlib.ExitStack() as stack:
+        with borrowed(self._device, self._stream) as stack:
             host = HostScratch(self._device, plan.block_bytes)
             stack.callback(host.close)
             staging = 0

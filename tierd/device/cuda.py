@@ -12,13 +12,11 @@ import functools
 import os
 import threading
 import time
-import uuid as uuids
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar, assert_never
+from typing import Final, TypeVar, assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from tierd.device import kernels
 from tierd.device.api import (
@@ -29,21 +27,21 @@ from tierd.device.api import (
     Direction,
     Pitched,
 )
+from tierd.device.cuda_errors import REMEDIES, failure, gpu_text
+from tierd.device.pins import Pins
 from tierd.exports import Export, ExportKind, counter_of, native_of
 
 _missing: str
 try:
-    from cuda.bindings import driver
-    from cupy.cuda import runtime
+    # By their own names, so that tests may put others in their place.
+    from cuda.bindings import driver as driver
+    from cupy.cuda import runtime as runtime
 except ImportError as error:
     _missing = str(error)
 else:
     _missing = ""
 
 IPC_HANDLE_BYTES: Final = 64
-
-_STICKY: Final = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 911, 999})
-"""Results after which the context is lost: illegal address, launch failure, ECC and the like."""
 
 _NOT_READY: Final = 600
 _PORTABLE_AND_MAPPED: Final = 1 | 2
@@ -54,19 +52,9 @@ _URGENT: Final = -5
 
 _SHUT_TIMEOUT_S: Final = 2.0
 
-_REMEDIES: Final = {
-    1: "its engine is gone, or daemon and engine are in different GPU instances of MIG",
-    2: "the GPU has no memory left for the daemon: lower the engine's gpu_memory_utilization",
-    46: "the GPU's compute mode is exclusive: nvidia-smi -c DEFAULT, or run MPS",
-    101: "the GPU is not visible here: see CUDA_VISIBLE_DEVICES, --gpus and DeviceAllow",
-    201: "the engine has the same PID in another PID namespace: use --pid=host for both, "
-    "or start one of them later",
-    304: "the operating system refuses: see the container's devices and seccomp profile",
-    400: "its engine is gone",
-    800: "no permission for the GPU: see --gpus, DeviceAllow and the owner of /dev/nvidia*",
-    801: "CUDA IPC is not possible here: WSL2, confidential computing, two GPU instances of MIG",
-    999: "see --gpus, DeviceAllow and the owner of /dev/nvidia*",
-}
+_CONNECTIONS: Final = "32"
+"""Hardware queues of the process. Streams that share one wait for each other's events, too, and
+by default eight queues are all there are for every attachment's waits and the copies."""
 
 _EVENT_REMEDY: Final = (
     "IPC events need one /dev/shm for daemon and engine (--ipc=host, or /dev/shm mounted into both)"
@@ -75,21 +63,13 @@ _EVENT_REMEDY: Final = (
 T = TypeVar("T")
 
 
-def gpu_text(uuid: bytes) -> str:
-    """A GPU's UUID as nvidia-smi writes it."""
-    return f"GPU-{uuids.UUID(bytes=uuid)}"
-
-
-def _failure(
-    what: str, code: int, text: str = "", kind: type[DeviceError] = DeviceError, remedy: str = ""
-) -> DeviceError:
-    """The error for a result of CUDA's; an opening that fails says what may be the cause."""
-    with contextlib.suppress(ValueError):
-        text = text or driver.CUresult(code).name
-    if kind is CannotOpenError:
-        remedy = "; ".join(filter(None, [remedy, _REMEDIES.get(code, "")]))
-    message = f"{what}: {text} ({code})" + (f"; {remedy}" if remedy else "")
-    return kind(message, sticky=code in _STICKY)
+def _failure(what: str, code: int, kind: type[DeviceError] = DeviceError) -> DeviceError:
+    """The error for a result that has no text."""
+    try:
+        name = driver.CUresult(code).name
+    except ValueError:
+        name = "unknown"
+    return failure(what, code, name, kind)
 
 
 @contextlib.contextmanager
@@ -98,13 +78,13 @@ def _worded(what: str, kind: type[DeviceError] = DeviceError, remedy: str = "") 
     try:
         yield
     except runtime.CUDARuntimeError as error:
-        raise _failure(what, error.status, str(error), kind, remedy) from error
+        raise failure(what, error.status, str(error), kind, remedy) from error
 
 
 def _checked(what: str, result: int, kind: type[DeviceError] = DeviceError) -> None:
     """Raise for a driver's result other than success."""
     if result:
-        raise _failure(what, int(result), kind=kind)
+        raise _failure(what, int(result), kind)
 
 
 def _value(what: str, answer: tuple[int, T], kind: type[DeviceError] = DeviceError) -> T:
@@ -122,6 +102,7 @@ def visible() -> list[bytes]:
     what = "no GPU can be used"
     if _missing:
         raise CannotOpenError(f"{what}: pip install 'tierd[cuda]' ({_missing})")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CONNECTIONS)
     try:
         _checked(what, driver.cuInit(0)[0], CannotOpenError)
         count = _value(what, driver.cuDeviceGetCount(), CannotOpenError)
@@ -132,24 +113,10 @@ def visible() -> list[bytes]:
     except (RuntimeError, OSError) as error:
         # A driver library that is not there is told by RuntimeError, without a number.
         raise CannotOpenError(f"{what}: no NVIDIA driver here ({error})") from error
-    return [bytes(_value(what, answer, CannotOpenError).bytes) for answer in answers]
-
-
-class _Pins(NamedTuple):
-    """Pinned stretches of host memory, sorted; replaced as a whole when one comes or goes."""
-
-    begins: Addresses
-    ends: Addresses
-    shifts: Addresses
-    """To be added to a host address for the GPU's view of it, modulo 2**64."""
-
-    def seen(self, slots: Addresses, sizes: Addresses) -> tuple[Addresses, npt.NDArray[np.bool_]]:
-        """The slots as the GPU sees them, and which of them are pinned as a whole."""
-        if not self.begins.size:
-            return slots, np.zeros(slots.size, np.bool_)
-        at = np.searchsorted(self.begins, slots, side="right")
-        pinned = (at > 0) & (slots + sizes <= self.ends[at - 1])
-        return slots + np.where(pinned, self.shifts[at - 1], np.uint64(0)), pinned
+    uuids_here = [bytes(_value(what, answer, CannotOpenError).bytes) for answer in answers]
+    if not uuids_here:
+        raise CannotOpenError(f"{what}: {REMEDIES[100]}")
+    return uuids_here
 
 
 @dataclass(slots=True)
@@ -175,8 +142,7 @@ class CudaDevice(Device):
         self._bound = threading.local()
         self._lock = threading.Lock()
         self._opened: dict[int, _Opened] = {}
-        self._pinned: dict[int, tuple[int, int]] = {}
-        self._sort_pins()
+        self._pins = Pins()
         self._streams: list[int] = []
         self._shut = False
         what = f"{gpu_text(uuid)} cannot be used"
@@ -205,7 +171,7 @@ class CudaDevice(Device):
         if uuid not in uuids_here:
             raise CannotOpenError(
                 f"{gpu_text(uuid)} is not visible to the daemon, which sees "
-                f"{', '.join(map(gpu_text, uuids_here)) or 'none'}: see CUDA_VISIBLE_DEVICES "
+                f"{', '.join(map(gpu_text, uuids_here))}: see CUDA_VISIBLE_DEVICES "
                 f"(here {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}), the container's "
                 "--gpus, the unit's DeviceAllow, and MIG instances"
             )
@@ -280,8 +246,8 @@ class CudaDevice(Device):
         try:
             for part in export.parts:
                 kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-                answer_ = driver.cuMemImportFromShareableHandle(part.fd, kind)
-                handle = _value(what, answer_, CannotOpenError)
+                imported = driver.cuMemImportFromShareableHandle(part.fd, kind)
+                handle = _value(what, imported, CannotOpenError)
                 # The mapping keeps the memory; the handle has served when it is made.
                 (result,) = driver.cuMemMap(base + part.offset, part.size_bytes, 0, handle, 0)
                 driver.cuMemRelease(handle)
@@ -335,27 +301,19 @@ class CudaDevice(Device):
         The driver's lock is held for 0.1 s a GB, and every other process that uses a GPU of
         this machine may wait for it: pin in stretches of 1 to 4 GB.
         """
-        remedy = "see the memory limit of the daemon's unit or container"
+        remedy = "see the memory limit of the daemon's unit or container, and the GPU's free memory"
         with self._doing(f"{size_bytes} bytes cannot be pinned", remedy=remedy):
             runtime.hostRegister(address, size_bytes, _PORTABLE_AND_MAPPED)
-            shift = 0
+            seen_at = address
             if not self._host_pointers:
                 answer = driver.cuMemHostGetDevicePointer(address, 0)
-                shift = int(_value("pinned memory has no address on the GPU", answer)) - address
-        with self._lock:
-            self._pinned[address] = (size_bytes, shift % (1 << 64))
-            self._sort_pins()
+                seen_at = int(_value("pinned memory has no address on the GPU", answer))
+        self._pins.add(address, size_bytes, seen_at)
 
     def unpin(self, address: int) -> None:
-        with self._lock:
-            del self._pinned[address]
-            self._sort_pins()
+        self._pins.remove(address)
         with self._doing("memory cannot be unpinned"):
             runtime.hostUnregister(address)
-
-    def _sort_pins(self) -> None:
-        rows = sorted((begin, begin + size, shift) for begin, (size, shift) in self._pinned.items())
-        self._pins = _Pins(*np.array(rows, np.uint64).reshape(-1, 3).T)
 
     # --- order ----------------------------------------------------------------------
 
@@ -551,7 +509,7 @@ class CudaDevice(Device):
                 opened, self._opened = self._opened, {}
             for address, mapping in opened.items():
                 self._let_go(address, mapping)
-            for address in list(self._pinned):
+            for address in self._pins.starts():
                 self.unpin(address)
             for stream in self._streams:
                 runtime.streamDestroy(stream)

@@ -20,7 +20,7 @@ from tierd.exports import Export, ExportKind, Part, counter_handle, native_handl
 
 _missing: str
 try:
-    from cuda.bindings import driver
+    from cuda.bindings import driver as driver
 except ImportError as error:
     _missing = str(error)
 else:
@@ -185,13 +185,16 @@ def device_uuid(ordinal: int) -> bytes:
 
 def _facts(address: int) -> Facts:
     kinds = driver.CUpointer_attribute
+    what = f"the driver does not know address {address:#x}"
+    kind = driver.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
 
     def ask(attribute: driver.CUpointer_attribute) -> int:
-        what = f"the driver does not know address {address:#x}"
-        return int(_value(what, driver.cuPointerGetAttribute(attribute, address)))
+        """0 also for what this kind of memory does not have."""
+        result, value = driver.cuPointerGetAttribute(attribute, address)
+        return 0 if result else int(value)
 
     return Facts(
-        memory_type=ask(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE),
+        memory_type=int(_value(what, kind)),
         managed=bool(ask(kinds.CU_POINTER_ATTRIBUTE_IS_MANAGED)),
         legacy_ipc=bool(ask(kinds.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)),
         handle_types=ask(kinds.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES),

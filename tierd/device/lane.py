@@ -106,7 +106,8 @@ class Job:
     """The device's number of what has to happen before."""
     value: int = 0
     gate_job: int = 0
-    wait_until: float = 0.0
+    until: float = 0.0
+    """When it is given up, on the lane's clock."""
     waited: int = 0
     """Our event behind its event."""
     entered: bool = False
@@ -141,7 +142,7 @@ class Lane:
         *,
         cap: Cap,
         clock: Callable[[], float],
-        wait_limit_s: float,
+        job_limit_s: float,
         on_end: Callable[[Job], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -150,7 +151,7 @@ class Lane:
         self._direction = direction
         self._cap = cap
         self._clock = clock
-        self._wait_limit_s = wait_limit_s
+        self._job_limit_s = job_limit_s
         self._on_end = on_end
         self._on_lost = on_lost
         self._stream = device.create_stream(urgent=direction is Direction.LOAD)
@@ -166,6 +167,7 @@ class Lane:
         self._news = threading.Condition()
         self._arrived: deque[Job] = deque()
         self._stopping = False
+        self._sweeping = False
         self._lost = ""
         self._thread = threading.Thread(
             target=self._run, name=f"tierd-{direction.value}", daemon=True
@@ -174,12 +176,19 @@ class Lane:
 
     def submit(self, job: Job) -> None:
         """Take a job. The device may be lost: then it has ended when this returns."""
+        job.until = self._clock() + self._job_limit_s
         with self._news:
             if not self._lost:
                 self._arrived.append(job)
                 self._news.notify()
                 return
         self._end(job, self._lost)
+
+    def sweep(self) -> None:
+        """Jobs have been cancelled: end those that are ready, however many are before them."""
+        with self._news:
+            self._sweeping = True
+            self._news.notify()
 
     def release(self, attachment: Attachment) -> None:
         """Its jobs have ended, and the stream that waited for its events is idle."""
@@ -213,7 +222,7 @@ class Lane:
     def _take(self, pause: float) -> bool:
         """Wait for a job, or, if any is under way, for so many seconds; False to end."""
         with self._news:
-            if not self._arrived and not self._stopping:
+            if not self._arrived and not self._stopping and not self._sweeping:
                 busy = self._waiting or self._ready or self._flying
                 self._news.wait(pause if busy else None)
             self._new.extend(self._arrived)
@@ -225,8 +234,9 @@ class Lane:
         moved = bool(self._new)
         while self._new:
             job = self._new[0]
+            job.reason = self._stopped(job)
             try:
-                if job.event is not None:
+                if job.event is not None and not job.reason:
                     self._await(job, job.event)
             except DeviceError as error:
                 if error.sticky:
@@ -249,7 +259,6 @@ class Lane:
         self._device.wait(streams[self._direction], event, job.value)
         job.waited = self._event()
         self._device.record(job.waited, streams[self._direction])
-        job.wait_until = self._clock() + self._wait_limit_s
 
     def _wake(self) -> bool:
         """Find the jobs whose events have happened; those of one attachment come in order."""
@@ -258,10 +267,10 @@ class Lane:
             while jobs:
                 job = jobs[0]
                 reason = self._stopped(job)
-                if not reason and not self._device.query(job.waited):
-                    if self._clock() < job.wait_until:
+                if not self._device.query(job.waited):
+                    if not reason:
                         break
-                    reason = f"its event did not happen within {self._wait_limit_s:g} s"
+                    reason = f"{reason}, before its event happened"
                 jobs.popleft()
                 self._idle_events.append(job.waited)
                 moved = True
@@ -274,7 +283,12 @@ class Lane:
         return moved
 
     def _issue(self) -> bool:
-        moved = False
+        moved = self._sweeping
+        if self._sweeping:
+            self._sweeping = False
+            for job in [job for job in self._ready if job.attachment.cancelled]:
+                self._ready.remove(job)
+                self._stop(job, CANCELLED)
         self._cap.want(self._direction, wanted=bool(self._ready))
         while (
             self._ready
@@ -282,22 +296,30 @@ class Lane:
             and self._flying_bytes < _FLYING_BYTES_MAX
         ):
             job = self._ready[0]
-            job.reason = self._stopped(job) or self._enter(job)
-            if job.reason:
+            reason = self._stopped(job) or self._enter(job)
+            if reason:
                 self._ready.popleft()
-                if not job.flying:
-                    self._end(job, job.reason)
+                self._stop(job, reason)
             elif not self._put(job):
                 break
             moved = True
         self._cap.want(self._direction, wanted=bool(self._ready))
         return moved
 
+    def _stop(self, job: Job, reason: str) -> None:
+        """No more of it is put on the stream: it ends when what is there has been copied."""
+        job.reason = reason
+        if not job.flying:
+            self._end(job, reason)
+
     def _stopped(self, job: Job) -> str:
+        """Why a job is not to be gone on with; empty if it is."""
         if job.attachment.cancelled:
             return CANCELLED
         if self._direction is Direction.LOAD and job.attachment.gate.unwanted(job.gate_job):
             return CALLED_OFF
+        if self._clock() >= job.until:
+            return f"given up after {self._job_limit_s:g} s"
         return ""
 
     def _enter(self, job: Job) -> str:

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 from tierd.core.host import Space
 from tierd.errors import ConfigError
+from tierd.limits import memory_limit
 from tierd.mapping import SharedMapping
 from tierd.memory.ledger import Ledger
+from tierd.memory.placement import Placement
 
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL_SHRINK_GROW = 0x1 | 0x2 | 0x4
@@ -48,7 +50,8 @@ class Segment:
 class Arena:
     """All segments, by space and index."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement | None = None) -> None:
+        self.placement = placement or Placement()
         self._segments: dict[bytes, list[Segment]] = {}
 
     def create(self, space: Space, index: int) -> Segment:
@@ -60,7 +63,9 @@ class Arena:
         if index == len(segments):
             name = f"tierd-{space.digest.hex()[:12]}-{index}"
             ledger = Ledger(space.digest, index, space.slots_per_segment, space.slot_bytes)
-            segments.append(Segment(name, space.segment_bytes, ledger))
+            segment = Segment(name, space.segment_bytes, ledger)
+            self.placement.apply(segment.mapping)
+            segments.append(segment)
         return segments[index]
 
     def hollow(self, space: Space, index: int) -> None:
@@ -115,10 +120,10 @@ class Arena:
 
 
 def check_capacity(capacity_bytes: int) -> None:
-    """Raise ConfigError if this machine's memory cannot hold `capacity_bytes`."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if capacity_bytes > total * 0.95:
+    """Raise ConfigError if the memory that this process may have cannot hold `capacity_bytes`."""
+    limit = memory_limit()
+    if capacity_bytes > limit.size_bytes * 0.95:
         raise ConfigError(
-            f"host.capacity is {capacity_bytes} bytes, but this machine has {total} bytes of "
-            "memory: lower host.capacity, and leave room for the engine"
+            f"host.capacity is {capacity_bytes} bytes, but {limit.by} is {limit.size_bytes} bytes: "
+            "lower host.capacity, and leave room for the engine"
         )

@@ -129,7 +129,7 @@ class DaemonEnd:
         if self.closed or self._finishing:
             return
         if connection.client.closed:
-            self.hang_up()
+            self.close()
             return
         if len(connection.to_client) + len(data) > OUTBOUND_BYTES_MAX:
             self._finishing = True
@@ -145,7 +145,7 @@ class DaemonEnd:
         self._connection.to_client.end()
         self._connection.on_finished()
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close at once, as a daemon that goes away does; the session is told."""
         if not self.closed:
             self.closed = True
@@ -212,7 +212,7 @@ class Connection:
     def __init__(self, loop: asyncio.AbstractEventLoop, random: Random, latency_s: float) -> None:
         self.daemon = DaemonEnd(self)
         self.client = ClientEnd(self)
-        self.to_daemon = _Stream(loop, random, latency_s, self.daemon.arrive, self.daemon.hang_up)
+        self.to_daemon = _Stream(loop, random, latency_s, self.daemon.arrive, self.daemon.close)
         self.to_client = _Stream(
             loop,
             random,

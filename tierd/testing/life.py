@@ -115,7 +115,7 @@ class Life:
             self.dead = True
             self._check_evictable()
             for referee in self._referees:
-                referee.connection.daemon.hang_up()
+                referee.connection.daemon.close()
 
     async def stop(self, drain_s: float) -> int:
         """Shut down in order; the number of blocks that were not backed up."""

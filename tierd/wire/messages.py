@@ -402,7 +402,7 @@ def pack_handles(handles: Sequence[bytes]) -> bytes:
 
 def unpack_handles(blob: bytes) -> list[bytes]:
     """Event handles from `pack_handles`; raises RemoteProtocolError on a wrong length."""
-    handles = []
+    handles: list[bytes] = []
     at = 0
     while at < len(blob):
         end = at + 1 + blob[at]

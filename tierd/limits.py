@@ -1,0 +1,58 @@
+"""How much memory this process may have: the machine's, and what a container leaves of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+
+class MemoryLimit(NamedTuple):
+    """A bound in bytes, and what sets it, for a message."""
+
+    size_bytes: int
+    by: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The tightest bound on memory: the machine's RAM, or a cgroup's on the way up from ours."""
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = [MemoryLimit(ram, "this machine's memory")]
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if not controllers:
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = base / place.lstrip("/")
+        # In a container its own group often is the root of what it sees.
+        for folder in (base, *[group, *group.parents]):
+            if folder == base or base in folder.parents:
+                found += _limit_in(folder / name)
+    return min(found)
+
+
+def _limit_in(file: Path) -> list[MemoryLimit]:
+    try:
+        return [MemoryLimit(int(file.read_text()), f"the container's limit ({file.name})")]
+    except (OSError, ValueError):
+        # Not there, or "max".
+        return []
+
+
+def pinning_limits() -> str:
+    """What may stand in the way of page-locking memory, for the message of a failure."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    memory = memory_limit()
+    return (
+        f"RLIMIT_MEMLOCK is {locked} (LimitMEMLOCK= of the unit, --ulimit memlock of a container), "
+        f"{memory.by} is {memory.size_bytes / (1 << 30):.1f} GiB (host.capacity must fit it)"
+    )

@@ -1,0 +1,146 @@
+"""Which pages the arena gets: huge ones, and on which NUMA node.
+
+Asked for before a page is touched. Both only make copies faster, so what is not to be had is
+told once in the log and otherwise done without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Final
+
+from tierd.errors import ConfigError
+from tierd.mapping import SharedMapping
+
+_MADV_HUGEPAGE: Final = 14
+_MPOL_PREFERRED: Final = 1
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+_NODES_MAX: Final = 1024
+_NVIDIA: Final = "0x10de"
+_DISPLAY: Final = "0x03"
+"""PCI class of GPUs: 0x0300 with, 0x0302 without a display."""
+
+log = logging.getLogger("tierd")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Placement:
+    """Where segments go, decided once for all of them."""
+
+    def __init__(
+        self, *, huge_pages: bool = False, node: int | None = None, root: Path = Path("/")
+    ) -> None:
+        """`node` is the preferred NUMA node, None to leave it to the kernel."""
+        self._root = root
+        self.node = node
+        self.huge_pages = huge_pages and self._can_be_huge()
+
+    def apply(self, mapping: SharedMapping) -> None:
+        """Ask for the pages of a mapping of which none has been touched yet."""
+        if self.huge_pages:
+            try:
+                mapping.advise(_MADV_HUGEPAGE)
+            except OSError as error:
+                log.warning("no huge pages: %s", error)
+                self.huge_pages = False
+        if self.node is not None:
+            try:
+                _prefer(mapping, self.node)
+            except OSError as error:
+                log.warning("host memory is not bound to NUMA node %d: %s", self.node, error)
+                self.node = None
+
+    def status(self) -> dict[str, object]:
+        """What segments get, for STATUS."""
+        return {"huge_pages": self.huge_pages, "numa_node": self.node}
+
+    def _can_be_huge(self) -> bool:
+        switch = self._root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        try:
+            chosen = switch.read_text().partition("[")[2].partition("]")[0]
+        except OSError:
+            chosen = ""
+        if chosen in ("always", "within_size", "advise", "force"):
+            return True
+        log.info(
+            "host memory has 4 KiB pages: %s is %r; with huge ones it is pinned sooner, and takes "
+            "less of a GPU's memory: echo advise > %s",
+            switch,
+            chosen or "missing",
+            switch,
+        )
+        return False
+
+
+def find_node(wanted: str, root: Path = Path("/")) -> int | None:
+    """The NUMA node that `host.numa_node` stands for, None for no preference.
+
+    "auto" is the node of the machine's NVIDIA GPUs if they share one. Raises ConfigError for a
+    node that the machine does not have.
+    """
+    if wanted == "off":
+        return None
+    nodes = root / "sys/devices/system/node"
+    if wanted != "auto":
+        if not (nodes / f"node{wanted}").is_dir():
+            raise ConfigError(f"host.numa_node is {wanted}: this machine has no such node")
+        return int(wanted)
+    if len(list(nodes.glob("node[0-9]*"))) < 2:
+        return None
+    found = {_number(device / "numa_node") for device in _gpus(root)} - {None, -1}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        log.info(
+            "GPUs lie on NUMA nodes %s: host memory is bound to none of them; set host.numa_node, "
+            "or run a tierd for each",
+            ", ".join(sorted(str(node) for node in found)),
+        )
+    return None
+
+
+def _gpus(root: Path) -> list[Path]:
+    return [
+        device
+        for device in (root / "sys/bus/pci/devices").glob("*")
+        if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY)
+    ]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(_text(file))
+    except ValueError:
+        return None
+
+
+def _prefer(mapping: SharedMapping, node: int) -> None:
+    number = _MBIND.get(platform.machine())
+    if number is None or node >= _NODES_MAX:
+        raise OSError(0, "not known how on this machine")
+    mask = (ctypes.c_ulong * (_NODES_MAX // 64))()
+    mask[node // 64] = 1 << node % 64
+    # The policy belongs to the memfd, so whoever faults a page in gets it from there.
+    result = _libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(mapping.address),
+        ctypes.c_ulong(mapping.size_bytes),
+        ctypes.c_int(_MPOL_PREFERRED),
+        ctypes.byref(mask),
+        ctypes.c_ulong(_NODES_MAX),
+        ctypes.c_uint(0),
+    )
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
