@@ -180,7 +180,7 @@ def pages() -> dict[str, object]:
         kv = np.full(layers * blocks * page, 3, np.uint8)
         address = kv.ctypes.data
         views = [
-            TensorView(address + layer * blocks * page, (blocks, page), (page, 1), 1, kv)
+            TensorView(address + layer * blocks * page, address, (blocks, page), (page, 1), 1, kv)
             for layer in range(layers)
         ]
         page_map = PageMap(blocks_of(views, blocks), views)

@@ -35,7 +35,10 @@ class Pages:
         tensor = np.ndarray(shape, np.float32, self.memory.view, _MARGIN)
         layers = tensor.transpose([layout.index(axis) for axis in "LBHNC"])
         views = [
-            TensorView(layer.ctypes.data, layer.shape, layer.strides, 4, tensor) for layer in layers
+            TensorView(
+                layer.ctypes.data, self.memory.address, layer.shape, layer.strides, 4, tensor
+            )
+            for layer in layers
         ]
         found = blocks_of(views, blocks)
         self.map = PageMap(found, [tensor])

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -122,7 +122,7 @@ class PageEngine:
         self.write(block, os.urandom(self.block_bytes))
         return block, hashlib.sha256(self.read(block)).digest()
 
-    def __enter__(self) -> PageEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

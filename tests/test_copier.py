@@ -564,6 +564,7 @@ def test_lost_device_is_said_and_shuts_nothing_that_it_may_still_write(rig: Rig)
     with pytest.raises(DeviceError, match="is gone") as caught:
         rig.copier.cancel(1)
     assert caught.value.sticky
+    rig.close()
 
 
 # The cap

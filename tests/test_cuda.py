@@ -19,7 +19,6 @@ from tierd.device import cuda
 from tierd.device.api import CannotOpenError, DeviceError, Direction, Pitched
 from tierd.device.choice import finish
 from tierd.device.cuda import CudaDevice
-from tierd.device.cuda_errors import gpu_text
 from tierd.device.engine_cuda import (
     EVENTS,
     Counters,
@@ -34,7 +33,7 @@ from tierd.device.engine_cuda import (
     export_kind,
     places,
 )
-from tierd.exports import Export, ExportKind, Part, counter_handle, native_handle
+from tierd.exports import Export, ExportKind, Part, counter_handle, device_text, native_handle
 
 UUID = bytes(range(16, 32))
 OTHER = bytes(range(64, 80))
@@ -142,7 +141,7 @@ def peer():
 
 def test_found_by_uuid_not_by_ordinal(fake):
     """CUDA_VISIBLE_DEVICES would make the daemon copy from another engine's GPU."""
-    assert CudaDevice.find(UUID).name == f"Fake GPU {gpu_text(UUID)}"
+    assert CudaDevice.find(UUID).name == f"Fake GPU {device_text(UUID)}"
     assert fake.ordinals == {1}
     assert "GPU-10111213-1415-" in CudaDevice.find(UUID).name
     with pytest.raises(CannotOpenError, match=r"is not visible.*CUDA_VISIBLE_DEVICES.*--gpus"):

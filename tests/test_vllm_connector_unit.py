@@ -611,7 +611,14 @@ def tensors(layout: str) -> tuple[np.ndarray, list[TensorView]]:
     memory = np.random.default_rng(3).random(shape, dtype=np.float32)
     logical = memory.transpose([layout.index(axis) for axis in "LBHNC"])
     views = [
-        TensorView(logical[i].ctypes.data, logical[i].shape, logical[i].strides, 4, memory)
+        TensorView(
+            logical[i].ctypes.data,
+            memory.ctypes.data,
+            logical[i].shape,
+            logical[i].strides,
+            4,
+            memory,
+        )
         for i in range(SIZES["L"])
     ]
     return logical, views
@@ -653,6 +660,21 @@ def test_shared_and_split_tensors() -> None:
     logical[:, 4:6] = 0
     pages.scatter(slot, 2)
     assert (logical[:, 4:6] == before[:, 2:4]).all()
+
+
+def test_slots_do_not_depend_on_where_layers_were_allocated() -> None:
+    """An engine's next process would read a slot's layers in another order."""
+    memory = np.random.default_rng(4).random((2, 6, 16), dtype=np.float32)
+    slots = []
+    for order in ((0, 1), (1, 0)):
+        pages = [
+            TensorView(memory[i].ctypes.data, memory[i].ctypes.data, (6, 16), (64, 4), 4, memory)
+            for i in order
+        ]
+        slots.append(memoryview(bytearray(128)))
+        PageMap(blocks_of(pages, 6), pages).gather(2, slots[-1])
+        memory = memory[::-1].copy()
+    assert slots[0] == slots[1]
 
 
 def test_tensors_that_are_not_blocks_are_refused() -> None:

@@ -46,7 +46,14 @@ class Rig:
         array = np.frombuffer(self.memory.view, np.float32).reshape(shape)
         self.logical = array.transpose([layout.index(axis) for axis in "LBHNC"])
         views = [
-            TensorView(layer.ctypes.data, layer.shape, layer.strides, 4, self.memory)
+            TensorView(
+                layer.ctypes.data,
+                self.memory.address,
+                layer.shape,
+                layer.strides,
+                4,
+                self.memory,
+            )
             for layer in self.logical
         ]
         self.blocks = blocks_of(views, BLOCKS)
@@ -484,18 +491,23 @@ def test_a_reset_waits_for_what_is_under_way(rig: Rig) -> None:
 
 def test_a_reset_at_any_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked right after a reset would be stored where its hash means something else."""
+    rig.store([1])
     fresh = of_generation(rig.namespace, "x")
     collect = rig.mover._collect
 
     def reset_meanwhile() -> bool:
         monkeypatch.undo()
         rig.mover.use(fresh)
+        rig.load([1], [4])
         rig.mover.submit_stores([rig.item(3)])
+        assert not rig.mover._begin()
         return collect()
 
     monkeypatch.setattr(rig.mover, "_collect", reset_meanwhile)
     rig.finish()
-    assert {digest for digest, _ in rig.daemon.blocks} == {fresh.digest}
+    assert rig.failed() == []
+    assert (fresh.digest, block_hash(3)) in rig.daemon.blocks
+    assert (rig.namespace.digest, block_hash(3)) not in rig.daemon.blocks
 
 
 def test_the_engine_ends_during_a_load(rig: Rig) -> None:

@@ -24,7 +24,8 @@ def layers_of(memory: torch.Tensor, layout: str) -> list[torch.Tensor]:
 
 def view_of(layer: torch.Tensor) -> TensorView:
     strides = tuple(stride * 4 for stride in layer.stride())
-    return TensorView(layer.data_ptr(), tuple(layer.shape), strides, 4, layer)
+    allocation = layer.untyped_storage().data_ptr()
+    return TensorView(layer.data_ptr(), allocation, tuple(layer.shape), strides, 4, layer)
 
 
 def check(layers: list[torch.Tensor]) -> None:
@@ -69,7 +70,9 @@ def main() -> None:
         assert not layout_error(shown.layout, [size_bytes], size_bytes // SIZES["B"])
         del other
     # Each layer in an allocation of its own.
-    check([torch.zeros([6, 2, 4, 8]) for _ in range(3)])
+    layers = [torch.zeros([6, 2, 4, 8]) for _ in range(3)]
+    check(layers)
+    check(layers[::-1])
     print("same")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import uuid as uuids
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -83,6 +84,13 @@ class PageLayout(NamedTuple):
     def block_bytes(self) -> int:
         """Bytes of a block, all runs together."""
         return sum(run.length for run in self.runs)
+
+
+def device_text(uuid: bytes) -> str:
+    """A device's UUID as NVIDIA's tools write it; "host" for the host's own memory."""
+    if uuid == HOST_UUID:
+        return "host"
+    return f"GPU-{uuids.UUID(bytes=uuid)}"
 
 
 def layout_error(layout: PageLayout, sizes: Sequence[int], block_bytes: int) -> str:

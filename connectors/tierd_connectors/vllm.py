@@ -6,11 +6,12 @@ Start the engine with
     --kv-transfer-config '{"kv_connector": "TierdConnector", "kv_role": "kv_both"}'
 
 vLLM makes one object in its scheduler and one in each worker. This module translates
-vLLM's hooks; what they decide is in `vllm_scheduler`, what they copy in `vllm_mover`.
+vLLM's hooks; what they decide is in `vllm_scheduler`, what they copy in `vllm_mover`, what
+they show the daemon so that it copies in `vllm_export`.
 
 Only asynchronous loads are used. Stores read the engine's blocks after their step, also
 once their request has ended; blocks are not held back for that, instead every step names
-the blocks that get a new owner and no stale read survives that (`vllm_mover.fence`).
+the blocks that get a new owner and no stale read survives that (`vllm_queues.fence`).
 So a request's end frees its blocks at once, as without a connector.
 
 Written for, and run with, vLLM 0.29 to 0.32.

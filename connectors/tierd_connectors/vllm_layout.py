@@ -2,8 +2,9 @@
 
 Derived from the tensors that the engine registered (address, shape, strides), so that
 every physical layout works: a block is the runs of bytes that its index selects, in the
-order of their addresses. Nothing inside a run is interpreted: a page's inside differs
-between attention kernels, so only whole pages are ever copied.
+order of their addresses; allocations follow each other in the order of their first layers, for
+where they lie differs from one process to the next. Nothing inside a run is interpreted: a
+page's inside differs between attention kernels, so only whole pages are ever copied.
 
 `Blocks` says where they lie, for whoever copies: `PageMap` here for memory that this process
 can address, `vllm_torch` for a GPU's, the daemon by a PageLayout. All have the same slots.
@@ -36,10 +37,12 @@ class LayoutError(ValueError):
 class TensorView:
     """One layer's KV tensor. Strides are in bytes; dimension 0 counts blocks or parts of one.
 
-    `owner` is whatever keeps the memory alive.
+    `allocation` is the address of the memory that it is a view of, `owner` whatever keeps that
+    alive.
     """
 
     address: int
+    allocation: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     item_bytes: int
@@ -149,10 +152,10 @@ class PageMap:
 
 
 def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
-    """Block 0 by address, neighbours merged. Raises LayoutError for what is not whole blocks."""
+    """Where the blocks of these layers lie. Raises LayoutError for what is not whole blocks."""
     if not views:
         raise LayoutError("no KV tensor was registered")
-    found: set[Stretch] = set()
+    found: dict[int, set[Stretch]] = {}
     block_strides = set()
     for view in views:
         if not view.shape or view.shape[0] % block_count:
@@ -162,11 +165,18 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
         parts = view.shape[0] // block_count
         block_strides.add(view.strides[0] * parts)
         inner = [(parts, view.strides[0]), *zip(view.shape[1:], view.strides[1:], strict=True)]
-        found.update(_runs_of_block(view.address, inner, view.item_bytes))
+        runs = _runs_of_block(view.address, inner, view.item_bytes)
+        found.setdefault(view.allocation, set()).update(runs)
     if len(block_strides) != 1:
         raise LayoutError(f"KV tensors differ in block stride: {sorted(block_strides)} bytes")
+    merged = [run for runs in found.values() for run in _merged(runs)]
+    return Blocks(tuple(merged), block_strides.pop(), block_count)
+
+
+def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
+    """Runs of one allocation by address, neighbours as one."""
     merged: list[Stretch] = []
-    for run in sorted(found, key=lambda run: run.address):
+    for run in sorted(runs):
         if merged:
             last = merged[-1]
             if last.address + last.length > run.address:
@@ -175,7 +185,7 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
                 merged[-1] = Stretch(last.address, last.length + run.length)
                 continue
         merged.append(run)
-    return Blocks(tuple(merged), block_strides.pop(), block_count)
+    return merged
 
 
 def _runs_of_block(
@@ -224,11 +234,13 @@ def _pages(runs: list[Stretch], block_stride: int, block_count: int) -> npt.NDAr
     """
     length = runs[0].length
     spacing = runs[1].address - runs[0].address if len(runs) > 1 else length
-    span = runs[-1].address - runs[0].address + block_stride * (block_count - 1) + length
-    memory = (ctypes.c_char * span).from_address(runs[0].address)
+    lowest, highest = sorted((runs[0].address, runs[-1].address))
+    span = highest - lowest + block_stride * (block_count - 1) + length
+    memory = (ctypes.c_char * span).from_address(lowest)
     return np.ndarray(
         shape=(len(runs), block_count),
         dtype=np.dtype((np.void, length)),
         buffer=memoryview(memory),
+        offset=runs[0].address - lowest,
         strides=(spacing, block_stride),
     )

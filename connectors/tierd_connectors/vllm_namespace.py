@@ -86,7 +86,10 @@ def kv_blocks(
             raise RefusedError(f"KV tensors are on {tensor.device}: no GPU of NVIDIA's, no CPU")
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
-        views.append(TensorView(tensor.data_ptr(), tuple(tensor.shape), strides, size, tensor))
+        allocation = tensor.untyped_storage().data_ptr()
+        views.append(
+            TensorView(tensor.data_ptr(), allocation, tuple(tensor.shape), strides, size, tensor)
+        )
         tensors.append(tensor)
     if len({str(tensor.device) for tensor in tensors}) > 1:
         raise RefusedError("the KV tensors of a worker are on several devices")

@@ -19,7 +19,7 @@ import msgspec
 
 from tierd.child import Stream, start_child
 from tierd.device.frames import Ask, Bring, Map, Pin, Reply, Request, Unpin
-from tierd.exports import HOST_UUID
+from tierd.exports import device_text
 from tierd.memory.arena import Segment
 
 END_S: Final = 1.0
@@ -34,15 +34,6 @@ _replies = msgspec.msgpack.Decoder(Reply)
 OnReply = Callable[[Reply], None]
 
 
-def device_name(uuid: bytes) -> str:
-    """As it is written in logs and status: GPU UUIDs as NVIDIA's tools write them."""
-    if uuid == HOST_UUID:
-        return "host"
-    text = uuid.hex()
-    cuts = (text[:8], text[8:12], text[12:16], text[16:20], text[20:])
-    return "GPU-" + "-".join(cuts)
-
-
 class CopyProcess:
     """One life of a copy process. All on one event loop, whose thread must outlive it."""
 
@@ -51,14 +42,16 @@ class CopyProcess:
         uuid: bytes,
         *,
         bandwidth_max: int,
+        job_limit_ms: int,
         on_end: Callable[[CopyProcess], None],
     ) -> None:
         """Start a process for a device. Raises OSError if the system has no room for it.
 
-        `on_end` hears of its end after all calls were answered.
+        It gives copies up by itself that take over `job_limit_ms`, waiting included. `on_end`
+        hears of its end after all calls were answered.
         """
         self.uuid = uuid
-        self.name = device_name(uuid)
+        self.name = device_text(uuid)
         self.dying = ""
         """Why no call can be made any more; empty while they can."""
         self.pinned_bytes = 0
@@ -71,7 +64,9 @@ class CopyProcess:
         self._pinned: set[int] = set()
         self._reported_tenths = 0
         self._loop = asyncio.get_running_loop()
-        near, self._process, self._pidfd = start_child(_PROCESS, uuid.hex(), str(bandwidth_max))
+        near, self._process, self._pidfd = start_child(
+            _PROCESS, uuid.hex(), str(bandwidth_max), str(job_limit_ms)
+        )
         self._stream = Stream(near, self._take, self._lost)
         self._loop.add_reader(self._pidfd, self._reap)
         log.info("%s: copy process %d started", self.name, self.pid)

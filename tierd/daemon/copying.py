@@ -130,6 +130,8 @@ class Copies:
             process = CopyProcess(
                 uuid,
                 bandwidth_max=self._bandwidth_max,
+                # Well before it is killed for it.
+                job_limit_ms=self._timeout_ns // 2_000_000,
                 on_end=self._process_ended,
             )
         except OSError as error:

@@ -3,7 +3,7 @@
 It maps the arena's segments and pins them in the background, opens what engines export, and
 copies between the two. It decides nothing about blocks. It lives as long as the daemon has the
 other end, and leaves by itself when its device is lost.
-Run as `python -m tierd.device._process DESCRIPTOR UUID BANDWIDTH_MAX`.
+Run as `python -m tierd.device._process DESCRIPTOR UUID BANDWIDTH_MAX JOB_LIMIT_MS`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ _requests = msgspec.msgpack.Decoder(Request)
 class Process:
     """The device, the daemon's mappings, and a thread each for opening and for pinning."""
 
-    def __init__(self, sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
+    def __init__(
+        self, sock: socket.socket, uuid: bytes, bandwidth_max: int, job_limit_s: float
+    ) -> None:
         self._uuid = uuid
         self._bandwidth_max = bandwidth_max
+        self._job_limit_s = job_limit_s
         self._loop = asyncio.get_running_loop()
         self._opening = ThreadPoolExecutor(1, "tierd-opening")
         self._pinning = ThreadPoolExecutor(1, "tierd-pinning")
@@ -209,6 +212,7 @@ class Process:
                 on_done=self._done,
                 on_lost=self._leave,
                 bandwidth_max=self._bandwidth_max,
+                job_limit_s=self._job_limit_s,
             )
             self._copier.know_memory([m.address for m in list(self._mappings.values())])
             self._pinning.submit(self._guard, self._pin_all)
@@ -270,8 +274,8 @@ def _exports(ask: Attach, fds: list[int]) -> list[Export]:
     return exports
 
 
-async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
-    process = Process(sock, uuid, bandwidth_max)
+async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int, job_limit_s: float) -> None:
+    process = Process(sock, uuid, bandwidth_max, job_limit_s)
     threading.excepthook = process.on_bug
     await asyncio.Event().wait()
 
@@ -279,9 +283,9 @@ async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int) -> None:
 def main() -> None:
     """Serve the descriptor and the device that the command line names."""
     sock = be_child("copier")
-    uuid, bandwidth_max = bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+    uuid, bandwidth_max, job_limit_ms = sys.argv[2:5]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(sock, uuid, bandwidth_max))
+        runner.run(_serve(sock, bytes.fromhex(uuid), int(bandwidth_max), int(job_limit_ms) / 1000))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from tierd.device.api import (
     Direction,
     Pitched,
 )
-from tierd.device.cuda_errors import REMEDIES, failure, gpu_text
+from tierd.device.cuda_errors import REMEDIES, failure
 from tierd.device.pins import Pins
-from tierd.exports import Export, ExportKind, counter_of, native_of
+from tierd.exports import Export, ExportKind, counter_of, device_text, native_of
 
 _missing: str
 try:
@@ -145,7 +145,7 @@ class CudaDevice(Device):
         self._pins = Pins()
         self._streams: list[int] = []
         self._shut = False
-        what = f"{gpu_text(uuid)} cannot be used"
+        what = f"{device_text(uuid)} cannot be used"
         with _worded(what, CannotOpenError):
             self._bind()
         kinds = driver.CUdevice_attribute
@@ -162,7 +162,7 @@ class CudaDevice(Device):
         self._arch = f"sm_{major}{minor}"
         self._memory_stream = self.create_stream(urgent=False)
         name = _value(what, driver.cuDeviceGetName(128, ordinal), CannotOpenError)
-        self.name = f"{name.rstrip(bytes(1)).decode(errors='replace')} {gpu_text(uuid)}"
+        self.name = f"{name.rstrip(bytes(1)).decode(errors='replace')} {device_text(uuid)}"
 
     @classmethod
     def find(cls, uuid: bytes) -> CudaDevice:
@@ -170,8 +170,8 @@ class CudaDevice(Device):
         uuids_here = visible()
         if uuid not in uuids_here:
             raise CannotOpenError(
-                f"{gpu_text(uuid)} is not visible to the daemon, which sees "
-                f"{', '.join(map(gpu_text, uuids_here))}: see CUDA_VISIBLE_DEVICES "
+                f"{device_text(uuid)} is not visible to the daemon, which sees "
+                f"{', '.join(map(device_text, uuids_here))}: see CUDA_VISIBLE_DEVICES "
                 f"(here {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}), the container's "
                 "--gpus, the unit's DeviceAllow, and MIG instances"
             )
@@ -195,7 +195,7 @@ class CudaDevice(Device):
 
     def open(self, export: Export) -> int:
         if export.device != self.uuid:
-            raise CannotOpenError(f"{gpu_text(export.device)} is not {self.name}")
+            raise CannotOpenError(f"{device_text(export.device)} is not {self.name}")
         with self._lock, self._doing("the engine's memory cannot be opened", CannotOpenError):
             for address, opened in self._opened.items():
                 if any(known is export for known in opened.exports):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid as uuids
 from typing import Final
 
 from tierd.device.api import CannotOpenError, DeviceError
@@ -24,11 +23,6 @@ REMEDIES: Final = {
     999: "see --gpus, DeviceAllow and the owner of /dev/nvidia*",
 }
 """What an opening that ends in this result may be cured by."""
-
-
-def gpu_text(uuid: bytes) -> str:
-    """A GPU's UUID as nvidia-smi writes it."""
-    return f"GPU-{uuids.UUID(bytes=uuid)}"
 
 
 def failure(
