@@ -6,10 +6,8 @@ vLLM has them; a block's content names its hash, so that any mix-up shows.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,11 +20,9 @@ import numpy as np
 from tests.traffic import wait_until
 from tierd.client import Attachment, Client, Handle, Lease, PendingCopy
 from tierd.device.engine_host import HostEvent, HostExport
-from tierd.exports import NO_EVENT, PageLayout, Run, pack_runs
+from tierd.exports import NO_EVENT, PageLayout, Run
 from tierd.gate import Gate, make_gate
 from tierd.types import FORMAT_VERSION, Namespace
-from tierd.wire import messages as m
-from tierd.wire.session import Role, WireSession, encode
 
 T = TypeVar("T")
 
@@ -159,6 +155,21 @@ class PageEngine:
         assert not attachment.ready, "it was taken"
         return attachment.refusal or ""
 
+    def copy_pid(self) -> int:
+        """The process that copies for this engine."""
+        [process] = [x for x in self.status()["copies"] if x["device"] == "host"]
+        return int(process["pid"])
+
+    def wait_no_slot_reserved(self) -> None:
+        wait_until(lambda: not self.status()["host"]["writing_blocks"], 10, "slots stay reserved")
+
+    def check_works(self) -> None:
+        """New blocks are stored and loaded."""
+        hashes = chain(os.urandom(8), 3)
+        self.compute(hashes, [1, 2, 3])
+        assert self.store(hashes, [1, 2, 3]) == 3
+        assert self.load(hashes, [4, 5, 6]) == 3
+
     # Pages
 
     def view(self, block: int, layer: int) -> memoryview:
@@ -250,130 +261,16 @@ class PageEngine:
             time.sleep(0.0005)
 
 
-class RawPeer:
-    """A session with a daemon, message by message, which can say what no client would."""
-
-    def __init__(self, path: str) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(20)
-        self.sock.connect(path)
-        self._heard: list[m.Message] = []
-        self._wire = WireSession(Role.CLIENT, lambda message, _: self._heard.append(message))
-        self._calls = 0
-        self._mine = [make_gate()]
-        self.memory = HostExport(LAYERS * 64 * PAGE_BYTES)
-        self.say(m.Hello(m.PROTOCOL_VERSION, "raw"))
-        self.hear(m.Welcome)
-
-    def close(self) -> None:
-        self.sock.close()
-        self.memory.close()
-        for fd in self._mine:
-            os.close(fd)
-
-    def __enter__(self) -> RawPeer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def gate_fd(self) -> int:
-        return self._mine[0]
-
-    def call(self) -> int:
-        """A number for a call."""
-        self._calls += 1
-        return self._calls
-
-    def say(self, message: m.Message, fd: int | None = None) -> None:
-        data = encode(message, 0 if fd is None else 1)
-        if fd is None:
-            self.sock.sendall(data)
-        else:
-            assert socket.send_fds(self.sock, [data], [fd]) == len(data)
-
-    def hear(self, kind: type[T]) -> T:
-        """The next message of a kind; others before it are dropped."""
-        while True:
-            while self._heard:
-                message = self._heard.pop(0)
-                if isinstance(message, kind):
-                    return message
-            data = self.sock.recv(1 << 20)
-            assert data, f"the daemon has ended the session before a {kind.__name__}"
-            self._wire.receive(data)
-
-    def ended(self) -> str:
-        """Why the daemon ends the session, which it does now."""
-        while True:
-            error = self.hear(m.Error)
-            if error.call == 0:
-                break
-        with contextlib.suppress(ConnectionResetError):
-            while self.sock.recv(1 << 20):
-                pass
-        return error.reason
-
-    # What a client does first
-
-    def register(self, model: str = "m") -> int:
-        call = self.call()
-        self.say(m.Register(call, namespace(model).to_fields(), False))
-        return self.hear(m.Registered).handle
-
-    def export(self, number: int = 1) -> None:
-        export = self.memory.export
-        self.say(m.Export(number, export.kind, export.device, export.size_bytes, b""))
-        self.say(m.Part(number, 0, export.size_bytes), export.parts[0].fd)
-
-    def attach(self, handle: int, **changes: Any) -> None:
-        """Say ATTACH, with some of its fields changed."""
-        stride = 64 * PAGE_BYTES
-        runs = [Run(0, layer * stride, PAGE_BYTES) for layer in range(LAYERS)]
-        digest = hashlib.sha256(bytes(BLOCK_BYTES)).digest()
-        message = m.Attach(
-            self.call(), handle, [1], pack_runs(runs), PAGE_BYTES, 64, b"", 0, digest, []
-        )
-        self.say(message._replace(**changes), self.gate_fd)
-
-    def attached(self) -> tuple[int, int]:
-        """A handle and an attachment."""
-        handle = self.register()
-        self.export()
-        self.attach(handle)
-        return handle, self.hear(m.Attached).attachment
-
-    def reserve(self, handle: int, hashes: Sequence[bytes]) -> int:
-        self.say(m.Reserve(self.call(), handle, b"".join(hashes), b"".join(parents_of(hashes))))
-        reserved = self.hear(m.Reserved)
-        assert max(m.unpack_slots(reserved.slots)) < m.SLOT_PRESENT
-        return reserved.reservation
-
-    def store(
-        self, attachment: int, reservation: int, blocks: Sequence[int], event: int = NO_EVENT
-    ) -> None:
-        self.say(m.Store(self.call(), attachment, reservation, m.pack_slots(blocks), event, 0))
-
-    def load(
-        self,
-        attachment: int,
-        slots: Sequence[int],
-        blocks: Sequence[int],
-        *,
-        expires_ns: int = 1 << 62,
-        job: int = 0,
-        event: int = NO_EVENT,
-    ) -> None:
-        packed = m.pack_slots(slots), m.pack_slots(blocks)
-        self.say(m.Load(self.call(), attachment, *packed, expires_ns, job, event, 0))
-
-
 def mappings(pid: int, memory: HostExport | int) -> int:
     """How often a process has an export mapped, given as such or as its inode."""
     inode = memory if isinstance(memory, int) else inode_of(memory)
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
+
+
+def descriptors(pid: int) -> int:
+    """How many a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def inode_of(memory: HostExport) -> int:

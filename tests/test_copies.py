@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,12 +39,19 @@ CANARY_S = 0.2
 """How long pages are watched that nobody may write any more."""
 
 
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon for all tests that leave it alive."""
+    with DaemonProcess(tmp_path_factory.mktemp("node") / "tierd", storage="") as process:
+        yield process
+        assert "internal_errors_total" not in process.status()["counters"]
+
+
 @pytest.fixture
-def engine(l2_daemon: DaemonProcess) -> Iterator[PageEngine]:
-    with PageEngine(l2_daemon.socket) as made:
+def engine(node: DaemonProcess) -> Iterator[PageEngine]:
+    with PageEngine(node.socket) as made:
         made.wait_attached()
         yield made
-        assert "internal_errors_total" not in made.status()["counters"]
 
 
 @pytest.fixture(scope="module")
@@ -139,22 +147,19 @@ def served_right(client: Client, engine: PageEngine, hashes: list[bytes]) -> int
 # --- what it is for ---------------------------------------------------------------------
 
 
-def test_what_is_stored_is_loaded(engine: PageEngine, l2_daemon: DaemonProcess) -> None:
+def test_what_is_stored_is_loaded(engine: PageEngine, node: DaemonProcess) -> None:
     """A block would come back with other bytes, or not at all."""
-    hashes = chain("a", 20)
-    engine.compute(hashes, range(1, 21))
-    assert engine.store(hashes, range(1, 21)) == 20
+    before = Counter(engine.status()["counters"])
+    hashes = store_new(engine, 20)
     assert engine.load(hashes, range(30, 50)) == 20
-    status = l2_daemon.status()
-    assert status["counters"]["copy_store_bytes_total"] == 20 * BLOCK_BYTES
-    assert status["counters"]["copy_load_bytes_total"] == 20 * BLOCK_BYTES
+    status = node.status()
+    counted = Counter(status["counters"]) - before
+    assert counted["copy_store_bytes_total"] == counted["copy_load_bytes_total"] == 20 * BLOCK_BYTES
+    assert counted["copy_store_blocks_total"] == counted["copy_load_blocks_total"] == 20
     assert status["host"]["writing_blocks"] == 0
     # Others read what the daemon has copied from the arena itself.
-    other = l2_daemon.client()
-    try:
+    with contextlib.closing(node.client()) as other:
         assert served_right(other, engine, hashes) == 20
-    finally:
-        other.close()
 
 
 def test_a_store_reads_its_pages_only_after_its_event(engine: PageEngine) -> None:
@@ -174,12 +179,12 @@ def test_a_store_reads_its_pages_only_after_its_event(engine: PageEngine) -> Non
 
 
 def test_an_event_that_never_happens_keeps_nobody_else_waiting(
-    engine: PageEngine, l2_daemon: DaemonProcess
+    engine: PageEngine, node: DaemonProcess
 ) -> None:
     """One engine that hangs would stop the copies of all others of its device."""
     hashes = chain("never", 4)
     reservation, store = engine.begin_store(hashes, range(1, 5), 0, engine.event.promise())
-    with PageEngine(l2_daemon.socket, name="other", model="other") as other:
+    with PageEngine(node.socket, name="other", model="other") as other:
         other.wait_attached()
         assert other.load(store_new(other, 8), range(20, 28)) == 8
         assert not store.done
@@ -226,9 +231,9 @@ def test_layers_come_one_after_the_other(slow_node: DaemonProcess) -> None:
 # --- ends -------------------------------------------------------------------------------
 
 
-def test_nothing_is_copied_after_a_detach(l2_daemon: DaemonProcess) -> None:
+def test_nothing_is_copied_after_a_detach(node: DaemonProcess) -> None:
     """An engine would free or reuse pages that are still written."""
-    with PageEngine(l2_daemon.socket, blocks=12, page_bytes=2 << 20) as engine:
+    with PageEngine(node.socket, blocks=12, page_bytes=2 << 20) as engine:
         engine.wait_attached()
         hashes = store_new(engine, 6)
         cut = 0
@@ -279,6 +284,19 @@ def test_another_namespace_shares_what_was_exported(slow: PageEngine) -> None:
     assert slow.load(old_hashes, range(30, 34)) == 0
     assert slow.load(store_new(slow, 4), range(30, 34)) == 4
     assert slow.probes == [True, True]
+
+
+def test_a_load_that_is_being_written_is_stopped_soon(slow: PageEngine) -> None:
+    """An aborted request would keep its pages until all of its blocks have come."""
+    hashes = store_new(slow, 20)
+    lease, pending, job = begin_load(slow, hashes, 30)
+    wait_until(lambda: slow.view(31, 0)[:1] != CANARY, 20, "nothing is loaded")
+    slow.settle(job)
+    assert slow.read(49) == CANARY * BLOCK_BYTES, "it came to its end"
+    untouched(slow, range(30, 50))
+    assert 0 < slow.done(pending) < 20
+    assert pending.reason == "called off"
+    slow.client.release(lease)
 
 
 def test_an_abort_waits_for_the_copy_that_fills(slow: PageEngine) -> None:
@@ -480,13 +498,13 @@ def test_a_copy_process_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_load_that_a_stopped_daemon_has_not_read_is_called_off(
-    engine: PageEngine, l2_daemon: DaemonProcess
+    engine: PageEngine, node: DaemonProcess
 ) -> None:
     """A daemon that wakes up would write into pages that the engine uses for others."""
     hashes = store_new(engine, 20)
     lease = engine.client.acquire([engine.handle], hashes, 2000)
     assert lease is not None
-    with stopped(l2_daemon.pid):
+    with stopped(node.pid):
         engine.gate.prepare(7)
         pending = engine.client.begin_load(
             engine.attachment, lease.epoch, lease.slots[0], range(30, 50), lease.expires_ns, job=7

@@ -24,6 +24,8 @@ SCRATCH_BYTES: Final = 16 << 20
 """Moved at a time, unless a block is larger: enough to hide what a call costs."""
 
 _SCRATCH_BLOCKS: Final = 1024
+_SCRATCH_PIECES: Final = 65_536
+"""Of tiny pieces more would take seconds, and the device be given up for lost."""
 _ROUNDS: Final = 3
 _BETTER: Final = 1.1
 """How much faster than DIRECT another way has to be: DIRECT needs no memory and no kernel."""
@@ -168,7 +170,8 @@ def _block_count(layout: PageLayout) -> int:
     one = compact(layout, 1)
     reach = max(run.offset + run.length for run in one.runs)
     apart = max(reach, layout.block_stride)
-    return max(1, min(SCRATCH_BYTES // apart, layout.block_count, _SCRATCH_BLOCKS))
+    few = min(_SCRATCH_BLOCKS, _SCRATCH_PIECES // len(layout.runs))
+    return max(1, min(SCRATCH_BYTES // apart, layout.block_count, few))
 
 
 class _Trial:
