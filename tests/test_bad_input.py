@@ -329,7 +329,7 @@ def test_a_client_of_another_release_is_told(
         said = b""
         while chunk := sock.recv(4096):
             said += chunk
-    assert b"speaks protocol version 2, the client speaks 99" in said
+    assert f"speaks protocol version {m.PROTOCOL_VERSION}, the client speaks 99".encode() in said
     assert b"install the same tierd release on both sides" in said
     monkeypatch.setattr(m, "PROTOCOL_VERSION", 99)
     client = running.client()

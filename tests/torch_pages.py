@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tierd.exports import layout_error
+from tierd_connectors import vllm_torch
 from tierd_connectors.vllm_export import HostPool
 from tierd_connectors.vllm_layout import PageMap, Pages, TensorView, blocks_of
 from tierd_connectors.vllm_torch import TorchPages
@@ -69,7 +70,8 @@ def main() -> None:
         shown = pool.show(blocks_of([view_of(layer) for layer in layers], SIZES["B"]))
         assert not layout_error(shown.layout, [size_bytes], size_bytes // SIZES["B"])
         del other
-    # Each layer in an allocation of its own.
+    # Each layer in an allocation of its own, and staging memory with room for one block.
+    vllm_torch.STAGING_BYTES = 1
     layers = [torch.zeros([6, 2, 4, 8]) for _ in range(3)]
     check(layers)
     check(layers[::-1])

@@ -643,12 +643,6 @@ class Client:
                 budget_bytes -= segment.populated_bytes - before
         return False
 
-    def mappings(self) -> list[SharedMapping]:
-        """The segments that views may lie in, also those of a life whose leases still run."""
-        with self._lock:
-            lives = [life for life in (self._life, self._past) if life is not None]
-            return [segment for life in lives for segment in life.segments.values()]
-
     def status(self) -> dict[str, object]:
         """The daemon's status; raises DisconnectedError with the reason when it is away."""
         with self._lock:

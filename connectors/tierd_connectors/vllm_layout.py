@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tierd.exports import PageLayout, Run
 
 if TYPE_CHECKING:
-    from tierd.mapping import SharedMapping
+    pass
 
 
 class LayoutError(ValueError):
@@ -106,10 +106,6 @@ class Pages(Protocol):
     def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         """Copy several slots into as many blocks of the tensors."""
 
-    def pin(self, mappings: Sequence[SharedMapping]) -> bool:
-        """Have copies to and from these segments be fast, and from no others; True if there is
-        more to do in another call."""
-
 
 class PageMap:
     """`Pages` of tensors in host memory. They stay the engine's, and live as long as this."""
@@ -146,9 +142,6 @@ class PageMap:
     def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
         for slot, block in zip(slots, blocks, strict=True):
             self.scatter(slot, block)
-
-    def pin(self, mappings: Sequence[SharedMapping]) -> bool:
-        return False
 
 
 def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:

@@ -171,7 +171,6 @@ class Mover(Queues):
                 self._turn()
             self._give_up()
         finally:
-            self._pages.pin([])
             self._client.close()
 
     def _over(self) -> bool:
@@ -336,11 +335,10 @@ class Mover(Queues):
         )
 
     def _populate(self) -> bool:
-        """Fault in, and pin, some of what this thread is to copy to; whether there is more."""
+        """Fault in some of what this thread is to copy to; whether there is more."""
         if self._jobs is not None or not self._client.connected:
             return False
-        more = self._client.populate(POPULATE_BYTES)
-        return self._pages.pin(self._client.mappings()) or more
+        return self._client.populate(POPULATE_BYTES)
 
     def _sleep(self) -> None:
         """Until the engine has work, the daemon has said something, or it is time to look."""

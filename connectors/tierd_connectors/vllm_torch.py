@@ -1,5 +1,9 @@
 """Copies between an engine's tensors and slots by torch: for KV that only a GPU can address.
 
+By way of pinned memory of this process's own. The slots themselves must not be pinned here: the
+daemon gives the memory of a segment back and fills it again later, and what a device then wrote
+would go to pages that are nobody's any more.
+
 Not yet run on a GPU; in tests it runs on tensors in host memory.
 """
 
@@ -12,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
+from tierd.client import copy
 from tierd.exports import NO_EVENT
 from tierd_connectors.vllm_layout import Blocks, Stretch, regular
 from tierd_connectors.vllm_queues import Mark
@@ -21,12 +24,10 @@ from tierd_connectors.vllm_queues import Mark
 if TYPE_CHECKING:
     import torch
 
-    from tierd.mapping import SharedMapping
-
 logger = logging.getLogger("vllm.tierd")
 
-_PORTABLE = 1
-"""Flag of cudaHostRegister: pinned for every context of this process."""
+STAGING_BYTES = 32 << 20
+"""Pinned memory that copies go through; blocks that are larger have room for one."""
 
 
 class TorchPages:
@@ -57,53 +58,49 @@ class TorchPages:
                 start = end
         cuda = tensors[0].device.type == "cuda"
         self._stream = self._torch.cuda.Stream(tensors[0].device) if cuda else None
-        self._pinned: list[tuple[SharedMapping, int]] = []
-        self._pinning = cuda
+        self._staging = self._allocate(max(STAGING_BYTES, blocks.block_bytes), pinned=cuda)
+        self._view = memoryview(self._staging.numpy()).cast("B")
+        self._at_once = self._staging.numel() // blocks.block_bytes
 
     def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
-        with self._beside():
-            for block, slot in zip(blocks, slots, strict=True):
-                for part, pages in self._rows(block, slot):
-                    part.copy_(pages, non_blocking=True)
+        size = self.blocks.block_bytes
+        for start in range(0, len(blocks), self._at_once):
+            some = blocks[start : start + self._at_once]
+            with self._beside():
+                for place, block in enumerate(some):
+                    for part, pages in self._rows(block, place):
+                        part.copy_(pages, non_blocking=True)
+            for place, slot in enumerate(slots[start : start + len(some)]):
+                copy(slot[:size], self._view[place * size : (place + 1) * size])
 
     def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
-        with self._beside():
-            for slot, block in zip(slots, blocks, strict=True):
-                for part, pages in self._rows(block, slot):
-                    pages.copy_(part, non_blocking=True)
+        size = self.blocks.block_bytes
+        for start in range(0, len(blocks), self._at_once):
+            some = blocks[start : start + self._at_once]
+            for place, slot in enumerate(slots[start : start + len(some)]):
+                copy(self._view[place * size : (place + 1) * size], slot[:size])
+            with self._beside():
+                for place, block in enumerate(some):
+                    for part, pages in self._rows(block, place):
+                        pages.copy_(part, non_blocking=True)
 
-    def pin(self, mappings: Sequence[SharedMapping]) -> bool:
-        # A segment a call: no copy crosses its border, and a stop waits for no more.
-        known = [mapping for mapping, _ in self._pinned]
-        for mapping, address in [pair for pair in self._pinned if pair[0] not in mappings]:
-            self._torch.cuda.cudart().cudaHostUnregister(address)
-            self._pinned.remove((mapping, address))
-        for mapping in mappings if self._pinning else ():
-            # Faulted in by us it costs a third of what it costs the driver, with its locks held.
-            if mapping in known or mapping.populated_bytes < mapping.size_bytes:
-                continue
-            address = np.frombuffer(mapping.view, np.uint8).ctypes.data
-            error = self._torch.cuda.cudart().cudaHostRegister(
-                address, mapping.size_bytes, _PORTABLE
+    def _allocate(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        try:
+            return self._torch.empty(size_bytes, dtype=self._torch.int8, pin_memory=pinned)
+        except RuntimeError as error:
+            logger.warning(
+                "tierd: %d MiB cannot be pinned, so copies are slower: raise the limit of locked "
+                "memory (ulimit -l, or the container's memlock): %s",
+                size_bytes >> 20,
+                error,
             )
-            if int(error) != 0:
-                self._pinning = False
-                self._forget_error()
-                logger.warning(
-                    "tierd: cudaHostRegister failed (%s) after %d MiB, so copies are slower: raise "
-                    "the limit of locked memory (ulimit -l, or the container's memlock)",
-                    error,
-                    sum(pinned.size_bytes for pinned, _ in self._pinned) >> 20,
-                )
-                return False
-            self._pinned.append((mapping, address))
-            return True
-        return False
+            return self._torch.empty(size_bytes, dtype=self._torch.int8)
 
-    def _rows(self, block: int, slot: memoryview) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part of the slot, and the pages that it is a copy of."""
+    def _rows(self, block: int, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each part of a block in the staging memory, and the pages that it is a copy of."""
         assert 0 <= block < self.blocks.count
-        raw = self._torch.frombuffer(slot, dtype=self._torch.int8, count=self.blocks.block_bytes)
+        first = place * self.blocks.block_bytes
+        raw = self._staging[first : first + self.blocks.block_bytes]
         return [
             (raw[start:end].view(pages.shape[0], pages.shape[2]), pages[:, block])
             for start, end, pages in self._parts
@@ -119,13 +116,8 @@ class TorchPages:
             try:
                 yield
             finally:
-                # Also after an error: until then slots and pages may still be written.
+                # Also after an error: until then staging memory and pages may still be written.
                 self._stream.synchronize()
-
-    def _forget_error(self) -> None:
-        """A failed call is reported once more by this thread's next kernel: have it be this one."""
-        with contextlib.suppress(RuntimeError), self._beside():
-            self._parts[0][2].new_ones(1)
 
 
 class Recorder(Protocol):
