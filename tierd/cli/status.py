@@ -55,6 +55,8 @@ def _lines(status: dict[str, object]) -> list[str]:
         f"  {_percent(host['hit_ratio'])} hits, {_percent(host['hit_ratio_at_twice'])} if it were "
         f"twice as large; evicts by {host['eviction']}",
     ]
+    for device in _tables(status["copies"]):
+        lines += _device_lines(device)
     for tier in _tables(status["storage"]):
         lines += _tier_lines(tier)
     for space in _tables(status["namespaces"]):
@@ -65,6 +67,15 @@ def _lines(status: dict[str, object]) -> list[str]:
         )
     lines += [f"{name} {count}" for name, count in _table(status["counters"]).items()]
     return lines
+
+
+def _device_lines(device: dict[str, object]) -> list[str]:
+    why = f": {device['pin_problem']}" if device["pin_problem"] else ""
+    return [
+        f"copies   {device['device']}, process {device['pid']}, {device['attachments']} engine "
+        f"processes, {device['under_way']} calls under way",
+        f"  {_size(device['pinned_bytes'])} pinned of {_size(device['mapped_bytes'])}{why}",
+    ]
 
 
 def _tier_lines(tier: dict[str, object]) -> list[str]:
