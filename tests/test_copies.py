@@ -162,6 +162,18 @@ def test_what_is_stored_is_loaded(engine: PageEngine, node: DaemonProcess) -> No
         assert served_right(other, engine, hashes) == 20
 
 
+def test_an_operator_sees_the_device(engine: PageEngine, node: DaemonProcess) -> None:
+    """Whether a GPU's copies run, and at full speed, could be asked only in JSON."""
+    told = subprocess.run(
+        [sys.executable, "-m", "tierd.cli.main", "status", "--socket", node.socket],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "copies   host, process" in told.stdout
+    assert "pinned of" in told.stdout
+
+
 def test_a_store_reads_its_pages_only_after_its_event(engine: PageEngine) -> None:
     """A block would be stored before the GPU has computed it."""
     hashes = chain("late", 8)

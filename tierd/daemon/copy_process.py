@@ -25,6 +25,9 @@ from tierd.memory.arena import Segment
 END_S: Final = 1.0
 """How long a process that has closed its socket may take to end."""
 
+PIN_LOG_S: Final = 5.0
+"""How often the log tells how much is pinned, while some is yet to be."""
+
 _PROCESS: Final = "tierd.device._process"
 
 log = logging.getLogger("tierd.copies")
@@ -62,7 +65,8 @@ class CopyProcess:
         self._numbers = itertools.count(1)
         self._segments: dict[int, Segment] = {}
         self._pinned: set[int] = set()
-        self._reported_tenths = 0
+        # When the log was told last that some memory is yet to be pinned; 0 if there was none.
+        self._pin_told_s = 0.0
         self._loop = asyncio.get_running_loop()
         near, self._process, self._pidfd = start_child(
             _PROCESS, uuid.hex(), str(bandwidth_max), str(job_limit_ms)
@@ -144,15 +148,17 @@ class CopyProcess:
                 "%s: cannot pin host memory, copies are slower: %s", self.name, report.problem
             )
         self.problem = report.problem
-        tenths = 10 * self.pinned_bytes // max(1, self.mapped_bytes)
-        if tenths > self._reported_tenths or (tenths == 10 and self._reported_tenths < 10):
+        whole = self.pinned_bytes == self.mapped_bytes
+        if whole and not self._pin_told_s:
+            return
+        if whole or self._loop.time() >= self._pin_told_s + PIN_LOG_S:
+            self._pin_told_s = 0.0 if whole else self._loop.time()
             log.info(
                 "%s: %.1f of %.1f GiB of host memory pinned",
                 self.name,
                 self.pinned_bytes / (1 << 30),
                 self.mapped_bytes / (1 << 30),
             )
-        self._reported_tenths = tenths
 
     def _answer(self, reply: Reply) -> None:
         on_reply = self._calls.pop(reply.call, None)

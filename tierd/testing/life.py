@@ -239,7 +239,9 @@ class Life:
         node = self.node
         left = {
             "sessions": sum(not r.over for r in self._referees),
-            "listeners": len(node.memory.listeners),
+            # All but the copies' own.
+            "listeners": len(node.memory.listeners) - 1,
+            "copying sessions": len(node.copies.sessions),
             "leases": len(node.host.leases),
             "reservations": len(node.host.reservations),
             "writing": sum(len(s.writing) for s in node.host.spaces.values()),
