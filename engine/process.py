@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from typing import Self
 
 HERE = Path(__file__).parent
 READY_S = 180.0
@@ -63,7 +64,7 @@ class EngineProcess:
             )
         self.ready = self._answer(READY_S)
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -59,6 +59,7 @@ class FakeAttachment:
     exports: Sequence[Export]
     layout: PageLayout
     gate_fd: int
+    layer_ends: Sequence[int]
     probe: Callable[[bool], tuple[int, bytes]]
     number: int | None = None
     refusal: str | None = None
@@ -85,8 +86,9 @@ class FakeAttachment:
 class FakeJob:
     """A copy as the daemon sees it, in steps: begin, a half, the other half, tell.
 
-    It has memory and a gate of its own, as another process has, so it may go on when the
-    session, or the attachment, is no more.
+    A load of an attachment with layer groups has a step a group instead of the halves. It has
+    memory and a gate of its own, as another process has, so it may go on when the session, or
+    the attachment, is no more.
     """
 
     def __init__(
@@ -103,32 +105,37 @@ class FakeJob:
         self.event = event
         self.step = 0
         self.answerable = True
+        half, ends = len(pairs) // 2, attachment.layer_ends
+        whole = (0, attachment.layout.block_bytes)
+        self._parts = [(pairs[:half], whole), (pairs[half:], whole)]
+        if ends and job is not None:
+            starts = [0, *ends[:-1]]
+            self._parts = [(pairs, part) for part in zip(starts, ends, strict=True)]
         self._layout = attachment.layout
         self._memory = attachment.memory()
         self._gate = Gate(attachment.gate_fd)
 
     @property
     def over(self) -> bool:
-        return self.step > 3
+        return self.step > len(self._parts) + 1
 
     @property
     def writing(self) -> bool:
         """Whether it may write pages now: it has entered its gate."""
-        return self.job is not None and 0 < self.step < 3
+        return self.job is not None and 0 < self.step <= len(self._parts)
 
     def advance(self) -> None:
         """One step more."""
-        half = len(self.pairs) // 2
         self.step += 1
         if self.step == 1:
             if self.job is not None and not self._gate.enter(self.job):
                 self._tell(0, "called off")
-        elif self.step == 2:
-            self._copy(self.pairs[:half])
-        elif self.step == 3:
-            self._copy(self.pairs[half:])
+        elif self.step <= len(self._parts) + 1:
+            self._copy(*self._parts[self.step - 2])
             if self.job is not None:
-                self._gate.leave(self.job)
+                self._gate.advance(self.job, self.step - 1)
+                if self.step == len(self._parts) + 1:
+                    self._gate.leave(self.job)
         else:
             self._tell(len(self.pairs), "")
 
@@ -138,7 +145,7 @@ class FakeJob:
 
     def die(self) -> None:
         """With its process; the kernel takes its lock."""
-        self.step = 4
+        self.step = len(self._parts) + 2
         self._gate.close()
 
     def _tell(self, blocks: int, reason: str) -> None:
@@ -146,15 +153,17 @@ class FakeJob:
         if self.answerable:
             self.pending.end(blocks, reason)
 
-    def _copy(self, pairs: list[tuple[int, bytearray]]) -> None:
+    def _copy(self, pairs: list[tuple[int, bytearray]], part: tuple[int, int]) -> None:
+        """Copy these blocks' bytes from one offset in the slot to another."""
         for block, slot in pairs:
             at = 0
             for export, offset, length in self._layout.runs:
-                start = offset + block * self._layout.block_stride
-                if self.job is None:
-                    slot[at : at + length] = self._memory[export][start : start + length]
-                else:
-                    self._memory[export][start : start + length] = bytes(slot[at : at + length])
+                low, high = max(at, part[0]), min(at + length, part[1])
+                start = offset + block * self._layout.block_stride - at
+                if low < high and self.job is None:
+                    slot[low:high] = self._memory[export][start + low : start + high]
+                elif low < high:
+                    self._memory[export][start + low : start + high] = bytes(slot[low:high])
                 at += length
 
 
@@ -317,7 +326,7 @@ class FakeClient:
         layer_ends: Sequence[int],
         probe: Callable[[bool], tuple[int, bytes]],
     ) -> FakeAttachment:
-        attachment = FakeAttachment(handle, exports, layout, gate_fd, probe)
+        attachment = FakeAttachment(handle, exports, layout, gate_fd, layer_ends, probe)
         self.daemon.attachments.append(attachment)
         return attachment
 

@@ -933,6 +933,8 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse({"socket": "/tmp/x.sock"}).socket == "/tmp/x.sock"
     assert parse({}).transfer is Transfer.AUTO
     assert parse({"transfer": "host_ipc"}).transfer is Transfer.HOST_IPC
+    assert not parse({}).layerwise
+    assert parse({"layerwise": True}).layerwise
     with pytest.raises(ConfigError, match="did you mean 'prefetch_deadline_ms'"):
         parse({"prefetch_deadlin_ms": 3})
     for wrong in (
@@ -942,6 +944,7 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         {"weights": ""},
         {"transfer": "gpu"},
         {"transfer": ["shm"]},
+        {"layerwise": 1},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             parse(wrong)

@@ -48,8 +48,9 @@ def start(tmp_path: Path, transfer: str) -> Iterator[Callable[..., Engine]]:
     """Starts engines, and stops those that a failed test left behind."""
     started: list[Engine] = []
 
-    def begin(socket: str, **settings: object) -> Engine:
-        started.append(Engine(tmp_path, socket, extra={"transfer": transfer}, **settings))
+    def begin(socket: str, *, layerwise: bool = False, **settings: object) -> Engine:
+        extra = {"transfer": transfer, "layerwise": layerwise}
+        started.append(Engine(tmp_path, socket, extra=extra, **settings))
         return started[-1]
 
     yield begin
@@ -231,15 +232,69 @@ def test_preemption_under_pressure(l2_daemon: DaemonProcess, start) -> None:
         assert stats["store_blocks"] > 0
 
 
+def test_layer_by_layer(tmp_path: Path) -> None:
+    """Layers that compute while later ones load would read KV that is not there, or leave it in
+    the engine's cache, above all when the daemon dies then or the request's blocks are taken."""
+    extra = {"transfer": "host_ipc", "layerwise": True}
+    prompts = [prompt(700 + 40 * i, i) for i in range(6)]
+    full = [whole_blocks(len(tokens)) for tokens in prompts]
+    crowd = [prompt(40 + 9 * i, i) for i in range(10)]
+    with Engine(tmp_path, "") as engine:
+        gold = engine.generate(prompts, tokens=8)["tokens"]
+        crowd_gold = engine.generate(crowd, tokens=100)["tokens"]
+    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    daemon.start()
+    try:
+        with Engine(tmp_path, daemon.socket, extra=extra) as engine:
+            source = random.Random(7)
+            for turn in range(5):
+                engine.wait_connected(daemon)
+                assert engine.generate(prompts, tokens=8)["tokens"] == gold
+                engine.wait_stored(daemon, sum(full) // BLOCK_TOKENS)
+                engine.reset()
+                engine.call("start", prompts=prompts, tokens=8)
+                time.sleep(source.random() * 0.06)
+                daemon.kill()
+                assert engine.call("join")["tokens"] == gold, f"killed in turn {turn}"
+                # What is left of the loads in the engine's own cache.
+                assert engine.generate(prompts, tokens=8)["tokens"] == gold
+                daemon.start()
+            engine.wait_connected(daemon)
+            engine.generate(prompts)
+            engine.wait_stored(daemon, sum(full) // BLOCK_TOKENS)
+            for steps in (1, 2, 3, 5):
+                engine.reset()
+                assert engine.call("abort", prompts=prompts, steps=steps)["left"] == 0
+                assert engine.generate(prompts, tokens=8)["tokens"] == gold
+            engine.reset()
+            last = engine.generate(prompts, tokens=8)
+            assert (last["tokens"], last["cached"]) == (gold, full)
+            stats = engine.settled()
+            assert stats["load_early_starts"] > 0
+            assert stats["load_failures"] == 0
+        llm = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+        with Engine(tmp_path, daemon.socket, extra=extra, llm=llm) as engine:
+            for _ in range(2):
+                assert engine.generate(crowd, tokens=100)["tokens"] == crowd_gold
+            stats = engine.settled()
+            assert stats["preemptions"] > 0
+            assert stats["load_early_starts"] > 0
+    finally:
+        daemon.stop()
+
+
 def test_two_ranks(l2_daemon: DaemonProcess, start) -> None:
     """A rank would load the other's half, or a block that only one of them stored."""
     prompts = [prompt(100 + 40 * i, i) for i in range(2)]
     full = [whole_blocks(len(tokens)) for tokens in prompts]
-    with start(l2_daemon.socket, processes=True, llm={"tensor_parallel_size": 2}) as engine:
+    with start(
+        l2_daemon.socket, layerwise=True, processes=True, llm={"tensor_parallel_size": 2}
+    ) as engine:
         cold = engine.generate(prompts, tokens=6)
         assert cold["cached"] == [0, 0]
         engine.wait_stored(l2_daemon, 2 * sum(length // BLOCK_TOKENS for length in full))
         engine.reset()
         loaded = engine.generate(prompts, tokens=6)
         assert (loaded["tokens"], loaded["cached"]) == (cold["tokens"], full)
+        assert l2_daemon.status()["host"]["leases"] == 0
     assert len(l2_daemon.status()["namespaces"]) == 2

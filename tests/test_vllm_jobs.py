@@ -19,6 +19,7 @@ from tierd.gate import GATE_JOBS
 from tierd_connectors import vllm_jobs, vllm_mover
 from tierd_connectors.vllm_export import HostPool, Shown
 from tierd_connectors.vllm_guard import Boundary
+from tierd_connectors.vllm_layerwise import Layerwise, layer_groups
 from tierd_connectors.vllm_layout import (
     Blocks,
     LayoutError,
@@ -40,7 +41,7 @@ BLOCKS = SIZES["B"]
 class Rig:
     """A mover, worked by hand, whose engine's memory a fake daemon maps."""
 
-    def __init__(self, layout: str = "LBHNC") -> None:
+    def __init__(self, layout: str = "LBHNC", *, layerwise: bool = False) -> None:
         shape = [SIZES[axis] for axis in layout]
         self.memory = HostExport(int(np.prod(shape)) * 4)
         array = np.frombuffer(self.memory.view, np.float32).reshape(shape)
@@ -63,6 +64,9 @@ class Rig:
         self.client = FakeClient(self.daemon)
         self.boundary = Boundary()
         self.random = np.random.default_rng(1)
+        self.layers = [f"layer{i}" for i in range(len(views))]
+        groups = layer_groups(self.layers, views, self.blocks) if layerwise else None
+        self.layerwise = Layerwise(groups) if groups is not None else None
         self.mover = Mover(
             cast("Client", self.client),
             self.namespace,
@@ -70,6 +74,7 @@ class Rig:
             0,
             self.boundary,
             HostOrder(),
+            self.layerwise,
         )
 
     def way(self) -> Shown:

@@ -9,9 +9,10 @@ vLLM makes one object in its scheduler and one in each worker. This module trans
 vLLM's hooks; what they decide is in `vllm_scheduler`, what they copy in `vllm_mover`, what
 they show the daemon so that it copies in `vllm_export`.
 
-Only asynchronous loads are used. Stores read the engine's blocks after their step, also
-once their request has ended; blocks are not held back for that, instead every step names
-the blocks that get a new owner and no stale read survives that (`vllm_queues.fence`).
+Only asynchronous loads are used, which may be reported early (`vllm_layerwise`). Stores read
+the engine's blocks after their step, also once their request has ended; blocks are not held
+back for that, instead every step names the blocks that get a new owner and no stale read
+survives that (`vllm_queues.fence`).
 So a request's end frees its blocks at once, as without a connector.
 
 Written for, and run with, vLLM 0.29 to 0.32.
@@ -23,13 +24,10 @@ import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
@@ -39,7 +37,9 @@ from tierd.errors import ConfigError
 from tierd_connectors.vllm_export import HostPool, Shown, show_cuda
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
 from tierd_connectors.vllm_hints import HintReader
-from tierd_connectors.vllm_layout import Blocks, LayoutError, PageMap, Pages
+from tierd_connectors.vllm_layerwise import Layerwise, layer_groups
+from tierd_connectors.vllm_layout import Blocks, LayoutError, PageMap, Pages, TensorView
+from tierd_connectors.vllm_messages import TierdHandshake, TierdMetadata, TierdProgress
 from tierd_connectors.vllm_mover import Mover
 from tierd_connectors.vllm_namespace import (
     HASH_SCHEME_UNTAGGED,
@@ -47,6 +47,7 @@ from tierd_connectors.vllm_namespace import (
     check_engine,
     hash_root_in_use,
     kv_blocks,
+    kv_views,
     namespace_of,
 )
 from tierd_connectors.vllm_options import Transfer, parse
@@ -54,7 +55,7 @@ from tierd_connectors.vllm_queues import FinishedLoad, HostOrder, Order
 from tierd_connectors.vllm_scheduler import SchedulerSide, scheduled_requests
 from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
 from tierd_connectors.vllm_torch import StreamOrder, TorchPages
-from tierd_connectors.vllm_work import Load, RankInfo, StepWork, of_generation
+from tierd_connectors.vllm_work import Load, RankInfo, StepWork, StoreItem, of_generation
 
 if TYPE_CHECKING:
     import torch
@@ -82,20 +83,6 @@ DRAIN_S = 0.5
 """Given to queued stores when the engine ends."""
 
 
-@dataclass
-class TierdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """A worker's namespace on its way to the scheduler."""
-
-    info: RankInfo
-
-
-@dataclass
-class TierdMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """A step's work on its way to the workers."""
-
-    work: StepWork
-
-
 class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
     """vLLM's hooks, in the order in which vLLM declares them: worker's, then scheduler's."""
 
@@ -111,6 +98,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._errors_told = 0
         self._scheduler: SchedulerSide | None = None
         self._mover: Mover | None = None
+        self._layerwise: Layerwise | None = None
         self._info = RankInfo(None, "its KV caches were never registered")
         self._generation = ""
         self._pool = HostPool()
@@ -124,6 +112,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             # that fails would fail the user's request.
             transfer.kv_load_failure_policy = "recompute"
             logger.info('tierd: kv_load_failure_policy set to "recompute"')
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, object]) -> bool:
+        """Whether the engine may only capture what lies between the layers' attentions."""
+        return bool(extra_config.get("layerwise"))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -152,23 +145,40 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
         try:
             check_engine(config, kv)
-            blocks, tensors = kv_blocks(kv_caches, kv)
+            views = kv_views(kv_caches, kv)
+            blocks = kv_blocks(views, kv)
             namespace = namespace_of(config, kv, blocks, rank=rank, weights=self._options.weights)
         except (RefusedError, ConfigError, OSError) as error:
             self._info = RankInfo(None, str(error))
             return
+        tensors = [kv_caches[name] for name in kv.kv_cache_groups[0].layer_names]
+        if self._options.layerwise:
+            self._layerwise = self._make_layerwise(views, blocks)
         index = rank[0] * namespace.tp_size + rank[1]
         client = Client(self._options.socket, name=f"vllm-worker-{index}")
         on_gpu = tensors[0].device.type == "cuda"
         order: Order = StreamOrder(None) if on_gpu else HostOrder()
         pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
-        self._mover = Mover(client, namespace, pages, index, self.boundary, order)
+        self._mover = Mover(client, namespace, pages, index, self.boundary, order, self._layerwise)
         self._mover.attach(self._ways(blocks, tensors))
         self._info = RankInfo(namespace)
         if not on_gpu:
             # On a GPU only the first step tells that no graph is being captured any more, which
             # other threads' calls would spoil.
             self._mover.start()
+
+    def _make_layerwise(self, views: list[TensorView], blocks: Blocks) -> Layerwise | None:
+        """What loads are reported early by, or None where they cannot be."""
+        if self._vllm_config.speculative_config is not None:
+            reason = "a drafting model runs after loads are reported"
+        else:
+            try:
+                names = self._kv_cache_config.kv_cache_groups[0].layer_names
+                return Layerwise(layer_groups(names, views, blocks))
+            except LayoutError as error:
+                reason = str(error)
+        logger.info("tierd: layerwise is off: %s", reason)
+        return None
 
     def _ways(self, blocks: Blocks, tensors: list[torch.Tensor]) -> Iterator[Shown]:
         """How the daemon may be shown the engine's memory, by the setting `transfer`."""
@@ -201,6 +211,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         super().bind_connector_metadata(connector_metadata)
         # Also here: not every version calls handle_preemptions in every step.
         self._fence(connector_metadata.work)
+        if self._layerwise is not None:
+            self._layerwise.begin_step(connector_metadata.work.begun)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Queue this step's loads."""
@@ -211,7 +223,9 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 self._unfit.append(FinishedLoad(load.request_id, load.blocks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request computes only once its load has ended."""
+        """With the setting `layerwise`, wait for the layer's part of loads that go on."""
+        if self._layerwise is not None:
+            self._layerwise.wait_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -222,10 +236,15 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     ) -> None:
         """Nothing: blocks are stored whole, after the step."""
 
-    @guarded(nothing)
     def wait_for_save(self) -> None:
         """Queue this step's stores; its forward pass is done."""
-        stores = self._get_connector_metadata().work.stores
+        work = self._get_connector_metadata().work
+        if self._layerwise is not None:
+            self._layerwise.end_step(idle=work.idle)
+        self._queue_stores(work.stores)
+
+    @guarded(nothing)
+    def _queue_stores(self, stores: list[StoreItem]) -> None:
         if stores and self._mover is not None and not self.boundary.off:
             self._mover.submit_stores(stores)
 
@@ -245,6 +264,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def build_connector_worker_meta(self) -> TierdProgress | None:
+        """Which loads that were reported have not ended."""
+        changes = self._layerwise.take_changes() if self._layerwise is not None else {}
+        return TierdProgress(changes) if changes else None
+
     @guarded(lambda: False)
     def _submit_load(self, load: Load) -> bool:
         if self._mover is None:
@@ -260,6 +284,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return not work.reused_unknown
 
     def _fence(self, work: StepWork) -> None:
+        if self._layerwise is not None:
+            self._layerwise.settle(None if work.reused_unknown else work.reused)
         if not self._try_fence(work) and self._mover is not None:
             self._mover.forget_stores()
 
@@ -398,8 +424,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Loads that every rank has finished."""
         if self._scheduler is not None:
+            progress = connector_output.kv_connector_worker_meta
             self._scheduler.finished_loads(
-                connector_output.finished_recving or (), connector_output.invalid_block_ids
+                connector_output.finished_recving or (),
+                connector_output.invalid_block_ids,
+                progress.finishing if isinstance(progress, TierdProgress) else None,
             )
 
     def request_finished(

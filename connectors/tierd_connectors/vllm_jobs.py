@@ -39,7 +39,9 @@ SETTLE_S = 1.0
 """Waited at the engine's end for a load that is being written at that moment."""
 
 
-class _LoadUnderWay(NamedTuple):
+class LoadUnderWay(NamedTuple):
+    """A load that the daemon has been asked for."""
+
     load: Load
     mark: Mark
     job: int
@@ -61,6 +63,7 @@ class EndedLoad(NamedTuple):
 
     load: Load
     mark: Mark
+    job: int
     began_s: float
     filled: bool
 
@@ -68,19 +71,23 @@ class EndedLoad(NamedTuple):
 class Jobs:
     """The copies of one worker. Nothing is under way while `attach` is called."""
 
-    def __init__(self, client: Client, shown: Shown, probe: Probe) -> None:
+    def __init__(
+        self, client: Client, shown: Shown, probe: Probe, layer_ends: Sequence[int] = ()
+    ) -> None:
+        """`layer_ends` are where layer groups end in a slot, none if they do not matter."""
         self._client = client
         self._shown = shown
+        self._layer_ends = layer_ends
         self._probe = probe
         self._attachment: Attachment | None = None
         self._told = False
         self._gate: Gate | None = None
         self._gate_fd = -1
         self._next_job = 0
-        self._loads: list[_LoadUnderWay] = []
+        self.loads: list[LoadUnderWay] = []
         self.stores: list[StoreUnderWay] = []
-        self.settling = False
-        """Whether a load that is over is still being written, so that it is to be asked again."""
+        self.settling: list[LoadUnderWay] = []
+        """Loads that are over and still being written, so that they are to be asked again."""
 
     # The attachment
 
@@ -97,7 +104,7 @@ class Jobs:
             self._shown.layout,
             events=self._shown.events,
             gate_fd=self._gate_fd,
-            layer_ends=(),
+            layer_ends=self._layer_ends,
             probe=self._probe,
         )
 
@@ -132,11 +139,11 @@ class Jobs:
     @property
     def under_way(self) -> bool:
         """Whether a copy has not ended yet."""
-        return bool(self._loads or self.stores)
+        return bool(self.loads or self.stores)
 
     @property
     def room_for_load(self) -> bool:
-        return len(self._loads) < LOADS_MAX
+        return len(self.loads) < LOADS_MAX
 
     @property
     def room_for_store(self) -> bool:
@@ -148,7 +155,7 @@ class Jobs:
         assert self._gate is not None
         # Never a number again, lest a daemon that was stopped finds the message of a load that
         # was taken back; and not the place in the gate of one that is still under way.
-        places = {under_way.job % GATE_JOBS for under_way in self._loads}
+        places = {under_way.job % GATE_JOBS for under_way in self.loads}
         while self._next_job % GATE_JOBS in places:
             self._next_job += 1
         job, self._next_job = self._next_job, self._next_job + 1
@@ -163,7 +170,7 @@ class Jobs:
             event=mark.event,
             value=mark.value,
         )
-        self._loads.append(_LoadUnderWay(load, mark, job, copy, time.monotonic()))
+        self.loads.append(LoadUnderWay(load, mark, job, copy, time.monotonic()))
 
     def begin_store(self, chunk: Chunk, reservation: Reservation, blocks: list[int]) -> None:
         """Ask for the granted blocks of a chunk; `ended_stores` tells their end."""
@@ -176,6 +183,11 @@ class Jobs:
             value=chunk.mark.value,
         )
         self.stores.append(StoreUnderWay(chunk, reservation, copy, time.monotonic()))
+
+    def progress(self, job: int) -> int:
+        """How many layer groups of a load under way are in place."""
+        assert self._gate is not None
+        return self._gate.progress(job)
 
     # Ends
 
@@ -190,29 +202,30 @@ class Jobs:
         took too long or, if `take_back`, all."""
         now_s, now_ns = time.monotonic(), time.monotonic_ns()
         ended: list[EndedLoad] = []
-        left: list[_LoadUnderWay] = []
-        self.settling = False
-        for under_way in self._loads:
+        left: list[LoadUnderWay] = []
+        self.settling = []
+        for under_way in self.loads:
             load, mark, job, copy, began_s = under_way
             if copy.done and copy.blocks == len(load.blocks):
-                ended.append(EndedLoad(load, mark, began_s, True))
+                ended.append(EndedLoad(load, mark, job, began_s, True))
                 continue
             late = now_s - began_s >= PATIENCE_S or now_ns >= load.expires_ns
             over = take_back or late or copy.done
             assert self._gate is not None
             if over and self._gate.call_off(job):
-                ended.append(EndedLoad(load, mark, began_s, False))
-            else:
-                self.settling |= over
-                left.append(under_way)
-        self._loads = left
+                ended.append(EndedLoad(load, mark, job, began_s, False))
+                continue
+            if over:
+                self.settling.append(under_way)
+            left.append(under_way)
+        self.loads = left
         return ended
 
     def settle(self) -> list[EndedLoad]:
         """Take every load back, at the engine's end; what is being written may take a moment."""
         end_s = time.monotonic() + SETTLE_S
         ended = self.ended_loads(take_back=True)
-        while self._loads and time.monotonic() < end_s:
+        while self.loads and time.monotonic() < end_s:
             time.sleep(0.001)
             ended += self.ended_loads(take_back=True)
         return ended

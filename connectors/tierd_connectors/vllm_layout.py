@@ -15,9 +15,10 @@ It refuses to know engines, daemons and what a block means.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -54,6 +55,13 @@ class Stretch(NamedTuple):
 
     address: int
     length: int
+
+
+class Span(NamedTuple):
+    """A piece of a slot, from one offset to another."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +163,38 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
             raise LayoutError(
                 f"a KV tensor of shape {view.shape} does not count {block_count} blocks first"
             )
-        parts = view.shape[0] // block_count
-        block_strides.add(view.strides[0] * parts)
-        inner = [(parts, view.strides[0]), *zip(view.shape[1:], view.strides[1:], strict=True)]
-        runs = _runs_of_block(view.address, inner, view.item_bytes)
-        found.setdefault(view.allocation, set()).update(runs)
+        block_strides.add(view.strides[0] * (view.shape[0] // block_count))
+        found.setdefault(view.allocation, set()).update(_runs_of_view(view, block_count))
     if len(block_strides) != 1:
         raise LayoutError(f"KV tensors differ in block stride: {sorted(block_strides)} bytes")
     merged = [run for runs in found.values() for run in _merged(runs)]
     return Blocks(tuple(merged), block_strides.pop(), block_count)
+
+
+def layer_spans(views: Sequence[TensorView], blocks: Blocks) -> list[Span]:
+    """Where in a slot the bytes of each layer lie. Raises LayoutError if others are among them."""
+    offsets = [0, *accumulate(run.length for run in blocks.runs)][:-1]
+    starts = sorted((run.address, offset) for run, offset in zip(blocks.runs, offsets, strict=True))
+    addresses = [address for address, _ in starts]
+    spans = []
+    for view in views:
+        runs = _runs_of_view(view, blocks.count)
+        places = []
+        for run in runs:
+            address, offset = starts[bisect_right(addresses, run.address) - 1]
+            places.append(offset + run.address - address)
+        span = Span(min(places), max(p + r.length for p, r in zip(places, runs, strict=True)))
+        if span.end - span.start != sum(run.length for run in runs):
+            raise LayoutError("layers are not copied one after the other in this KV layout")
+        spans.append(span)
+    return spans
+
+
+def _runs_of_view(view: TensorView, block_count: int) -> list[Stretch]:
+    """A layer's runs of block 0."""
+    parts = view.shape[0] // block_count
+    inner = [(parts, view.strides[0]), *zip(view.shape[1:], view.strides[1:], strict=True)]
+    return _runs_of_block(view.address, inner, view.item_bytes)
 
 
 def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
@@ -181,9 +212,7 @@ def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
     return merged
 
 
-def _runs_of_block(
-    address: int, inner: list[tuple[int, int]], item_bytes: int
-) -> Iterable[Stretch]:
+def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) -> list[Stretch]:
     """Runs that (count, stride) dimensions select from `address` on."""
     length = item_bytes
     outer: list[tuple[int, int]] = []

@@ -7,13 +7,14 @@ nothing waits for an attachment.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import secrets
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,8 @@ import numpy as np
 from tierd.device.api import CannotOpenError
 from tierd_connectors.vllm_export import Shown
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
-from tierd_connectors.vllm_jobs import SETTLE_S, Jobs
+from tierd_connectors.vllm_jobs import SETTLE_S, EndedLoad, Jobs
+from tierd_connectors.vllm_layerwise import Finishing, Layerwise
 from tierd_connectors.vllm_layout import LayoutError, Pages
 from tierd_connectors.vllm_queues import Chunk, Mark, Order, Queues
 from tierd_connectors.vllm_work import Load
@@ -45,6 +47,10 @@ ATTACH_S = 15.0
 """Waited at the engine's start, which takes longer anyway, for the daemon to attach: the
 process that copies is started, and opens a GPU. Later no page is free to be probed with."""
 
+LIFE_MIN_NS = 10_000_000_000
+"""Left of a lease, at least, when its load is reported early: as long as the daemon is waited
+for, and then time to copy."""
+
 _SETTLE_POLL_S = 0.001
 _BUSY_POLL_S = 0.01
 _AWAY_POLL_S = 0.1
@@ -62,9 +68,11 @@ class Mover(Queues):
         rank: int,
         boundary: Boundary,
         order: Order,
+        layerwise: Layerwise | None = None,
     ) -> None:
-        """`attach` may follow, and `start` must."""
+        """`attach` may follow, and `start` must. With `layerwise` loads are reported early."""
         super().__init__(order)
+        self._layerwise = layerwise
         self.boundary = boundary
         self._client = client
         self._handle: Handle = client.register(namespace)
@@ -84,6 +92,10 @@ class Mover(Queues):
         return self._client.epoch if self._handle.ready else b""
 
     @property
+    def _busy(self) -> bool:
+        return super()._busy or (self._layerwise is not None and self._layerwise.count > 0)
+
+    @property
     def attached(self) -> bool:
         """Whether the daemon copies for this engine now."""
         jobs = self._jobs
@@ -99,7 +111,8 @@ class Mover(Queues):
         """
         try:
             for shown in ways:
-                jobs = Jobs(self._client, shown, self._probe)
+                ends = self._layerwise.ends if self._layerwise is not None else ()
+                jobs = Jobs(self._client, shown, self._probe, ends)
                 jobs.attach(self._handle)
                 refusal = self._await_attached(jobs)
                 if not refusal:
@@ -109,6 +122,8 @@ class Mover(Queues):
                 self._tell_refusal(refusal)
         except (CannotOpenError, LayoutError, OSError) as error:
             self._tell_refusal(str(error))
+        if self._layerwise is not None:
+            logger.info("tierd: layerwise does nothing where the worker copies")
 
     def _tell_refusal(self, reason: str) -> None:
         logger.warning(
@@ -210,15 +225,50 @@ class Mover(Queues):
         stores, loads = jobs.ended_stores(), jobs.ended_loads()
         for store in stores:
             self._publish(store.chunk, store.reservation, store.copy.blocks, store.began_s)
-        for load, mark, began_s, filled in loads:
-            if filled:
-                self._count_loaded(load, began_s)
-            self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
+        for ended in loads:
+            self._end(ended)
+        if self._layerwise is not None:
+            self._report_early(jobs, self._layerwise)
         if jobs.refusal and not jobs.under_way:
             self._tell_refusal(jobs.refusal)
             jobs.detach()
             self._jobs = None
         return bool(stores or loads)
+
+    def _end(self, ended: EndedLoad) -> None:
+        """The daemon writes the load no more: it is in place, or to be copied here."""
+        load, mark, job, began_s, filled = ended
+        layerwise = self._layerwise
+        finishing = layerwise.find(job) if layerwise is not None else None
+        if filled:
+            self._count_loaded(load, began_s)
+        if layerwise is None or finishing is None:
+            self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
+        elif filled or finishing.filled or self._scatter(load, mark, finishing.views):
+            layerwise.end(job)
+        else:
+            layerwise.lose(job, "a load could not be brought to its end within its lease")
+
+    @guarded(nothing)
+    def _report_early(self, jobs: Jobs, layerwise: Layerwise) -> None:
+        """Report loads whose first layers are in place, if they can be seen through."""
+        for stuck in jobs.settling:
+            finishing = layerwise.find(stuck.job)
+            # Whoever is writing writes the same: the daemon holds the slots as long.
+            if finishing is None or finishing.filled or stuck.load.expired:
+                continue
+            if self._scatter(stuck.load, stuck.mark, finishing.views):
+                layerwise.fill(finishing)
+        for load, _, job, copy, _ in jobs.loads if layerwise.active else ():
+            begun = not copy.done and jobs.progress(job) > 0 and layerwise.find(job) is None
+            if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
+                continue
+            # Held from now on: the client forgets a daemon's life when there have been others.
+            views = self._client.lease_views(self._handle, load.epoch, load.slots[self._rank])
+            if views is not None:
+                progress = functools.partial(jobs.progress, job)
+                layerwise.add(job, Finishing(load, views, progress))
+                self._reported(load)
 
     def _begin(self) -> bool:
         """Begin a copy, or make one here; False if there is none that could begin."""
@@ -258,20 +308,25 @@ class Mover(Queues):
     @guarded(lambda: False)
     def _copy_in(self, load: Load, mark: Mark) -> bool:
         """Fill the load's blocks here; False if any byte of them is in doubt."""
-        began_s = time.monotonic()
         slots = load.slots[self._rank]
-        give_up_s = began_s + LOAD_MAP_WAIT_S
+        give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
         while True:
             views = self._client.lease_views(self._handle, load.epoch, slots)
             if views is not None:
                 break
-            if time.monotonic() >= give_up_s or time.monotonic_ns() >= load.expires_ns:
+            if time.monotonic() >= give_up_s or load.expired:
                 return False
             self._client.wait(_BUSY_POLL_S)
+        return self._scatter(load, mark, views)
+
+    @guarded(lambda: False)
+    def _scatter(self, load: Load, mark: Mark, views: Sequence[memoryview]) -> bool:
+        """Fill the load's blocks from its slots; False if any byte of them is in doubt."""
+        began_s = time.monotonic()
         mark.wait()
         self._pages.scatter_many(views, load.blocks)
         # Only now: until it expires, nobody but the leaseholder may reuse the slots.
-        if time.monotonic_ns() >= load.expires_ns:
+        if load.expired:
             return False
         self._count_loaded(load, began_s)
         return True
@@ -352,7 +407,9 @@ class Mover(Queues):
 
     def _pause_s(self) -> float:
         if self._jobs is not None and self._jobs.under_way:
-            return _SETTLE_POLL_S if self._jobs.settling else _BUSY_POLL_S
+            layerwise = self._layerwise is not None and self._layerwise.active
+            soon = self._jobs.settling or (layerwise and self._jobs.loads)
+            return _SETTLE_POLL_S if soon else _BUSY_POLL_S
         if not self._client.connected:
             return _AWAY_POLL_S
         if self._populating or not (self._handle.ready or self._handle.refusal):
@@ -364,6 +421,7 @@ class Mover(Queues):
         """The engine ends: nothing of ours may write its pages after this."""
         if self._jobs is not None:
             for ended in self._jobs.settle():
-                self._loaded(ended.load, failed=not ended.filled)
+                if self._layerwise is None or self._layerwise.find(ended.job) is None:
+                    self._loaded(ended.load, failed=not ended.filled)
             for store in self._jobs.stores:
                 self._client.abort(store.reservation)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -73,11 +73,9 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise RefusedError("KV scales are computed while running, so KV differs between runs")
 
 
-def kv_blocks(
-    kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig
-) -> tuple[Blocks, list[torch.Tensor]]:
-    """Where the blocks lie in the registered tensors, and those. Raises RefusedError."""
-    tensors, views = [], []
+def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[TensorView]:
+    """The registered tensors, by layer; each is its view's owner. Raises RefusedError."""
+    views = []
     for name in kv.kv_cache_groups[0].layer_names:
         tensor = kv_caches.get(name)
         if tensor is None or not hasattr(tensor, "data_ptr"):
@@ -90,11 +88,15 @@ def kv_blocks(
         views.append(
             TensorView(tensor.data_ptr(), allocation, tuple(tensor.shape), strides, size, tensor)
         )
-        tensors.append(tensor)
-    if len({str(tensor.device) for tensor in tensors}) > 1:
+    if len({str(kv_caches[name].device) for name in kv.kv_cache_groups[0].layer_names}) > 1:
         raise RefusedError("the KV tensors of a worker are on several devices")
+    return views
+
+
+def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> Blocks:
+    """Where the blocks lie in these tensors. Raises RefusedError."""
     try:
-        return blocks_of(views, kv.num_blocks), tensors
+        return blocks_of(views, kv.num_blocks)
     except LayoutError as error:
         raise RefusedError(str(error)) from error
 

@@ -50,6 +50,11 @@ class Options:
     """Who copies: `auto`, `cuda_ipc`, `shm` or `host_ipc`. What cannot be had becomes `shm`,
     which the log says."""
 
+    layerwise: bool = False
+    """Whether a request starts to compute once the first layers of its prefix are loaded; each
+    layer then waits for its own. It pays for long prefixes on a GPU, and takes the place of
+    full CUDA graphs by piecewise ones. Only where the daemon copies."""
+
 
 def parse(given: Mapping[str, object]) -> Options:
     """Settings from the extra config. Raises ConfigError that names the key and the remedy."""
@@ -77,9 +82,13 @@ def parse(given: Mapping[str, object]) -> Options:
         raise ConfigError(
             f"kv_connector_extra_config 'transfer' is {transfer!r}; it must be one of {choices}"
         )
+    layerwise = given.get("layerwise", False)
+    if type(layerwise) is not bool:
+        raise ConfigError("kv_connector_extra_config 'layerwise' must be true or false")
     return Options(
         socket=socket,
         prefetch_deadline_ms=deadline_ms,
         weights=weights,
         transfer=Transfer(transfer),
+        layerwise=layerwise,
     )

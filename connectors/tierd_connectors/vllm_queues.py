@@ -6,7 +6,8 @@ The engine's threads and the mover's meet here and nowhere else. Order of the pa
   read of it is published only if no `fence()` named it before the copy had ended. So the
   engine calls `fence()` before it overwrites blocks, and never waits.
 - The blocks of a load belong to the mover from `submit_load` until the load shows up in
-  `take_finished`, exactly once, whatever happened to the daemon.
+  `take_finished`, exactly once, whatever happened to the daemon; layer by layer
+  (`vllm_layerwise`) some of them longer.
 """
 
 from __future__ import annotations
@@ -229,6 +230,14 @@ class Queues:
         """A load has ended, and nobody writes its blocks any more."""
         with self._cond:
             self._end_load(load, failed)
+
+    def _reported(self, load: Load) -> None:
+        """A load counts as finished from now on. It may still be written: `Layerwise` knows."""
+        with self._cond:
+            self._loading.discard(load.request_id)
+            self._finished.append(FinishedLoad(load.request_id, []))
+            self._cond.notify_all()
+        self.tally.add(load_early_starts=1)
 
     def _end_load(self, load: Load, failed: bool) -> None:
         """The same; the caller holds _cond."""

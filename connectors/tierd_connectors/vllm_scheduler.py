@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -130,6 +130,9 @@ class SchedulerSide:
         self._handles: list[Handle] = [client.register(n) for n in namespaces]
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, _Loading] = {}
+        self._begun: list[str] = []
+        self._finishing: dict[str, int] = {}
+        self._kept: dict[str, list[Lease]] = {}
         self._planned: list[Load] = []
         self._silent_until_ns = 0
         self._silence_ms = 0
@@ -220,11 +223,13 @@ class SchedulerSide:
         self, scheduled: Iterable[Scheduled], preempted: Iterable[str], *, idle: bool
     ) -> StepWork:
         """This step's work for the workers."""
+        # First: what is lost of them by an error, build_after_error() makes good.
+        begun, self._begun = self._begun, []
         for request_id in preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.running:
                 self._restart(tracked)
-        work = StepWork(generation=self._generation, idle=idle)
+        work = StepWork(generation=self._generation, idle=idle, begun=begun)
         for load in self._planned:
             work.reused.extend(load.blocks)
         prompt_tokens = 0
@@ -242,13 +247,33 @@ class SchedulerSide:
         return work
 
     def build_after_error(self) -> StepWork:
-        """What must reach the workers even if build() failed: the loads, and to read no block."""
+        """What must reach the workers even if build() failed: the loads, and to read no block.
+
+        Loads that had been reported are waited for as well, whichever they were.
+        """
         work = StepWork(generation=self._generation, loads=self._planned, reused_unknown=True)
         self._planned = []
         return work
 
-    def finished_loads(self, request_ids: Iterable[str], invalid_blocks: Iterable[int]) -> None:
-        """Every rank has finished these loads; `invalid_blocks` were not filled by some rank."""
+    def finished_loads(
+        self,
+        request_ids: Collection[str],
+        invalid_blocks: Iterable[int],
+        finishing: Mapping[str, int] | None = None,
+    ) -> None:
+        """Every rank has reported these loads; `invalid_blocks` were not filled by some rank.
+
+        `finishing` is the sum of the ranks' `Layerwise.take_changes`: the lease of a load that
+        was reported early is kept until the last rank has it whole.
+        """
+        self._begun.extend(request_ids)
+        for request_id, count in (finishing or {}).items():
+            left = self._finishing.pop(request_id, 0) + count
+            if left:
+                self._finishing[request_id] = left
+            else:
+                for lease in self._kept.pop(request_id, ()):
+                    self._client.release(lease)
         invalid = frozenset(invalid_blocks)
         if invalid:
             for request_id, loading in self._loading.items():
@@ -261,7 +286,10 @@ class SchedulerSide:
                 # A load that was doomed.
                 self._load_failed(request_id)
                 continue
-            self._client.release(done.lease)
+            if request_id in self._finishing:
+                self._kept.setdefault(request_id, []).append(done.lease)
+            else:
+                self._client.release(done.lease)
             if not done.failed:
                 tokens = len(done.blocks) * self._block_tokens
                 self.tally.add(loaded_tokens=tokens)
@@ -294,6 +322,9 @@ class SchedulerSide:
             self._let_go(tracked)
         for loading in self._loading.values():
             self._client.release(loading.lease)
+        for leases in self._kept.values():
+            for lease in leases:
+                self._client.release(lease)
         self._client.close()
 
     @property
@@ -305,7 +336,7 @@ class SchedulerSide:
     def leases_held(self) -> int:
         """Leases not given back yet, for tests and for status."""
         held = sum(tracked.lease is not None for tracked in self._tracked.values())
-        return held + len(self._loading)
+        return held + len(self._loading) + sum(len(leases) for leases in self._kept.values())
 
     # Inside
 

@@ -28,6 +28,7 @@ COUNTERS = {
     "load_blocks": "Blocks copied from tierd, by all ranks.",
     "load_bytes": "Bytes copied from tierd, by all ranks.",
     "load_seconds": "Time spent copying from tierd, by all ranks.",
+    "load_early_starts": "Loads reported once their first layers were in place, by all ranks.",
     "load_failures": "Loads that failed and were recomputed, by all ranks.",
     "store_blocks": "Blocks copied to tierd, by all ranks.",
     "store_bytes": "Bytes copied to tierd, by all ranks.",

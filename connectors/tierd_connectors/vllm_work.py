@@ -6,6 +6,7 @@ Plain picklable values: they cross process boundaries with the engine's own mess
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,11 @@ class Load:
     blocks: list[int]
     slots: list[list[int]]
 
+    @property
+    def expired(self) -> bool:
+        """Whether the slots may be others' by now."""
+        return time.monotonic_ns() >= self.expires_ns
+
 
 @dataclass(slots=True)
 class StepWork:
@@ -42,7 +48,8 @@ class StepWork:
 
     `reused` are the block ids that get a new owner in this step: whatever else they held
     must not be read any more. `reused_unknown` stands for any block. `idle` says that no
-    token is computed in this step.
+    token is computed in this step. `begun` are requests whose loads the engine takes for
+    finished from this step on.
     """
 
     generation: str = ""
@@ -51,6 +58,7 @@ class StepWork:
     stores: list[StoreItem] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
     reused_unknown: bool = False
+    begun: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
