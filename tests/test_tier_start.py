@@ -132,6 +132,12 @@ class Setting:
         stack.callback(self.client.close)
         self.space = namespace(BLOCK_BYTES)
         self.handle: Handle = self.client.register(self.space)
+        # What is stored before the file tier is open it gets when it is stored again.
+        wait_until(
+            lambda: self.client.status()["storage"][0]["state"] == "ready",  # type: ignore[index]
+            WAIT_S,
+            "the file tier is not opened",
+        )
 
     def tier(self) -> dict:
         """The status of the tier in question."""

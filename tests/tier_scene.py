@@ -25,8 +25,9 @@ from tierd.client import Client
 SLACK_MS = 100
 """An answer may come so much after its deadline."""
 
-QUICK_MS = 100
-"""An acquire that waits for no tier takes at most this: a few ms on a machine that is idle."""
+QUICK_MS = 200
+"""An acquire that waits for no tier takes a few ms, more on a machine that is busy; one that waits
+for a tier in vain takes longer than this, its deadline."""
 
 WAIT_S = 20.0
 """Until what must come has come, on the slowest machine; nothing is judged by it."""
