@@ -272,13 +272,16 @@ class FakeDaemon:
                 pending.done = True
 
 
+_never_readable = os.eventfd(0, os.EFD_CLOEXEC)
+"""Stands for the socket of every client."""
+
+
 class FakeClient:
     """The contract of tierd.client.Client over a FakeDaemon."""
 
     def __init__(self, daemon: FakeDaemon) -> None:
         self.daemon = daemon
         self.closed = False
-        self._never_readable = os.eventfd(0, os.EFD_CLOEXEC)
         self.handles: list[FakeHandle] = []
 
     @property
@@ -310,7 +313,7 @@ class FakeClient:
         self.poll()
 
     def fileno(self) -> int:
-        return self._never_readable if self.connected else -1
+        return _never_readable if self.connected else -1
 
     def close(self) -> None:
         self.closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -88,6 +89,17 @@ class Rig:
         # As `start` would have it, without the thread.
         self.mover._in_use = True
 
+    def close(self) -> None:
+        """Give back the descriptors, which an engine keeps to its end. No thread may be running."""
+        jobs = self.mover._jobs
+        if jobs is not None and jobs._gate is not None:
+            jobs._gate.close()
+            os.close(jobs._gate_fd)
+            jobs._gate = None
+        os.close(self.mover._wakeup)
+        for part in self.memory.export.parts:
+            os.close(part.fd)
+
     def write(self, block: int) -> bytes:
         """The engine computes a block anew."""
         self.logical[:, block] = self.random.random(self.logical[:, block].shape, np.float32)
@@ -148,6 +160,8 @@ def rig() -> Iterator[Rig]:
     yield made
     made.mover.stop(0)
     assert made.boundary.errors == 0
+    if made.mover._thread is None:
+        made.close()
 
 
 # The way there and back
@@ -684,7 +698,9 @@ class World:
 def test_a_thousand_lives(seeds: range) -> None:
     """In some order of events a wrong byte would be stored, loaded, or written too late."""
     for seed in seeds:
+        world = World(seed)
         try:
-            World(seed).run()
+            world.run()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        world.rig.close()

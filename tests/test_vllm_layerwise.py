@@ -46,6 +46,8 @@ def rig() -> Iterator[Rig]:
     yield made
     made.mover.stop(0)
     assert made.boundary.errors == 0
+    if made.mover._thread is None:
+        made.close()
 
 
 def begin(rig: Rig, *, life_ms: int = 60_000) -> FakeJob:
@@ -618,5 +620,6 @@ def test_three_hundred_lives(seeds: range) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         assert world.compared
+        world.rig.close()
         early += world.rig.mover.tally.drain().get("load_early_starts", 0)
     assert early > len(seeds) / 2

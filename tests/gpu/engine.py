@@ -133,7 +133,9 @@ class Engine:
     def steps(self, seconds: float, meanwhile: Callable[[], object]) -> list[float]:
         """Seconds of each step of a model that it runs, while something is called in a loop."""
         self._socket.send(pickle.dumps(("steps", seconds)))
-        while not select.select([self._socket], [], [], 0)[0]:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        while not poller.poll(0):
             meanwhile()
         return self._answer()  # type: ignore[return-value]
 
