@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from tierd.daemon.copy_process import CopyProcess
 from tierd.daemon.copying import SessionCopies, _Attachment
 from tierd.device import frames
+from tierd.device._process import Process
 from tierd.device.engine_host import HostExport
 from tierd.device.frames import Reply
 from tierd.exports import HOST_UUID, ExportKind, Run, pack_runs
@@ -168,3 +170,16 @@ def test_session_that_ends_while_it_is_told_of_the_end() -> None:
     session.process_ended(cast("CopyProcess", process))
     assert told == [m.Detached(0, 1, "it has ended")]
     assert not session.attachments
+
+
+async def test_a_bug_in_a_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for what the thread was doing would wait for ever."""
+    near, far = socket.socketpair()
+    process = Process(far, HOST_UUID, 0, 1.0)
+    reasons: list[str] = []
+    monkeypatch.setattr(process, "_leave", reasons.append)
+    process._run(process._pinning, process._pin, 12345)
+    process._pinning.shutdown()
+    assert reasons == ["a bug of ours"]
+    process._stream.close()
+    near.close()

@@ -571,17 +571,47 @@ def test_memory_that_was_not_caught() -> None:
 # Everything at once
 
 
-class World:
+class Troubles:
+    """A rig and what befalls its daemon by chance."""
+
+    def __init__(self, seed: int, *, layerwise: bool = False) -> None:
+        self.chance = random.Random(seed)
+        self.rig = Rig(layerwise=layerwise)
+        self.rig.attach()
+        self.late: list[FakeJob] = []
+
+    def advance(self) -> None:
+        """Some job of some daemon, dead sessions' too, goes on by a step."""
+        jobs = [*self.rig.daemon.jobs, *self.late]
+        if jobs:
+            job = self.chance.choice(jobs)
+            job.advance()
+            if job.over:
+                self.rig.daemon.jobs = [j for j in self.rig.daemon.jobs if j is not job]
+                self.late = [j for j in self.late if j is not job]
+
+    def lose_session(self) -> None:
+        self.rig.daemon.drop_session()
+        self.late += self.rig.daemon.jobs
+        self.rig.daemon.jobs.clear()
+
+    def kill(self) -> None:
+        self.rig.daemon.kill()
+        self.rig.daemon.up = True
+
+    def fail(self) -> None:
+        if self.rig.daemon.jobs:
+            self.rig.daemon.jobs.pop().fail()
+
+
+class World(Troubles):
     """One engine's life by chance: steps, loads, resets, and a daemon that fails in any way."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.rig = Rig()
-        self.rig.attach()
+        super().__init__(seed)
         self.truth: dict[bytes, bytes] = {}
         self.shadow = [self.rig.write(block) for block in range(BLOCKS)]
         self.loading: dict[str, tuple[list[int], list[bytes]]] = {}
-        self.late: list[FakeJob] = []
         self.names = 0
 
     def run(self) -> None:
@@ -636,29 +666,6 @@ class World:
 
     def work(self) -> None:
         self.rig.mover._work()
-
-    def advance(self) -> None:
-        """Some job of some daemon, dead sessions' too, goes on by a step."""
-        jobs = [*self.rig.daemon.jobs, *self.late]
-        if jobs:
-            job = self.chance.choice(jobs)
-            job.advance()
-            if job.over:
-                self.rig.daemon.jobs = [j for j in self.rig.daemon.jobs if j is not job]
-                self.late = [j for j in self.late if j is not job]
-
-    def lose_session(self) -> None:
-        self.rig.daemon.drop_session()
-        self.late += self.rig.daemon.jobs
-        self.rig.daemon.jobs.clear()
-
-    def kill(self) -> None:
-        self.rig.daemon.kill()
-        self.rig.daemon.up = True
-
-    def fail(self) -> None:
-        if self.rig.daemon.jobs:
-            self.rig.daemon.jobs.pop().fail()
 
     def forget(self) -> None:
         self.rig.mover.forget_stores()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from tests.fake_client import FakeJob
 from tests.test_vllm_connector_unit import Bench, FakeRequest, block_hash
-from tests.test_vllm_jobs import BLOCKS, Rig
+from tests.test_vllm_jobs import BLOCKS, Rig, Troubles
 from tierd_connectors import vllm_jobs, vllm_layerwise
 from tierd_connectors.vllm_layerwise import Layerwise, LostLoadError, layer_groups
 from tierd_connectors.vllm_layout import LayoutError, TensorView, blocks_of
@@ -448,14 +447,12 @@ class Turns:
         self._world.elsewhere()
 
 
-class World:
+class World(Troubles):
     """An engine that computes while layers are loaded, hands blocks out again at any time, and
     finds blocks in its cache; a daemon that fails in any way."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.rig = Rig(layerwise=True)
-        self.rig.attach()
+        super().__init__(seed, layerwise=True)
         self.layerwise = layered(self.rig)
         self.layerwise._cond = Turns(self)  # type: ignore[assignment]
         self.content = [self.rig.write(block) for block in range(BLOCKS)]
@@ -463,7 +460,6 @@ class World:
         self.truth: dict[bytes, bytes] = {}
         self.asked: dict[str, dict[int, bytes]] = {}
         self.told: dict[str, set[int]] = {}
-        self.late: list[FakeJob] = []
         self.compared = 0
         forward(self.rig)
 
@@ -579,33 +575,11 @@ class World:
             held = bytes(self.rig.daemon.slots[slot][: self.rig.blocks.block_bytes])
             assert held == self.truth[name], "a stale block was committed"
 
-    def advance(self) -> None:
-        jobs = [*self.rig.daemon.jobs, *self.late]
-        if jobs:
-            job = self.chance.choice(jobs)
-            job.advance()
-            if job.over:
-                self.rig.daemon.jobs = [j for j in self.rig.daemon.jobs if j is not job]
-                self.late = [j for j in self.late if j is not job]
-
-    def lose_session(self) -> None:
-        self.rig.daemon.drop_session()
-        self.late += self.rig.daemon.jobs
-        self.rig.daemon.jobs.clear()
-
-    def kill(self) -> None:
-        self.rig.daemon.kill()
-        self.rig.daemon.up = True
-
     def lose_patience(self) -> None:
         """Every load takes too long, also one that is being written."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm_jobs, "PATIENCE_S", 0.0)
             self.rig.mover._work()
-
-    def fail(self) -> None:
-        if self.rig.daemon.jobs:
-            self.rig.daemon.jobs.pop().fail()
 
 
 @pytest.mark.slow

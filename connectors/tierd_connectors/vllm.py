@@ -157,6 +157,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         index = rank[0] * namespace.tp_size + rank[1]
         client = Client(self._options.socket, name=f"vllm-worker-{index}")
         on_gpu = tensors[0].device.type == "cuda"
+        if on_gpu:
+            logger.warning(
+                "tierd: this release has not been run on a GPU yet: try `make gpu-test`, and see "
+                "'Engines on GPUs' in the README"
+            )
         order: Order = StreamOrder(None) if on_gpu else HostOrder()
         pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
         self._mover = Mover(client, namespace, pages, index, self.boundary, order, self._layerwise)

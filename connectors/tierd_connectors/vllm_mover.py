@@ -7,6 +7,7 @@ nothing waits for an attachment.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -342,7 +343,8 @@ class Mover(Queues):
         )
         if reservation is None:
             return False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._client.abort, reservation)
             blocks, views = [], []
             for item, view in zip(chunk.items, reservation.views, strict=True):
                 if view is not None:
@@ -350,12 +352,11 @@ class Mover(Queues):
                     views.append(view)
             if blocks and jobs is not None:
                 jobs.begin_store(chunk, reservation, blocks)
+                undo.pop_all()
                 return True
             chunk.mark.wait()
             self._pages.gather_many(blocks, views)
-        except BaseException:
-            self._client.abort(reservation)
-            raise
+            undo.pop_all()
         self._publish(chunk, reservation, len(blocks), began_s)
         return True
 

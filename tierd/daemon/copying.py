@@ -85,6 +85,15 @@ class _Attachment:
     process: CopyProcess
 
 
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A copy, for whoever looks whether it takes too long."""
+
+    began_ns: int
+    process: CopyProcess
+    over: bool = False
+
+
 class Copies:
     """The copy processes of a node, and what they need of its memory."""
 
@@ -106,8 +115,8 @@ class Copies:
         self._timeout_ns = job_timeout_ms * 1_000_000
         self._processes: dict[bytes, CopyProcess] = {}
         self._started_ns: dict[bytes, int] = {}
-        # Copies under way in the order in which they began: when, and where.
-        self._under_way: deque[tuple[int, CopyProcess, list[bool]]] = deque()
+        # In the order in which they began; those that are over go when they are the oldest.
+        self._under_way: deque[_UnderWay] = deque()
         memory.listeners.append(self._segment_made)
         memory.hollowed = self._segment_hollowed
 
@@ -141,23 +150,23 @@ class Copies:
         self.counters["copy_process_starts_total"] += 1
         return process
 
-    def began(self, process: CopyProcess) -> list[bool]:
-        """A copy is under way; the caller appends to what it gets when it has ended."""
-        over: list[bool] = []
-        self._under_way.append((self.clock.monotonic_ns(), process, over))
-        return over
+    def began(self, process: CopyProcess) -> _UnderWay:
+        """A copy is under way until the caller says that it is over."""
+        copy = _UnderWay(self.clock.monotonic_ns(), process)
+        self._under_way.append(copy)
+        return copy
 
     def watch(self) -> None:
         """Kill processes that do not get a copy done in time; called every now and then."""
         now_ns = self.clock.monotonic_ns()
-        while self._under_way and self._under_way[0][2]:
+        while self._under_way and self._under_way[0].over:
             self._under_way.popleft()
-        for began_ns, process, over in self._under_way:
-            if began_ns + self._timeout_ns > now_ns:
+        for copy in self._under_way:
+            if copy.began_ns + self._timeout_ns > now_ns:
                 break
-            if not over and not process.dying:
+            if not copy.over and not copy.process.dying:
                 self.counters["copy_process_kills_total"] += 1
-                process.kill(f"a copy took over {self._timeout_ns / 1e9:g} s")
+                copy.process.kill(f"a copy took over {self._timeout_ns / 1e9:g} s")
 
     async def close(self) -> None:
         """End all processes."""
@@ -483,18 +492,17 @@ class SessionCopies:
             message.event,
             message.value,
         )
-        began_ns = copies.clock.monotonic_ns()
-        over = copies.began(process)
+        copy = copies.began(process)
         self._under_way += 1
 
         def ended(reply: Reply) -> None:
-            over.append(True)
+            copy.over = True
             self._under_way -= 1
             way = "load" if is_load else "store"
             size_bytes = reply.value * attachment.space.namespace.block_bytes
             copies.counters[f"copy_{way}_bytes_total"] += size_bytes
             copies.counters[f"copy_{way}_us_total"] += (
-                copies.clock.monotonic_ns() - began_ns
+                copies.clock.monotonic_ns() - copy.began_ns
             ) // 1000
             if reply.value < len(slots):
                 copies.counters[f"copy_{way}_failed_total"] += 1

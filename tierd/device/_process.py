@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, assert_never
 
 import msgspec
@@ -72,14 +72,14 @@ class Process:
             case Map(serial, size_bytes):
                 self._map(serial, size_bytes, fds[0])
             case Pin(serial):
-                self._pinning.submit(self._guard, self._pin, serial)
+                self._run(self._pinning, self._pin, serial)
             case Unpin(serial):
-                self._pinning.submit(self._guard, self._unpin, serial, request.call)
+                self._run(self._pinning, self._unpin, serial, request.call)
             case Attach():
                 brought, self._brought = self._brought, []
-                self._opening.submit(self._guard, self._attach, request.call, request.ask, brought)
+                self._run(self._opening, self._attach, request.call, request.ask, brought)
             case Detach(attachment):
-                self._opening.submit(self._guard, self._detach, request.call, attachment)
+                self._run(self._opening, self._detach, request.call, attachment)
             case Copy():
                 self._copy(request.call, request.ask)
             case _:
@@ -92,12 +92,14 @@ class Process:
         """From any thread."""
         self._loop.call_soon_threadsafe(self._say, reply)
 
-    def _guard(self, work: Callable[..., None], *args: object) -> None:
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
+        pool.submit(work, *args).add_done_callback(self._check)
+
+    def _check(self, done: Future[None]) -> None:
         """A bug in a thread ends the process, which is started again, rather than hang a call."""
-        try:
-            work(*args)
-        except Exception:  # whatever it is
-            log.exception("a bug of ours")
+        error = done.exception()
+        if error is not None:
+            log.error("a bug of ours", exc_info=error)
             self._leave("a bug of ours")
 
     def on_bug(self, what: threading.ExceptHookArgs) -> None:
@@ -124,7 +126,7 @@ class Process:
         self._addresses[serial] = mapping.address
         if self._copier is not None:
             self._copier.know_memory([m.address for m in self._mappings.values()])
-        self._pinning.submit(self._guard, self._pin, serial)
+        self._run(self._pinning, self._pin, serial)
 
     def _pin(self, serial: int) -> None:
         """Page-lock one segment: at most 0.25 GiB, so the driver's lock is held for 25 ms."""
@@ -215,7 +217,7 @@ class Process:
                 job_limit_s=self._job_limit_s,
             )
             self._copier.know_memory([m.address for m in list(self._mappings.values())])
-            self._pinning.submit(self._guard, self._pin_all)
+            self._run(self._pinning, self._pin_all)
         return self._copier
 
     def _detach(self, call: int, attachment: int) -> None:
