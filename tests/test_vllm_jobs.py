@@ -188,6 +188,28 @@ def test_the_daemon_and_the_worker_fill_slots_alike(layout: str, storer: str) ->
     assert rig.boundary.errors == 0
 
 
+@pytest.mark.parametrize("by", ["daemon", "worker"])
+def test_a_store_that_fails_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Slots that nobody fills would be lost to everybody until the engine ends."""
+    rig = Rig()
+    if by == "daemon":
+        rig.attach()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a driver's error")
+
+    if by == "daemon":
+        monkeypatch.setattr(rig.client, "begin_store", fail)
+    else:
+        monkeypatch.setattr(rig.pages, "gather_many", fail)
+    rig.mover.submit_stores([rig.item(1)])
+    rig.mover._work()
+    assert rig.daemon.aborts == 1
+    assert rig.boundary.errors == 1
+    assert rig.mover.settled
+    rig.close()
+
+
 def test_the_thread_does_it_all() -> None:
     """Nothing would be copied without somebody to ask the mover."""
     rig = Rig()
