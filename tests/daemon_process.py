@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.service_manager import ServiceManager
 from tierd.client import Client
 
 READY_S = 20.0
@@ -19,7 +21,8 @@ class DaemonProcess:
     """`tierd serve` in `directory`, with its socket, file tier and log there.
 
     `storage` is TOML text for `[[storage]]` tables; None means a file tier in `directory`.
-    `prefetch` has keys of the `[prefetch]` table.
+    `prefetch` has keys of the `[prefetch]` table. With a `manager` it is that one's service;
+    else `launcher` is a command that becomes the one after it.
     """
 
     def __init__(
@@ -30,6 +33,9 @@ class DaemonProcess:
         storage: str | None = None,
         extra: str = "",
         prefetch: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+        manager: ServiceManager | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
@@ -50,6 +56,9 @@ class DaemonProcess:
             f'[host]\ncapacity = "{capacity}"\n{storage}',
             encoding="utf-8",
         )
+        self.env = {**os.environ, **(env or {})}
+        self.manager = manager
+        self._launcher = launcher
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> DaemonProcess:
@@ -69,11 +78,16 @@ class DaemonProcess:
         """Start and wait until it answers."""
         assert self.process is None
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tierd.cli.main", "serve", "--config", str(self.config)],
-                stdout=log,
-                stderr=log,
-            )
+            command = ["-m", "tierd.cli.main", "serve", "--config", str(self.config)]
+            if self.manager is not None:
+                self.process = self.manager.start(command, log=log.fileno(), env=self.env)
+            else:
+                self.process = subprocess.Popen(
+                    [*self._launcher, sys.executable, *command],
+                    stdout=log,
+                    stderr=log,
+                    env=self.env,
+                )
         end = time.monotonic() + READY_S
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > end:

@@ -255,7 +255,8 @@ def test_pages(shared: DaemonProcess) -> None:
     assert fetch(port, "/readyz")[1] == fetch(port, "/healthz?verbose=1")[1] == "ok\n"
     response, body = fetch(port, "/v1/status")
     assert response.headers["content-type"] == "application/json"
-    assert json.loads(body).keys() == shared.status().keys()
+    assert json.loads(body).keys() == {*shared.status(), "phase"}
+    assert metrics(port)["tierd_ready"].value() == 1
     response, body = fetch(port, "/metrics", "HEAD")
     assert (response.status, body) == (200, "")
     assert int(response.headers["content-length"]) > 1000

@@ -18,7 +18,7 @@ from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tierd.client import Client
 from tierd.config import Config, backend_options, load, parse
-from tierd.daemon.serve import listening_socket
+from tierd.daemon.listening import listening_socket
 from tierd.errors import ConfigError, NamespaceError
 from tierd.types import Namespace
 from tierd.wire import messages as m

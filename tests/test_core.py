@@ -239,14 +239,14 @@ class HostAgainstModel(RuleBasedStateMachine):
         assert within <= CAPACITY // 2 or len(granted) == 1
         if granted:
             self.writers.append(writer)
-        if refused and within + space.slot_bytes <= CAPACITY // 2:
+        if refused and within + space.slot_bytes <= self.host.limit_bytes // 2:
             self.assert_full(space, {*hashes, *parents})
         return writer if granted else None
 
     def assert_full(self, space: Space, kept: set[bytes]) -> None:
         """A block was refused: nothing that could have made room for it was left."""
         assert not space.free
-        assert self.host.allocated_bytes + space.segment_bytes > CAPACITY
+        assert self.host.allocated_bytes + space.segment_bytes > self.host.limit_bytes
         above = {PARENTS[h] for h in space.chain.items}
         for block_hash, slot in space.chain.items.items():
             assert block_hash in above or block_hash in kept or space.refs[slot]
@@ -411,6 +411,16 @@ class HostAgainstModel(RuleBasedStateMachine):
     @rule(at=which, count=st.integers(0, 300))
     def make_room_ahead(self, at: int, count: int) -> None:
         self.changing(lambda: self.host.make_room_ahead(self.spaces[at], count))
+
+    @rule(segments=st.integers(1, CAPACITY // SEGMENT))
+    def limit(self, segments: int) -> None:
+        self.host.set_limit(segments * SEGMENT)
+
+    @rule()
+    def shrink(self) -> None:
+        before = self.host.allocated_bytes
+        self.changing(self.host.shrink)
+        assert before > self.host.limit_bytes or self.host.allocated_bytes == before
 
     @rule(at=which, sessions=st.integers(0, 1))
     def sessions_come_and_go(self, at: int, sessions: int) -> None:

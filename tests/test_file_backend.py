@@ -718,6 +718,46 @@ async def test_reserve(tmp_path, monkeypatch):
             assert backend.stats().used_bytes > 3 << 20
 
 
+def free_on(path):
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+@needs_mount
+async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeypatch, caplog):
+    """Logs, or an engine's checkpoint, would hit a full disk of which the cache has the most."""
+    monkeypatch.setattr(_space, "WATCH_S", 0.02)
+    monkeypatch.setattr(_space, "RETRY_S", 0.0)
+    length = 64 << 10
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=32m", "tmpfs") as path:
+        async with running(path, capacity=16 << 20, reserve_free="8MiB") as backend:
+            cold, hot = make_chain("cold", 96, length), make_chain("hot", 96, length)
+            await put(backend, cold)
+            await put(backend, hot)
+            assert await get(backend, hot) == [Outcome.HIT] * 96
+            used = backend.stats().used_bytes
+            (path / "others").write_bytes(bytes(free_on(path) - (3 << 20)))
+            async with asyncio.timeout(10):
+                while free_on(path) < 8 << 20:
+                    await asyncio.sleep(0.01)
+            gone = used - backend.stats().used_bytes
+            assert 5 << 20 <= gone < 9 << 20, "more went than was needed"
+            assert backend.counters["reserve_slabs_total"] == backend.counters["evicted_slabs_total"]
+            assert await get(backend, hot) == [Outcome.HIT] * 96
+            assert any(outcome is Outcome.MISS for outcome in await get(backend, cold))
+            # It rests, though the others make room again: they may be back at once.
+            (path / "others").unlink()
+            slabs, used = len(list(path.glob("*/*.slab"))), backend.stats().used_bytes
+            await put(backend, make_chain("more", 96, length))
+            assert backend.stats().used_bytes == used
+            assert len(list(path.glob("*/*.slab"))) == slabs
+            assert caplog.text.count("reserve_free") == 1
+            backend._space._grow_after = 0.0
+            await put(backend, make_chain("again", 96, length))
+            assert backend.stats().used_bytes > used
+            check(backend)
+
+
 def test_allocation_fails_clean(tmp_path, monkeypatch):
     """A slab that the disk had no room for would stay behind half-made."""
     from tierd_backends._slab import Slab

@@ -32,6 +32,7 @@ SAMPLES: list[m.Message] = [
     m.Welcome(m.PROTOCOL_VERSION, b"epoch123", "0.1.0", 30_000),
     m.Registered(1, 0, 4096, 256),
     m.Segment(0, 3),
+    m.Guard(),
     m.Acquired(2, 7, 1, m.pack_slots([5, 6]), 123_456_789),
     m.Reserved(3, 9, m.pack_slots([1, m.SLOT_PRESENT, m.SLOT_REFUSED])),
     m.Committed(4, 1),

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tests.blocks import chain, namespace, payload
-from tests.daemon_process import DaemonProcess
 from tierd.client import Client, Handle
 
 BLOCK_BYTES = 64 << 10
@@ -47,6 +47,12 @@ class Sample:
         return self.started + self.seconds
 
 
+class Served(Protocol):
+    """A daemon that clients can be made of."""
+
+    def client(self, name: str) -> Client: ...
+
+
 class Traffic:
     """Threads that load and store chains until the end of the context, which checks them.
 
@@ -54,7 +60,7 @@ class Traffic:
     woken each few ms, which delays its clients whatever tierd does.
     """
 
-    def __init__(self, daemon: DaemonProcess, *, threads: int = 3, chains: int = CHAINS) -> None:
+    def __init__(self, daemon: Served, *, threads: int = 3, chains: int = CHAINS) -> None:
         self.samples: list[Sample] = []
         self.noise: list[Sample] = []
         self.faults: list[str] = []

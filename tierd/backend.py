@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import msgspec
 import xxhash
 
+from tierd.errors import ConfigError
 from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, FORMAT_VERSION, HASH_BYTES, BlockKey
 
 HEADER_BYTES = 128
@@ -90,6 +91,51 @@ class BackendStats:
     used_bytes: int = 0
     capacity_bytes: int = 0
     index_complete: bool = True
+
+
+EXAMPLES_MAX = 3
+"""Places that a report names of each kind of finding; the others are counted."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a check found of one kind: how often, how much of it was repaired, and where."""
+
+    count: int = 0
+    repaired: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, place: str, *, repaired: bool) -> None:
+        """Take in one finding."""
+        self.count += 1
+        self.repaired += repaired
+        if len(self.examples) < EXAMPLES_MAX:
+            self.examples.append(place)
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """What an offline check of a tier found. Foreign files are told of, and are no damage."""
+
+    blocks: int = 0
+    """Sound blocks, which the tier will serve."""
+    read_bytes: int = 0
+    damage: dict[str, Findings] = field(default_factory=dict)
+    foreign: Findings = field(default_factory=Findings)
+
+    @property
+    def found(self) -> int:
+        """Damage, repaired or not."""
+        return sum(each.count for each in self.damage.values())
+
+    @property
+    def left(self) -> int:
+        """Damage that is still there."""
+        return sum(each.count - each.repaired for each in self.damage.values())
+
+
+Tell = Callable[[int, int], None]
+"""Told now and then how many bytes have been looked at, of how many in all."""
 
 
 def checksum(payload: memoryview | bytes) -> bytes:
@@ -167,13 +213,39 @@ class Backend(ABC):
     """How long a cancelled call may take to let go of its views before that process is killed:
     their slots are lost to the daemon meanwhile. More where starting again costs much."""
 
+    checks_offline: ClassVar[bool] = False
+    """Whether `check` looks at what lies on this machine's disks."""
+
     counters: dict[str, int]
     """What happened since the start, by name; each name ends in `_total` and is always there."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes have the same blocks in it, and lose what this one drops."""
+        return False
 
     @classmethod
     @abstractmethod
     def from_options(cls, options: msgspec.Struct) -> Backend:
         """A backend for validated options; opens nothing yet. Raises ConfigError."""
+
+    @classmethod
+    def at(cls, path: str) -> msgspec.Struct | None:
+        """Options to check the tier that lies at `path`; None where tiers lie in no directory."""
+        return None
+
+    @classmethod
+    def check(
+        cls, options: msgspec.Struct, *, repair: bool, quick: bool, tell: Tell
+    ) -> CheckReport:
+        """Look at all that a tier holds while nobody has it open. Blocking, with threads.
+
+        `quick` leaves payloads out, `repair` drops what is damaged. Raises ConfigError if the
+        tier cannot be checked: somebody has it open, or it is none.
+        """
+        raise ConfigError(
+            "such a tier is checked by its server; `tierd scrub` reads all it has and verifies it"
+        )
 
     @abstractmethod
     async def open(self) -> None:

@@ -42,6 +42,18 @@ _PR_SET_PDEATHSIG: Final = 1
 
 log = logging.getLogger("tierd.worker")
 
+_kept_open: list[int] = []
+
+
+def keep_open(fd: int) -> None:
+    """Have every child that is started from now on have this descriptor until it ends."""
+    _kept_open.append(fd)
+
+
+def keep_no_longer(fd: int) -> None:
+    """Undo `keep_open` for children that are yet to be started."""
+    _kept_open.remove(fd)
+
 
 def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
     """This end of its socket, a process, and a descriptor that is readable when it ends.
@@ -59,7 +71,7 @@ def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess
                 [sys.executable, "-P", "-m", module, str(far.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[far.fileno()],
+                pass_fds=[far.fileno(), *_kept_open],
                 env={**os.environ, "PYTHONPATH": path},
             )
         try:

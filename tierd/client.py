@@ -171,6 +171,7 @@ class Client:
         self._registering: dict[int, Handle] = {}
         self._replies: dict[int, m.Message | None] = {}
         self._filling: dict[Reservation, socket.socket] = {}
+        self._guards: dict[socket.socket, int] = {}
         self._attachments = Attachments(self._send, self._next_call)
         self._life: _Life | None = None
         self._past: _Life | None = None
@@ -448,8 +449,15 @@ class Client:
         if sock is None or sock is self._sock:
             return sock is not None
         if sock not in self._filling.values():
-            sock.close()
+            self._close_socket(sock)
         return False
+
+    def _close_socket(self, sock: socket.socket) -> None:
+        """Nobody of this process writes to slots of that session any more."""
+        sock.close()
+        guard = self._guards.pop(sock, None)
+        if guard is not None:
+            os.close(guard)
 
     # --- copies that the daemon makes -----------------------------------------------
 
@@ -692,7 +700,7 @@ class Client:
         # Once it is closed the daemon gives the slots reserved over it to others, so it
         # stays open while they are being filled.
         if self._sock not in self._filling.values():
-            self._sock.close()
+            self._close_socket(self._sock)
         self._sock = None
         self._back_off(why)
         if self._life is not None:
@@ -860,6 +868,11 @@ class Client:
             self._acquired(message)
         elif isinstance(message, m.Segment):
             self._segment(message, fds[0])
+        elif isinstance(message, m.Guard):
+            if self._sock is None or self._sock in self._guards:
+                os.close(fds[0])
+            else:
+                self._guards[self._sock] = fds[0]
         elif isinstance(message, m.Welcome):
             # A new session with the same daemon: leases and mappings are as good as before.
             life = self._life_of(message.epoch)
@@ -925,9 +938,14 @@ class Client:
             life = self._life
             if handle is None or life is None:
                 raise RemoteProtocolError("SEGMENT of a handle that is not registered")
-            if (handle, message.segment) not in life.segments:
+            key = handle, message.segment
+            if key not in life.segments:
                 size = life.slots_per_segment[handle] * handle.slot_bytes
-                life.segments[handle, message.segment] = SharedMapping(fd, size)
+                # The daemon's memory may outlive it: what is mapped, and faulted in, stays so.
+                known = self._past.segments.get(key) if self._past is not None else None
+                if known is None or not known.is_of(fd) or known.size_bytes != size:
+                    known = SharedMapping(fd, size)
+                life.segments[key] = known
         except (OSError, ValueError) as error:
             raise RemoteProtocolError(f"SEGMENT cannot be mapped: {error}") from error
         finally:

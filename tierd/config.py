@@ -113,6 +113,13 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The host tier (L2)."""
 
     capacity: Annotated[Size, Meta(description="Memory for KV blocks, a hard bound.")]
+    min: Annotated[
+        Size | None,
+        Meta(
+            description="What host memory keeps of its capacity when the machine, or the "
+            "container, is short of memory; a quarter of capacity if absent."
+        ),
+    ] = None
     lease_ttl_ms: Annotated[
         int,
         Meta(
@@ -157,6 +164,11 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pin_max_s: Annotated[
         int, Meta(ge=0, le=86_400, description="Nothing is kept longer than this after a hint.")
     ] = 3600
+
+    @property
+    def min_bytes(self) -> int:
+        """What host memory has at least, in bytes."""
+        return max(1, self.capacity // 4) if self.min is None else self.min
 
 
 class CopyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -288,6 +300,44 @@ class AdminConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
+class LogFormat(enum.Enum):
+    """How the log is written."""
+
+    AUTO = "auto"
+    """To the journal if stderr is the journal's, else as text."""
+    TEXT = "text"
+    JSON = "json"
+    JOURNAL = "journal"
+
+
+class LogLevel(enum.Enum):
+    """What is left out of the log: all that matters less."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The log, of the daemon and of its processes."""
+
+    format: Annotated[
+        LogFormat,
+        Meta(
+            description="auto: fields of the journal under systemd, else text on stderr; text; "
+            "json: an object a line on stderr; journal."
+        ),
+    ] = LogFormat.AUTO
+    level: Annotated[
+        LogLevel,
+        Meta(
+            description="What matters less than debug, info, warning or error is left out. After a "
+            "reload the processes of tiers and devices that run already keep theirs."
+        ),
+    ] = LogLevel.INFO
+
+
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything that `tierd serve` reads."""
 
@@ -306,6 +356,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     admin: AdminConfig = msgspec.field(default_factory=AdminConfig)
     prefetch: PrefetchConfig = msgspec.field(default_factory=PrefetchConfig)
     copy: CopyConfig = msgspec.field(default_factory=CopyConfig)
+    log: LogConfig = msgspec.field(default_factory=LogConfig)
     storage: list[StorageConfig] = []
 
 
@@ -333,6 +384,7 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     _table(raw, "admin", AdminConfig, environ)
     _table(raw, "prefetch", PrefetchConfig, environ)
     _table(raw, "copy", CopyConfig, environ)
+    _table(raw, "log", LogConfig, environ)
     tables = raw.get("storage", [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError("storage must be written as [[storage]] tables")
@@ -356,6 +408,10 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
         raise ConfigError("prefetch.bytes_in_flight must be more than 0")
     if config.host.capacity <= 0:
         raise ConfigError("host.capacity must be more than 0")
+    if not 0 < config.host.min_bytes <= config.host.capacity:
+        raise ConfigError(
+            f"host.min must be more than 0 and at most host.capacity ({config.host.capacity} bytes)"
+        )
     return config
 
 
@@ -370,7 +426,17 @@ def check_budget(tier: StorageConfig) -> None:
 
 
 _STORAGE_PREFIX: Final = "TIERD_STORAGE_"
-_NOT_SCALARS: Final = ("host", "prefetch", "copy", "admin", "storage", "options", "overrides")
+NOT_SCALARS: Final = (
+    "host",
+    "prefetch",
+    "copy",
+    "admin",
+    "log",
+    "storage",
+    "options",
+    "overrides",
+)
+"""Fields of the configuration's structs that are not keys with a value."""
 
 _T = TypeVar("_T")
 
@@ -420,7 +486,7 @@ def _split_storage(table: dict[str, object]) -> dict[str, object]:
     if not isinstance(kind, str):
         raise ConfigError('storage.type is missing: say which backend, as in type = "file"')
     known = _field_names(StorageConfig)
-    own = {key: value for key, value in table.items() if key in known and key not in _NOT_SCALARS}
+    own = {key: value for key, value in table.items() if key in known and key not in NOT_SCALARS}
     own.setdefault("name", kind)
     return {**own, "options": {k: v for k, v in table.items() if k not in own}}
 
@@ -442,7 +508,7 @@ def _override(
 ) -> None:
     for field in msgspec.structs.fields(cls):
         name = prefix + field.encode_name.upper()
-        if name in environ and field.encode_name not in _NOT_SCALARS:
+        if name in environ and field.encode_name not in NOT_SCALARS:
             table[field.encode_name] = _parse_text(field.type, name, environ[name])
 
 
@@ -457,7 +523,7 @@ def _override_storage(tables: list[dict[str, object]], environ: Mapping[str, str
         if prefix is None:
             continue
         table, key = prefixes[prefix], name.removeprefix(prefix)
-        if key in ("TYPE", "NAME", *map(str.upper, _NOT_SCALARS)):
+        if key in ("TYPE", "NAME", *map(str.upper, NOT_SCALARS)):
             raise ConfigError(f"{name} in the environment: this key is not to be overridden")
         if key in common:
             table[common[key]] = _parse_text(kinds[common[key]], name, text)
@@ -525,11 +591,12 @@ def reference() -> str:
         "prefetch.": PrefetchConfig,
         "copy.": CopyConfig,
         "admin.": AdminConfig,
+        "log.": LogConfig,
         "storage.": StorageConfig,
     }
     for prefix, cls in tables.items():
         for field in msgspec.structs.fields(cls):
-            if field.name in _NOT_SCALARS:
+            if field.name in NOT_SCALARS:
                 continue
             rows.append(_reference_row(prefix, field))
     return "\n".join(rows)

@@ -19,6 +19,15 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The tightest bound on memory: the machine's RAM, or a cgroup's on the way up from ours."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = [MemoryLimit(ram, "this machine's memory")]
+    for folder, old in memory_cgroups(root):
+        found += _limit_in(folder / ("memory.limit_in_bytes" if old else "memory.max"))
+    return min(found)
+
+
+def memory_cgroups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
+    """Folders of the cgroups that may bound this process, from its own on up, and whether each is
+    of the old kind, version 1. Some may not exist."""
+    found: list[tuple[Path, bool]] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -26,17 +35,18 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     for line in lines:
         _, controllers, place = line.split(":", 2)
         if not controllers:
-            base, name = root / "sys/fs/cgroup", "memory.max"
+            base = root / "sys/fs/cgroup"
         elif "memory" in controllers.split(","):
-            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            base = root / "sys/fs/cgroup/memory"
         else:
             continue
         group = base / place.lstrip("/")
         # In a container its own group often is the root of what it sees.
-        for folder in (base, *[group, *group.parents]):
-            if folder == base or base in folder.parents:
-                found += _limit_in(folder / name)
-    return min(found)
+        folders = [
+            folder for folder in (group, *group.parents) if base in (folder, *folder.parents)
+        ]
+        found += [(folder, bool(controllers)) for folder in folders]
+    return found
 
 
 def _limit_in(file: Path) -> list[MemoryLimit]:

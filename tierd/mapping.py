@@ -55,12 +55,14 @@ class SharedMapping:
     """A read-write shared mapping of `size_bytes` of a memfd. Owns the mapping, not the fd,
     which must stay open as long as the mapping is used."""
 
-    __slots__ = ("_address", "_mmap", "populated_bytes", "size_bytes", "view")
+    __slots__ = ("_address", "_inode", "_mmap", "populated_bytes", "size_bytes", "view")
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        if os.fstat(fd).st_size < size_bytes:
+        found = os.fstat(fd)
+        if found.st_size < size_bytes:
             # Touching a page past the end of the file would be a SIGBUS.
             raise ValueError(f"segment is shorter than the {size_bytes} bytes declared")
+        self._inode = found.st_dev, found.st_ino
         self._mmap = _SharedMmap(fd, size_bytes)
         self.size_bytes = size_bytes
         self.view = memoryview(self._mmap)
@@ -71,6 +73,11 @@ class SharedMapping:
         self.populated_bytes = 0
         # A crash would write the arena into a core file, and hold its slots for minutes.
         self._advise(0, size_bytes, _MADV_DONTDUMP)
+
+    def is_of(self, fd: int) -> bool:
+        """Whether this maps the file that `fd` is open on."""
+        found = os.fstat(fd)
+        return self._inode == (found.st_dev, found.st_ino)
 
     @property
     def serial(self) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
 import re
@@ -36,8 +35,6 @@ _FORMAT = "tierd file store 1\n"
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
 _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
 
-_log = logging.getLogger("tierd_backends.file")
-
 
 class StoreDirectory:
     """An owned directory. Calls are blocking and belong into a thread."""
@@ -46,17 +43,25 @@ class StoreDirectory:
         self.path = path
         self.read_only = False
         """The file system refuses writes; found out by open()."""
+        self.formatted = False
+        """It has a FORMAT file; found out by open()."""
+        self.foreign: list[str] = []
+        """What is not tierd's; found out by folders()."""
         self._lock_fd = -1
 
-    def open(self) -> None:
+    def open(self, *, make: bool = True) -> None:
         """Take the directory, made if missing; ConfigError if another process has it or
-        another version wrote it. OSError as it comes. Nothing stays held after a raise."""
+        another version wrote it. OSError as it comes. Nothing stays held after a raise.
+
+        Without `make` it must be there, and a FORMAT file that it lacks is not written.
+        """
         assert self._lock_fd < 0
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if make:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = self._open_lock()
         try:
             self._take_lock()
-            self._check_format()
+            self._check_format(make)
             if not self.read_only:
                 os.ftruncate(self._lock_fd, 0)
                 os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
@@ -71,9 +76,9 @@ class StoreDirectory:
             self._lock_fd = -1
 
     def folders(self) -> dict[Path, list[int]]:
-        """Slab numbers by namespace folder, of whole and of half slabs. Names what is not ours."""
+        """Slab numbers by namespace folder, of whole and of half slabs."""
         found: dict[Path, list[int]] = {}
-        foreign = []
+        foreign = self.foreign = []
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -88,13 +93,6 @@ class StoreDirectory:
                 f"{folder.name}/{name}"
                 for name, match in zip(names, matches, strict=True)
                 if not match
-            )
-        if foreign:
-            _log.warning(
-                "%s: %d entries are not tierd's and are left alone, such as %s",
-                self.path,
-                len(foreign),
-                foreign[0],
             )
         return found
 
@@ -160,12 +158,14 @@ class StoreDirectory:
             return False
         return True
 
-    def _check_format(self) -> None:
+    def _check_format(self, make: bool) -> None:
         path = self.path / "FORMAT"
         temporary = self.path / "FORMAT.tmp"
         try:
             found = path.read_bytes()
         except FileNotFoundError:
+            if not make:
+                return
             # A lost FORMAT is written anew: each index file carries its version as well.
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
@@ -175,13 +175,15 @@ class StoreDirectory:
                 os.close(fd)
             temporary.rename(path)
             self._sync()
+            self.formatted = True
             return
         if found != _FORMAT.encode():
             raise ConfigError(
                 f"{path} says {found[:64]!r}, this tierd writes {_FORMAT!r}; "
                 "name another directory or remove this one"
             )
-        if not self.read_only:
+        self.formatted = True
+        if make and not self.read_only:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
 

@@ -27,7 +27,15 @@ _log = logging.getLogger("tierd_backends.file")
 
 def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]) -> None:
     """In a thread, before the tier is used: put what lies in `directory` into `space`."""
-    for folder, numbers in directory.folders().items():
+    folders = directory.folders()
+    if directory.foreign:
+        _log.warning(
+            "%s: %d entries are not tierd's and are left alone, such as %s",
+            directory.path,
+            len(directory.foreign),
+            directory.foreign[0],
+        )
+    for folder, numbers in folders.items():
         for number in numbers:
             slab = _open_slab(directory, folder, number, space.direct, counters)
             shelf = space.shelves.get(bytes.fromhex(folder.name))

@@ -61,6 +61,17 @@ class Entry(NamedTuple):
     last_use: int
 
 
+class Survey(NamedTuple):
+    """What an index file tells of, by what can be made of it."""
+
+    entries: list[Entry]
+    """Blocks that the data file is long enough to hold."""
+    unsound: list[int]
+    """Records whose entry is not that of a block of this slab."""
+    beyond: list[int]
+    """Records whose block lay in what the data file has lost."""
+
+
 def index_bytes(records: int) -> int:
     """Size of the index file of a slab with so many records."""
     return slot_bytes_for(_ENTRIES_AT + records * (_ENTRY_BYTES + _USE.size))
@@ -322,25 +333,57 @@ class Slab:
 
         Raises OSError. A file cut short costs the blocks that lay in what is gone.
         """
+        return self.survey().entries
+
+    def survey(self) -> Survey:
+        """What the index file tells of. Raises OSError."""
         raw = _read_all(self._index_fd, self._uses_at + _USE.size * self.records)
         hits = array("Q", bytes(_USE.size * self.records))
         saved = raw[self._uses_at :]
         if len(saved) == len(hits) * _USE.size:
             hits = array("Q", saved)
         whole = os.fstat(self._data_fd).st_size // self.record_bytes
-        found = []
-        for record in range(min(self.records, whole)):
+        found = Survey([], [], [])
+        for record in range(self.records):
             at = self._entry_at(record)
             entry = raw[at : min(at + _ENTRY_BYTES, self._uses_at)]
-            if len(entry) < _ENTRY_BYTES or not entry[0]:
+            if not entry or not entry[0]:
                 continue
-            header = unpack_header(entry)
-            if header is None or header.key.namespace != self.namespace:
-                continue
-            if header.length <= self.slot_bytes:
+            header = unpack_header(entry) if len(entry) == _ENTRY_BYTES else None
+            if (
+                header is None
+                or header.key.namespace != self.namespace
+                or header.length > self.slot_bytes
+            ):
+                found.unsound.append(record)
+            elif record >= whole:
+                found.beyond.append(record)
+            else:
                 stored = _USE.unpack_from(entry, HEADER_BYTES)[0]
-                found.append(Entry(record, header, max(stored, hits[record])))
+                found.entries.append(Entry(record, header, max(stored, hits[record])))
         return found
+
+    def read_raw(self, record: int, view: memoryview) -> int:
+        """Bring what lies on disk from a record's header page on into `view`, page-aligned.
+
+        How many bytes came: fewer where the file ends. Nothing is verified. Raises OSError.
+        """
+        return os.preadv(self._data_fd, [view], record * self.record_bytes)
+
+    def wrong_sizes(self) -> dict[Path, tuple[int, int]]:
+        """Those of its files that are longer or shorter than they were made: actual and right
+        size in bytes. Raises OSError."""
+        right = {
+            data_path(self.folder, self.number): (
+                os.fstat(self._data_fd).st_size,
+                self.records * self.record_bytes,
+            ),
+            index_path(self.folder, self.number): (
+                os.fstat(self._index_fd).st_size,
+                index_bytes(self.records),
+            ),
+        }
+        return {path: sizes for path, sizes in right.items() if sizes[0] != sizes[1]}
 
     def close(self) -> None:
         """Let go of the files; once, with nothing in flight."""

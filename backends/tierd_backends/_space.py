@@ -25,6 +25,14 @@ from tierd_backends._threads import DiskThreads
 RETRY_S = 10.0
 """How long the tier neither grows after the disk had no room, nor writes after EROFS."""
 
+WATCH_S = 10.0
+"""How often the disk is looked at, which others fill as well. Some file systems count what was
+removed only seconds later, and more would go than has to."""
+
+REST_S = 60.0
+"""How long the tier does not grow after others took of its reserve: they may go on, and what it
+took in between would have to go again."""
+
 SAVE_USES = 4096
 """Hits after which they are written down, one system call a slab: a SIGKILL loses so many."""
 
@@ -121,10 +129,27 @@ class Space:
                 if slab.unlinked and not slab.pins and not self._closed:
                     await self._drop_slab(shelf, slab)
 
+    async def watch(self) -> None:
+        """Keep the capacity, and what is to stay free of the disk, for ever."""
+        while True:
+            await self.shrink()
+            await asyncio.sleep(WATCH_S)
+
     async def shrink(self) -> None:
-        """Drop the coldest slabs until the capacity is kept, as after a start with a lower one."""
+        """Drop the coldest slabs until the capacity is kept, as after a start with a lower one,
+        and the reserve, as when others fill the disk."""
         async with self._growing:
-            while self.used_bytes > self.capacity_bytes and self.writable:
+            short = 0
+            if self.used_bytes and self.reserve_bytes and self.writable:
+                short = self.reserve_bytes - await self._free_bytes()
+            if short > 0:
+                self._grow_after = asyncio.get_running_loop().time() + REST_S
+                _log.warning(
+                    "%s: others leave %d bytes less free than reserve_free: slabs are dropped",
+                    self._directory.path,
+                    short,
+                )
+            while self.writable and (short > 0 or self.used_bytes > self.capacity_bytes):
                 victim = _coldest(
                     (shelf, slab)
                     for shelf in self.shelves.values()
@@ -132,6 +157,9 @@ class Space:
                 )
                 if victim is None:
                     return
+                if self.used_bytes <= self.capacity_bytes:
+                    self._counters["reserve_slabs_total"] += 1
+                short -= victim[1].size_bytes
                 await self._drop_slab(*victim)
 
     async def close(self) -> None:
@@ -158,18 +186,21 @@ class Space:
         """Records of the next slab; 0 if the capacity or the disk has no room for one."""
         room = self.capacity_bytes - self.used_bytes
         if records_within(room, slot_bytes):
-            threads = self._threads
-            try:
-                free = await threads.result(threads.writers, self._directory.free_bytes)
-            except OSError as error:
-                self.note_error(error)
-                free = 0
-            room = min(room, free - self.reserve_bytes)
+            room = min(room, await self._free_bytes() - self.reserve_bytes)
             if not records_within(room, slot_bytes):
                 self._grow_after = asyncio.get_running_loop().time() + RETRY_S
         # A block larger than a slab gets a slab of its own.
         usual = max(1, records_within(self._slab_bytes, slot_bytes))
         return min(records_within(room, slot_bytes), usual)
+
+    async def _free_bytes(self) -> int:
+        """What the disk has left; without an answer, the reserve alone."""
+        threads = self._threads
+        try:
+            return await threads.result(threads.writers, self._directory.free_bytes)
+        except OSError as error:
+            self.note_error(error)
+            return self.reserve_bytes
 
     async def _add_slab(self, shelf: Shelf, records: int) -> bool:
         folder = self._directory.folder(shelf.namespace)

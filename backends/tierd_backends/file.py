@@ -23,16 +23,19 @@ from tierd.backend import (
     Backend,
     BackendStats,
     BlockHeader,
+    CheckReport,
     GetRequest,
     GetResult,
     Outcome,
     PutRequest,
+    Tell,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.eviction import STORAGE_DEFAULT, STORAGE_POLICIES
 from tierd.sizes import parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
 from tierd_backends._directory import StoreDirectory
+from tierd_backends._fsck import check_store
 from tierd_backends._restart import open_slabs, read_indexes
 from tierd_backends._shelf import Shelf
 from tierd_backends._space import Space
@@ -82,6 +85,7 @@ class FileBackend(Backend):
 
     Options: ClassVar[type[msgspec.Struct]] = FileOptions
     in_worker: ClassVar[bool] = True
+    checks_offline: ClassVar[bool] = True
     lets_go_s: ClassVar[float] = 30.0
     """A disk that stands still for seconds comes back, as a rule; the index would have to be read
     from it again."""
@@ -108,16 +112,30 @@ class FileBackend(Backend):
             "io_errors_total": 0,
             "lost_slabs_total": 0,
             "refused_no_space_total": 0,
+            "reserve_slabs_total": 0,
         }
         self._opened = False
         self._threads: DiskThreads
         self._space: Space
         self._indexing: asyncio.Task[None]
+        self._watching: asyncio.Task[None]
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> FileBackend:
         assert isinstance(options, FileOptions)
         return cls(options)
+
+    @classmethod
+    def at(cls, path: str) -> FileOptions:
+        return FileOptions(path=path, capacity=0)
+
+    @classmethod
+    def check(
+        cls, options: msgspec.Struct, *, repair: bool, quick: bool, tell: Tell
+    ) -> CheckReport:
+        assert isinstance(options, FileOptions)
+        path = cls(options)._directory.path
+        return check_store(path, threads=options.threads, repair=repair, quick=quick, tell=tell)
 
     @property
     def direct(self) -> bool:
@@ -148,17 +166,20 @@ class FileBackend(Backend):
             raise
         self._opened = True
         self._indexing = asyncio.create_task(
-            read_indexes(self._space, self._threads, self.counters)
+            read_indexes(self._space, self._threads, self.counters), name="reading the index"
         )
+        self._watching = asyncio.create_task(self._watch(), name="watching the disk")
 
     async def close(self) -> None:
         if not self._opened:
             return
         self._opened = False
+        self._watching.cancel()
         self._indexing.cancel()
-        await asyncio.wait([self._indexing])
-        if not self._indexing.cancelled() and (error := self._indexing.exception()):
-            _log.error("%s: reading the index failed", self._directory.path, exc_info=error)
+        await asyncio.wait([self._indexing, self._watching])
+        for task in (self._indexing, self._watching):
+            if not task.cancelled() and (error := task.exception()):
+                _log.error("%s: %s failed", self._directory.path, task.get_name(), exc_info=error)
         await self._space.close()
         await self._shut()
 
@@ -406,6 +427,10 @@ class FileBackend(Backend):
             "O_DIRECT" if space.direct else "through the page cache",
             ", read-only" if directory.read_only else "",
         )
+
+    async def _watch(self) -> None:
+        await asyncio.wait([self._indexing])
+        await self._space.watch()
 
     async def _indexed(self) -> None:
         await asyncio.wait([self._indexing])

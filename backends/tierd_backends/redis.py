@@ -105,6 +105,10 @@ class RedisBackend(Backend):
         self._work: Work
         self._taking_census: asyncio.Task[None]
 
+    @property
+    def shared(self) -> bool:
+        return True
+
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> RedisBackend:
         assert isinstance(options, RedisOptions)

@@ -103,6 +103,10 @@ class S3Backend(Backend):
         self._bucket: Bucket
         self._indexing: asyncio.Task[None]
 
+    @property
+    def shared(self) -> bool:
+        return True
+
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> S3Backend:
         assert isinstance(options, S3Options)

@@ -10,18 +10,22 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tierd import __version__
 from tierd.errors import ConfigError
 
 COMMANDS = {
+    "completion": "print a shell's completion of this command",
+    "fsck": "check file tiers on disk, with tierd stopped",
     "hash": "compute the block hashes of prompts given as token ids",
+    "install-units": "write the systemd units for this installation",
     "replay": "run the eviction policies over a trace of requests",
     "serve": "run the daemon",
     "status": "show what a running daemon holds and does",
+    "top": "watch what a running daemon does",
 }
-"""Subcommand to its line in --help. Each is a module `tierd.cli.NAME` with `add_parser`."""
+"""Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # No option before the command takes a value, so its name is the first word that is one.
     chosen = next((word for word in words if word in COMMANDS), None)
     try:
-        args = _parser(chosen).parse_args(words)
+        args = parser_of([chosen] if chosen else []).parse_args(words)
         status: int = args.run(args)
         sys.stdout.flush()
     except ModuleNotFoundError as error:
@@ -50,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
+def parser_of(chosen: Collection[str]) -> argparse.ArgumentParser:
+    """The command line's parser, with the options of some commands."""
     parser = argparse.ArgumentParser(
         prog="tierd",
         description="A hierarchical KV offload daemon for LLM inference.",
@@ -59,8 +64,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tierd {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        if name == chosen:
-            importlib.import_module(f"tierd.cli.{name}").add_parser(subparsers)
+        if name in chosen:
+            module = f"tierd.cli.{name.replace('-', '_')}"
+            importlib.import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
     return parser

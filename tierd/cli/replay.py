@@ -10,13 +10,13 @@ import argparse
 import gc
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Final
 
+from tierd.cli.progress import Progress
 from tierd.config import StorageConfig, WritePolicy, check_budget, convert
 from tierd.errors import ConfigError
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT, STORAGE_POLICIES
@@ -105,7 +105,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Replay; the exit status."""
     setups = _setups(args)
-    progress = _Progress()
+    progress = Progress()
     # Millions of objects and no cycle: looking for one costs a twentieth of the time.
     gc.disable()
     try:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reports(
-    args: argparse.Namespace, setups: list[Setup], progress: _Progress
+    args: argparse.Namespace, setups: list[Setup], progress: Progress
 ) -> list[dict[str, Json]]:
     progress.say(f"reading {args.trace}")
     with open_trace(args.trace) as source:
@@ -320,20 +320,3 @@ def _list(value: Json) -> list[Json]:
 def _number(value: Json) -> float:
     assert isinstance(value, int | float)
     return value
-
-
-class _Progress:
-    """One line on a terminal's stderr, rewritten; nothing elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def say(self, text: str) -> None:
-        """Show what is being done."""
-        if self._shown:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Leave an empty line."""
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

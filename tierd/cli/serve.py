@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from tierd.config import load
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
-        return serve(load(args.config, os.environ))
+        return serve(partial(load, args.config, os.environ), os.environ)
     except ConfigError as error:
         print(f"tierd: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+from tierd.cli.text import duration, percent, printable, size
 from tierd.client import DEFAULT_SOCKET, Client
 from tierd.errors import TierdError
 
@@ -48,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
 def _lines(status: dict[str, object]) -> list[str]:
     host = _table(status["host"])
     lines = [
-        f"tierd {status['version']}, up {_seconds(status['uptime_s'])}, "
-        f"{_percent(status['hit_ratio'])} of the blocks asked for were had",
-        f"host     {_size(host['used_bytes'])} used of {_size(host['capacity_bytes'])}, "
+        f"tierd {status['version']}, up {duration(status['uptime_s'])}, "
+        f"{percent(status['hit_ratio'])} of the blocks asked for were had",
+        f"host     {size(host['used_bytes'])} used of {size(host['capacity_bytes'])}, "
         f"{host['blocks']} blocks, {host['leases']} leases, {host['backlog_blocks']} to back up",
-        f"  {_percent(host['hit_ratio'])} hits, {_percent(host['hit_ratio_at_twice'])} if it were "
+        f"  {percent(host['hit_ratio'])} hits, {percent(host['hit_ratio_at_twice'])} if it were "
         f"twice as large; evicts by {host['eviction']}",
     ]
     for device in _tables(status["copies"]):
@@ -61,8 +62,8 @@ def _lines(status: dict[str, object]) -> list[str]:
         lines += _tier_lines(tier)
     for space in _tables(status["namespaces"]):
         lines.append(
-            f"namespace {space['digest']}: {space['model']}, rank {space['tp_rank']}, "
-            f"{space['blocks']} blocks of {_size(space['block_bytes'])}, "
+            f"namespace {space['digest']}: {printable(space['model'])}, rank {space['tp_rank']}, "
+            f"{space['blocks']} blocks of {size(space['block_bytes'])}, "
             f"{space['sessions']} sessions"
         )
     lines += [f"{name} {count}" for name, count in _table(status["counters"]).items()]
@@ -74,28 +75,30 @@ def _device_lines(device: dict[str, object]) -> list[str]:
     return [
         f"copies   {device['device']}, process {device['pid']}, {device['attachments']} engine "
         f"processes, {device['under_way']} calls under way",
-        f"  {_size(device['pinned_bytes'])} pinned of {_size(device['mapped_bytes'])}{why}",
+        f"  {size(device['pinned_bytes'])} pinned of {size(device['mapped_bytes'])}{why}",
     ]
 
 
 def _tier_lines(tier: dict[str, object]) -> list[str]:
-    why = f": {tier['why']}" if tier["why"] else ""
-    bound = f" of {_size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
+    why = f": {printable(tier['why'])}" if tier["why"] else ""
+    bound = f" of {size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
     counters = _table(tier["counters"])
     lines = [
-        f"{tier['name']:<8} {tier['state']}{why}",
-        f"  {_size(tier['used_bytes'])} used{bound}, {tier['blocks']} blocks; "
-        f"read {_size(counters.get('read_bytes_total', 0))}, "
-        f"written {_size(counters.get('written_bytes_total', 0))}",
-        f"  {_percent(tier['hit_ratio'])} hits; {tier['write_policy']}, "
-        f"{_percent(tier['written_unread_share'])} of what was written never read",
-        f"  {tier['backup_queue']} blocks to write, {_size(tier['backup_queue_bytes'])} of "
-        f"{_size(tier['backup_queue_bytes_max'])}",
+        f"{printable(tier['name']):<8} {tier['state']}{why}",
+        f"  {size(tier['used_bytes'])} used{bound}, {tier['blocks']} blocks; "
+        f"read {size(counters.get('read_bytes_total', 0))}, "
+        f"written {size(counters.get('written_bytes_total', 0))}",
+        f"  {percent(tier['hit_ratio'])} hits; {tier['write_policy']}, "
+        f"{percent(tier['written_unread_share'])} of what was written never read",
+        f"  {tier['backup_queue']} blocks to write, {size(tier['backup_queue_bytes'])} of "
+        f"{size(tier['backup_queue_bytes_max'])}",
     ]
     for what, circuit in _table(tier["circuits"]).items():
         told = _table(circuit)
         if told["state"] != "closed":
-            lines.append(f"  {what} {told['state']} for {told['since_s']} s: {told['why']}")
+            lines.append(
+                f"  {what} {told['state']} for {told['since_s']} s: {printable(told['why'])}"
+            )
     for what, spread in _table(tier["latency"]).items():
         times = _table(spread)
         if times["count"]:
@@ -111,25 +114,3 @@ def _table(value: object) -> dict[str, object]:
 def _tables(value: object) -> list[dict[str, object]]:
     assert isinstance(value, list)
     return [_table(entry) for entry in value]
-
-
-def _size(value: object) -> str:
-    assert isinstance(value, int)
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} TiB"
-
-
-def _percent(value: object) -> str:
-    assert isinstance(value, int | float)
-    return f"{100 * value:.3g} %"
-
-
-def _seconds(value: object) -> str:
-    assert isinstance(value, int | float)
-    minutes, seconds = divmod(int(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m{seconds:02}s"

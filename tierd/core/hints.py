@@ -157,7 +157,7 @@ class Hints:
                 0,
             )
         )
-        self._max_ns = pin_max_s * _S
+        self.pin_max_s = pin_max_s
         self._books: dict[bytes, _Book] = {}
 
     def kept(self, digest: bytes) -> dict[bytes, int]:
@@ -193,7 +193,7 @@ class Hints:
         share: float,
     ) -> int:
         """How many of the blocks, from the first on, are kept so long now."""
-        until_s = -(-(now_ns + min(time_ns, self._max_ns)) // _S)
+        until_s = -(-(now_ns + min(time_ns, self.pin_max_s * _S)) // _S)
         # What is left of the quota is each part's alike: the ranks of an engine have the same
         # blocks kept, and a prefix that not every rank has is of no use.
         bytes_left = int(self.quota_bytes * share) - self.kept_bytes

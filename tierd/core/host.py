@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Final, NamedTuple
@@ -69,6 +69,19 @@ class Evicted(enum.Enum):
     """So that the next reservation finds free slots."""
     LENT = "lent"
     """Another namespace needed the memory."""
+    SHRUNK = "shrunk"
+    """The machine needed the memory, or the capacity was lowered."""
+
+
+class Adopted(NamedTuple):
+    """A block that the ledger of the daemon's life before tells of."""
+
+    slot: int
+    block_hash: bytes
+    parent: bytes
+    checksum: bytes
+    generation: int
+    backed_up: int
 
 
 class NewSegment(NamedTuple):
@@ -134,9 +147,12 @@ class Space:
     """One namespace's segments and slots. Slot numbers run through its segments.
 
     A slot of a live segment is in exactly one place: `free`, `writing` (by block hash,
-    reserved and not yet committed), `chain` (READY) or `leaving` (evicted, but not free before
-    it is written to a tier; by slot, with hash and parent). `generations` holds the
-    reservation that filled it last.
+    reserved and not yet committed), `chain` (READY), `leaving` (evicted, but not free before
+    it is written to a tier; by slot, with hash and parent) or `doubtful` (somebody of the
+    daemon's life before may still write to it). `generations` holds the reservation that filled
+    it last. Of what is leaving, `dropped` is gone for good and cannot be revived. `unproven` has
+    what the ledger says of blocks from a life before, by slot: none of them is served, or leaves
+    L2, before its checksum has been found to be that one.
     `reuse` is what is known of its blocks, resident or not, and `ghosts` those that were evicted
     last: as many as it has slots, so that together they are an arena of twice the size.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
@@ -158,6 +174,9 @@ class Space:
     free: list[int] = field(default_factory=list)
     writing: dict[bytes, int] = field(default_factory=dict)
     leaving: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+    doubtful: list[int] = field(default_factory=list)
+    unproven: dict[int, bytes] = field(default_factory=dict)
     live: list[bool] = field(default_factory=list)
     sessions: int = 0
 
@@ -170,6 +189,11 @@ class Space:
     def live_segments(self) -> int:
         """Segments that hold memory."""
         return sum(self.live)
+
+    @property
+    def proven_blocks(self) -> int:
+        """Readable blocks whose checksum is known, so that they can be written, or outlive us."""
+        return len(self.checksums) - self.checksums.count(None)
 
     def resize(self) -> None:
         """Tell what orders evictions how many slots there are now."""
@@ -184,6 +208,14 @@ class Space:
             if block_hash not in items and block_hash not in ghosts:
                 return count
         return len(hashes)
+
+    def by_segment(self, slots: Iterable[int]) -> dict[int, list[int]]:
+        """The places of slots in their segments, by the segments' numbers."""
+        found: dict[int, list[int]] = {}
+        for slot in slots:
+            index, place = divmod(slot, self.slots_per_segment)
+            found.setdefault(index, []).append(place)
+        return found
 
     def identity(self, slot: int) -> tuple[bytes, bytes]:
         """Hash and parent of the block in a slot, READY or leaving."""
@@ -213,13 +245,13 @@ class HostTier:
         eviction: str = L2_DEFAULT,
     ) -> None:
         self.capacity_bytes = capacity_bytes
+        self.limit_bytes = capacity_bytes
+        """What the arena may have now, at most the capacity; see `set_limit`."""
         self.hints = hints or Hints(int(capacity_bytes * PIN_SHARE))
         self.eviction = eviction
         """Name of the policy that orders evictions, in each space by itself."""
         self.uses = Uses()
-        target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
-        small = max(capacity_bytes // SEGMENTS_MIN, 1)
-        self.segment_bytes_target = segment_bytes or min(target, small)
+        self.segment_bytes_target = segment_bytes or _segment_bytes(capacity_bytes)
         self.spaces: dict[bytes, Space] = {}
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
@@ -230,13 +262,56 @@ class HostTier:
         self.claim: Claim | None = None
         self.claims_all = False
         """Whether blocks usually are claimed, so that slots get free late."""
+        self._leased_before: list[tuple[Space, list[int]]] = []
         self._next_id = 1
+        self._bound_bytes = capacity_bytes
         self._writing_bytes: dict[int, int] = {}
 
     @property
     def evicted_blocks(self) -> int:
         """Blocks that were evicted, for whatever reason."""
         return self.evicted.total()
+
+    # --- how much -------------------------------------------------------------------
+
+    def set_capacity(self, capacity_bytes: int, pin_share: float) -> None:
+        """Have another capacity from now on; `shrink` gives back what is more.
+
+        Follow: the limit, the quota of hints, the share that an owner may reserve, the segments
+        of new namespaces. Not: how much is remembered of blocks, and segments that there are.
+        """
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes_target = _segment_bytes(capacity_bytes)
+        self.set_limit(capacity_bytes)
+        self.hints.quota_bytes = int(capacity_bytes * pin_share)
+        for space in self.spaces.values():
+            if self.hints.kept_bytes > self.hints.quota_bytes:
+                space.chain.unkeep(self.hints.override(space.digest))
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Grow no further than this from now on; `shrink` gives back what is more."""
+        self.limit_bytes = min(limit_bytes, self.capacity_bytes)
+        self._lower_bound()
+
+    def shrink(self) -> list[Effect]:
+        """Empty and hollow one segment if more is allocated than the limit.
+
+        Nothing may come of it: leases, reservations and blocks on their way to a tier keep
+        segments. What was evicted stays so, and a later call goes on from there.
+        """
+        effects: list[Effect] = []
+        if self.allocated_bytes > self.limit_bytes:
+            donors = sorted((s for s in self.spaces.values() if s.live_segments), key=_worth)
+            if not any(self._empty_segment(s, Evicted.SHRUNK, effects) for s in donors):
+                for space in donors:
+                    # The machine comes before what engines would like to be kept.
+                    if space.chain.keeping and not space.leaving:
+                        space.chain.unkeep(self.hints.override(space.digest))
+        self._lower_bound()
+        return effects
+
+    def _lower_bound(self) -> None:
+        self._bound_bytes = max(self.limit_bytes, self.allocated_bytes)
 
     # --- namespaces -----------------------------------------------------------------
 
@@ -266,8 +341,18 @@ class HostTier:
         if None in found:
             del found[found.index(None) :]
         slots: list[int] = found  # type: ignore[assignment]  # cut at the first None
+        if space.unproven:
+            doubted = (i for i, slot in enumerate(slots) if slot in space.unproven)
+            del slots[next(doubted, len(slots)) :]
         space.chain.touch(slots)
         return slots
+
+    def unproven(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
+        """Slots of those of the blocks that are here, but whose checksum is still to be seen."""
+        if not space.unproven:
+            return []
+        found = map(space.chain.items.get, hashes)
+        return [slot for slot in found if slot is not None and slot in space.unproven]
 
     def hold(self, space: Space, slots: Sequence[int]) -> None:
         """Keep READY slots from eviction and reuse until `unhold`."""
@@ -280,6 +365,29 @@ class HostTier:
         refs = space.refs
         for slot in slots:
             refs[slot] -= 1
+        if space.dropped:
+            self._free_dropped(space, slots)
+
+    def drop(self, space: Space, slots: Sequence[int]) -> list[Effect]:
+        """Take READY or leaving blocks out for good, whatever place they have in a prefix.
+
+        They are found by nobody from now on. Slots that somebody holds are free once nobody does.
+        """
+        for slot in slots:
+            if slot not in space.leaving:
+                space.leaving[slot] = space.identity(slot)
+                space.chain.remove(slot)
+            space.dropped.add(slot)
+            space.unproven.pop(slot, None)
+        self._free_dropped(space, slots)
+        return [Forget(space, list(slots))] if slots else []
+
+    def _free_dropped(self, space: Space, slots: Sequence[int]) -> None:
+        for slot in space.dropped.intersection(slots):
+            if not space.refs[slot]:
+                space.dropped.discard(slot)
+                del space.leaving[slot]
+                self._free(space, slot)
 
     def settle(self, space: Space, slots: Sequence[int]) -> list[Effect]:
         """Free those of the slots whose blocks were leaving and that nobody holds any more."""
@@ -330,7 +438,7 @@ class HostTier:
         nobody has yet, has of the whole: the others' blocks would have to make room for it.
         """
         parts = []
-        unused = self.capacity_bytes - self.allocated_bytes
+        unused = max(0, self.limit_bytes - self.allocated_bytes)
         for space in dict.fromkeys(spaces):
             memory = space.live_segments * space.segment_bytes + unused
             limit = self.hints.quota_bytes * memory // self.capacity_bytes
@@ -345,6 +453,69 @@ class HostTier:
         for digest, hashes in over:
             self.spaces[digest].chain.unkeep(hashes)
         return bool(over)
+
+    # --- a life before --------------------------------------------------------------
+
+    def adopt(
+        self,
+        namespace: Namespace,
+        slots_per_segment: int,
+        live: Sequence[bool],
+        blocks: Sequence[Adopted],
+    ) -> Space | None:
+        """Take a namespace over as a life before left it; the one used last comes last.
+
+        Its blocks are READY, unproven, and held until `end_leases_before`; whatever else is in
+        its live segments is doubtful until `end_writes_before`. None if no slot of it fits the
+        capacity. What exceeds the capacity goes when the arena shrinks.
+        """
+        assert namespace.digest not in self.spaces
+        space = self.open_space(namespace)
+        if space is None:
+            return None
+        space.slots_per_segment = slots_per_segment
+        total = len(live) * slots_per_segment
+        space.live = list(live)
+        space.generations = [0] * total
+        space.refs = [0] * total
+        space.checksums = [None] * total
+        space.backed_up = [0] * total
+        space.resize()
+        self.allocated_bytes += space.live_segments * space.segment_bytes
+        self._lower_bound()
+        for slot, block_hash, parent, checksum, generation, backed_up in blocks:
+            if block_hash in space.chain:
+                continue
+            space.chain.insert(slot, block_hash, parent)
+            space.unproven[slot] = checksum
+            space.generations[slot] = generation
+            space.backed_up[slot] = backed_up
+            self._next_id = max(self._next_id, generation)
+        held = list(space.unproven)
+        self.hold(space, held)
+        self._leased_before.append((space, held))
+        segments = [range(at, at + slots_per_segment) for at in range(0, total, slots_per_segment)]
+        # Low slots come last, as those that are free: they are handed out first.
+        space.doubtful = [
+            slot
+            for index in reversed(range(len(live)))
+            if live[index]
+            for slot in reversed(segments[index])
+            if slot not in space.unproven
+        ]
+        return space
+
+    def end_leases_before(self) -> None:
+        """Nobody reads what was adopted by a lease of a life before any more; idempotent."""
+        for space, slots in self._leased_before:
+            self.unhold(space, slots)
+        self._leased_before.clear()
+
+    def end_writes_before(self) -> None:
+        """Nobody of a life before writes to a slot any more; idempotent."""
+        for space in self.spaces.values():
+            space.free[:0] = space.doubtful
+            space.doubtful.clear()
 
     # --- two-phase store ------------------------------------------------------------
 
@@ -369,7 +540,7 @@ class HostTier:
         above = _resident_parents(items, wanted, hashes, parents)
         shield = touched + above
         space.chain.touch(shield)
-        allowed = int(self.capacity_bytes * WRITING_SHARE_MAX) - self._writing_bytes.get(owner, 0)
+        allowed = int(self.limit_bytes * WRITING_SHARE_MAX) - self._writing_bytes.get(owner, 0)
         count = max(0, min(len(wanted), allowed // space.slot_bytes))
         if count == 0 and wanted and not self._writing_bytes.get(owner):
             count = 1  # An arena of one or two slots still serves one block at a time.
@@ -447,7 +618,9 @@ class HostTier:
         time to make a slot free.
         """
         effects: list[Effect] = []
-        if len(space.free) <= space.slots_per_segment // 4 and self._grow(space, effects):
+        # What is doubtful is free as a rule, and before long.
+        free = len(space.free) + len(space.doubtful)
+        if free <= space.slots_per_segment // 4 and self._grow(space, effects):
             return effects
         slots = space.live_segments * space.slots_per_segment
         if self.claims_all:
@@ -502,9 +675,10 @@ class HostTier:
         return taken, effects
 
     def _grow(self, space: Space, effects: list[Effect]) -> bool:
-        """Add a segment within the capacity."""
+        """Add a segment within the bound."""
         size = space.segment_bytes
-        if self.allocated_bytes + size > self.capacity_bytes:
+        # While there is more than the limit, what one namespace gives up another may still have.
+        if self.allocated_bytes + size > self._bound_bytes:
             return False
         self.allocated_bytes += size
         per = space.slots_per_segment
@@ -526,20 +700,18 @@ class HostTier:
 
     def _borrow(self, space: Space, effects: list[Effect]) -> bool:
         """Empty and hollow a segment of another space, if that one is idle or has more memory."""
-        donors = sorted(
-            (s for s in self.spaces.values() if s is not space and s.live_segments),
-            key=lambda s: (s.sessions > 0, -s.live_segments * s.segment_bytes),
-        )
+        others = (s for s in self.spaces.values() if s is not space and s.live_segments)
+        donors = sorted(others, key=_worth)
         held = space.live_segments * space.segment_bytes
         for donor in donors:
             surplus = donor.live_segments * donor.segment_bytes - held
             if donor.sessions and surplus <= donor.segment_bytes:
                 continue
-            if self._empty_segment(donor, effects):
+            if self._empty_segment(donor, Evicted.LENT, effects):
                 return True
         return False
 
-    def _empty_segment(self, space: Space, effects: list[Effect]) -> bool:
+    def _empty_segment(self, space: Space, why: Evicted, effects: list[Effect]) -> bool:
         """Hollow a segment: evict as many of the coldest blocks as it has, move the others out.
 
         Evicting until one is empty by itself would cost up to a fifth of the cache. False if
@@ -555,7 +727,7 @@ class HostTier:
             short = len(rest) - len(room)
             if short <= 0:
                 break
-            if not self._evict(space, short, Evicted.LENT, effects):
+            if not self._evict(space, short, why, effects):
                 return False
             if any(slot in inside for slot in space.leaving):
                 return False  # Until it is written; a later call finds another segment, or this.
@@ -570,7 +742,7 @@ class HostTier:
         used = [per] * len(space.live)
         for slot in space.free:
             used[slot // per] -= 1
-        reserved = {slot // per for slot in space.writing.values()}
+        reserved = {slot // per for slot in (*space.writing.values(), *space.doubtful)}
         movable = [
             index
             for index, live in enumerate(space.live)
@@ -588,6 +760,8 @@ class HostTier:
             space.generations[target] = space.generations[slot]
             space.checksums[target] = space.checksums[slot]
             space.backed_up[target] = space.backed_up[slot]
+            if slot in space.unproven:
+                space.unproven[target] = space.unproven[slot]
             self._free(space, slot)
         effects.append(Move(space, pairs))
 
@@ -614,7 +788,11 @@ class HostTier:
 
     def _revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
         """Make blocks READY again that are leaving; whether any was."""
-        by_hash = {block_hash: slot for slot, (block_hash, _) in space.leaving.items()}
+        by_hash = {
+            block_hash: slot
+            for slot, (block_hash, _) in space.leaving.items()
+            if slot not in space.dropped
+        }
         again = [by_hash[h] for h in dict.fromkeys(hashes) if h in by_hash]
         for slot in again:
             block_hash, parent = space.leaving.pop(slot)
@@ -633,6 +811,7 @@ class HostTier:
         effects.append(HollowSegment(space, index))
 
     def _free(self, space: Space, slot: int) -> None:
+        space.unproven.pop(slot, None)
         space.checksums[slot] = None
         space.backed_up[slot] = 0
         space.free.append(slot)
@@ -683,7 +862,8 @@ class HostTier:
             assert len(space.refs) == len(space.generations) == total
             assert len(space.checksums) == len(space.backed_up) == total
             ready = sorted(space.chain.items.values())
-            places = sorted([*ready, *space.free, *space.writing.values(), *space.leaving])
+            others_places = (*space.writing.values(), *space.leaving, *space.doubtful)
+            places = sorted([*ready, *space.free, *others_places])
             assert places == [s for s in range(total) if space.live[s // space.slots_per_segment]]
             for slot, refs in enumerate(space.refs):
                 assert refs >= held.get((space.digest, slot), 0) >= 0
@@ -691,14 +871,28 @@ class HostTier:
             assert not any(space.refs[slot] for slot in others)
             for slot, (block_hash, _) in space.leaving.items():
                 assert space.refs[slot], "a block is leaving that nobody writes"
-                assert block_hash not in space.chain
-                assert block_hash not in space.writing
+                if slot not in space.dropped:
+                    assert block_hash not in space.chain
+                    assert block_hash not in space.writing
+            assert space.dropped <= space.leaving.keys()
+            assert space.unproven.keys() <= set(ready) | space.leaving.keys()
             for block_hash in space.writing:
                 assert block_hash not in space.chain
                 assert len(block_hash) == HASH_BYTES
         self.hints.check()
         assert allocated == self.allocated_bytes
-        assert allocated <= self.capacity_bytes
+        assert self.limit_bytes <= self.capacity_bytes
+        assert allocated <= self._bound_bytes
+
+
+def _segment_bytes(capacity_bytes: int) -> int:
+    target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
+    return min(target, max(capacity_bytes // SEGMENTS_MIN, 1))
+
+
+def _worth(space: Space) -> tuple[bool, int]:
+    """Order in which namespaces give memory up: idle ones first, then those with the most."""
+    return space.sessions > 0, -space.live_segments * space.segment_bytes
 
 
 def _resident_parents(

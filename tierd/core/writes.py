@@ -109,11 +109,7 @@ class WriteBudget:
         self.demand = 0.0
         """How likely a block must be used again to be worth a write."""
         self._first_steps = FIRST_STEPS
-        self._share = config.write_share
-        self._endurance_per_s = config.drive_writes_per_day / DAY_S
         self._by_rate: Bucket | None = None
-        if config.write_bytes_per_s:
-            self._by_rate = Bucket(config.write_bytes_per_s, RATE_BURST_S)
         self._by_endurance: Bucket | None = None
         self._step_bytes = max(1, l2_bytes // STEPS)
         self._capacity_bytes = 0
@@ -121,6 +117,16 @@ class WriteBudget:
         # Of late: what came up, what was written, and how long that took.
         self._offered_bytes = self._written_bytes = self._span_s = 0.0
         self._stepped_bytes = 0
+        self.configure(config)
+
+    def configure(self, config: StorageConfig) -> None:
+        """Keep these bounds from now on. A speed that is as it was keeps what it had left."""
+        self._share = config.write_share
+        rate = config.write_bytes_per_s
+        if rate != (self._by_rate.bytes_per_s if self._by_rate is not None else 0):
+            self._by_rate = Bucket(rate, RATE_BURST_S) if rate else None
+        self._endurance_per_s = config.drive_writes_per_day / DAY_S
+        self._endure()
 
     @property
     def horizon_s(self) -> float:
@@ -166,8 +172,12 @@ class WriteBudget:
         if not capacity_bytes or capacity_bytes == self._capacity_bytes:
             return
         self._capacity_bytes = capacity_bytes
-        if self._endurance_per_s:
-            self._by_endurance = Bucket(capacity_bytes * self._endurance_per_s, ENDURANCE_BURST_S)
+        self._endure()
+
+    def _endure(self) -> None:
+        rate = self._capacity_bytes * self._endurance_per_s
+        if rate != (self._by_endurance.bytes_per_s if self._by_endurance is not None else 0):
+            self._by_endurance = Bucket(rate, ENDURANCE_BURST_S) if rate else None
 
     def _buckets(self) -> list[Bucket]:
         return [b for b in (self._by_rate, self._by_endurance) if b is not None]
@@ -242,7 +252,11 @@ class Writes:
         self.policy = config.write_policy
         self.budget = WriteBudget(config, l2_bytes)
         self.missed = Missed()
-        self._uses = config.write_uses
+        self._config = config
+
+    def configure(self) -> None:
+        """The tier's configuration has changed; its policy stays."""
+        self.budget.configure(self._config)
 
     @property
     def when_leaving(self) -> bool:
@@ -280,7 +294,9 @@ class Writes:
         demand = budget.demand if moment is Moment.LEAVING else budget.demand**STAYING
         chosen = [*range(len(hashes))]
         if moment is Moment.USED and not early:
-            chosen = [place for place in chosen if reuse.uses(hashes[place]) >= self._uses]
+            chosen = [
+                place for place in chosen if reuse.uses(hashes[place]) >= self._config.write_uses
+            ]
         if not early:
             chances = reuse.chances([hashes[place] for place in chosen], budget.horizon_s)
             chosen = [p for p, chance in zip(chosen, chances, strict=True) if chance >= demand]

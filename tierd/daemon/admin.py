@@ -1,7 +1,7 @@
 """Metrics and health over HTTP: read-only, local, and no burden whoever connects.
 
     GET /metrics     what STATUS reports, for Prometheus
-    GET /v1/status   the same as JSON
+    GET /v1/status   the same as JSON, and the phase of the daemon's life
     GET /healthz     200 while the daemon's own work goes on; 503 and why if it does not
     GET /readyz      200 while engines are served; 503 before, and from SIGTERM on
 
@@ -26,6 +26,7 @@ from typing import Final, NamedTuple, cast
 
 from tierd.config import AdminConfig
 from tierd.daemon.exposition import CONTENT_TYPE
+from tierd.daemon.health import Health
 from tierd.daemon.metrics import scrape
 from tierd.daemon.node import Node
 from tierd.errors import ConfigError
@@ -43,9 +44,6 @@ CONNECTION_S_MAX: Final = 5.0
 
 CONNECTIONS_MAX: Final = 16
 """Connections at once; there are one or two Prometheus servers, and somebody with curl."""
-
-STUCK_S: Final = 30.0
-"""Checksums of a batch take some ms: a thread that is away so long does not come back."""
 
 BUSY_SHARE_MAX: Final = 1 / 20
 """Of the loop's time, which engines wait for, so much at most goes into making one page: it is
@@ -74,15 +72,19 @@ class _Reply(NamedTuple):
 class Admin:
     """Answers what is asked of a node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, health: Health | None = None) -> None:
         self.phase = Phase.STARTING
         self.open: set[_Connection] = set()
-        self._node = node
+        self._health = health or Health(node.memory)
+
+        def status() -> dict[str, object]:
+            return {**node.status(), "phase": self.phase.value}
+
         self._pages: dict[str, Callable[[], _Reply]] = {
             "/healthz": self._healthz,
-            "/metrics": _Sparing(lambda: _Reply(scrape(node.status()), kind=CONTENT_TYPE)),
+            "/metrics": _Sparing(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
             "/readyz": self._readyz,
-            "/v1/status": _Sparing(lambda: _Reply(_json(node.status()), kind=_JSON)),
+            "/v1/status": _Sparing(lambda: _Reply(_json(status()), kind=_JSON)),
         }
 
     @contextlib.asynccontextmanager
@@ -120,10 +122,8 @@ class Admin:
         return reply if method == b"GET" else reply[: reply.index(_END) + len(_END)]
 
     def _healthz(self) -> _Reply:
-        away_s = self._node.memory.in_thread_s
-        if away_s > STUCK_S:
-            why = f"a thread that computes checksums or faults memory in is away for {away_s:.0f} s"
-            return _Reply(f"{why}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        if trouble := self._health.trouble:
+            return _Reply(f"{trouble}\n", HTTPStatus.SERVICE_UNAVAILABLE)
         return _Reply("ok\n")
 
     def _readyz(self) -> _Reply:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from tierd.backend import Outcome, PutRequest, checksum
@@ -33,6 +33,14 @@ CHECKSUM_BATCH: Final = 32
 
 CHECKSUM_PAUSE_S: Final = 0.005
 """Pause before a round of checksums. A hop to a thread and back costs about 0.1 ms."""
+
+Covers = Callable[[bytes], bool]
+"""Whether a namespace, by its digest, is one that is meant."""
+
+
+def nobody(digest: bytes) -> bool:
+    """Covers no namespace."""
+    return False
 
 
 class WriteQueue:
@@ -57,8 +65,6 @@ class WriteQueue:
         self.given_up = 0
         """Blocks that waited for it since then and were not written."""
         self.ready = asyncio.Event()
-        # Long enough for the first probe: a short stall costs no backups.
-        self._patience_s = (tier.config.deadline_ms + tier.config.probe_ms) / 1000
         self._stopped_s: float | None = None
 
     def room(self, space: Space) -> int:
@@ -152,7 +158,9 @@ class WriteQueue:
         while not self.tier.writes_allowed:
             if self._stopped_s is None:
                 self._stopped_s = loop.time()
-            if loop.time() - self._stopped_s >= self._patience_s:
+            # Long enough for the first probe: a short stall costs no backups.
+            config = self.tier.config
+            if loop.time() - self._stopped_s >= (config.deadline_ms + config.probe_ms) / 1000:
                 return False
             await asyncio.sleep(WRITE_PAUSE_S)
         self._stopped_s = None
@@ -200,13 +208,15 @@ class Backups:
         self._memory = memory
         self._host = memory.host
         self._clock = clock
+        self.barred: Covers = nobody
+        """Namespaces of which nothing is written now."""
         self.stopping = False
         """What is stored is written at once from now on; `flush` writes the rest."""
-        share = int(self._host.capacity_bytes * PENDING_SHARE_MAX) // max(1, len(tiers))
         self.queues = [
-            WriteQueue(tier, 1 << i, min(tier.config.write_queue, share), self._host.capacity_bytes)
+            WriteQueue(tier, 1 << i, tier.config.write_queue, self._host.capacity_bytes)
             for i, tier in enumerate(tiers)
         ]
+        self.resize()
         if tiers:
             self._host.claim = self.leaving
             self._host.claims_all = any(queue.writes.when_leaving for queue in self.queues)
@@ -214,6 +224,12 @@ class Backups:
         self._fresh: deque[_Fresh] = deque()
         self._fresh_ready = asyncio.Event()
         self._summing: list[_Fresh] = []
+
+    def resize(self) -> None:
+        """Give each tier its part of the capacity as it is now."""
+        share = int(self._host.capacity_bytes * PENDING_SHARE_MAX) // max(1, len(self.queues))
+        for queue in self.queues:
+            queue.bytes_max = min(queue.tier.config.write_queue, share)
 
     # --- what is to be backed up -----------------------------------------------------
 
@@ -277,13 +293,24 @@ class Backups:
         self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: Moment
     ) -> list[int]:
         """Those of the slots that a tier lacks and that its policy wants now."""
+        if self.barred(space.digest):
+            return []
         backed_up, bit = space.backed_up, queue.bit
-        lacking = [slot for slot in slots if not backed_up[slot] & bit]
+        unproven = space.unproven
+        lacking = [slot for slot in slots if not backed_up[slot] & bit and slot not in unproven]
         if not lacking:
             return []
         if self.stopping:
             moment = Moment.LEAVING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
+
+    def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
+        """Have blocks get their checksums, whether or not a tier is to get them."""
+        fresh = [slot for slot in slots if space.checksums[slot] is None]
+        self._host.hold(space, fresh)
+        self._fresh.extend(_Fresh(space, slot, 0) for slot in fresh)
+        if fresh:
+            self._fresh_ready.set()
 
     def _begin(self, space: Space, tiers: Mapping[int, int]) -> None:
         """Have slots written to the tiers whose bits they come with, after their checksums."""
@@ -350,8 +377,54 @@ class Backups:
         for slot in slots:
             lacking = sum(queue.bit for queue in below if queue.lacked(space, slot))
             space.backed_up[slot] = bits & ~lacking
+            self._memory.note_tiers(space, [slot], add=bits & ~lacking)
         if below or bits != self._every:
             self.offer(space, slots, Moment.STORED)
+
+    # --- what is not to be backed up any more ----------------------------------------
+
+    def give_up(self, covers: Covers) -> None:
+        """Blocks of these namespaces that wait for tiers wait no longer. Those that are being
+        written, or summed, are `under_way`."""
+        for queue in self.queues:
+            given: dict[Space, list[int]] = {}
+            kept: deque[tuple[Space, int]] = deque()
+            for space, slot in queue.waiting:
+                if covers(space.digest):
+                    given.setdefault(space, []).append(slot)
+                else:
+                    kept.append((space, slot))
+            queue.waiting = kept
+            for space, slots in given.items():
+                self._leave_out(queue, space, slots)
+        fresh, self._fresh = self._fresh, deque()
+        for block in fresh:
+            if not block.tiers or not covers(block.space.digest):
+                self._fresh.append(block)
+            else:
+                for queue in self.queues:
+                    if block.tiers & queue.bit:
+                        self._leave_out(queue, block.space, [block.slot])
+
+    def under_way(self, covers: Covers) -> bool:
+        """Whether blocks of these namespaces are being summed or written just now."""
+        summing = any(fresh.tiers and covers(fresh.space.digest) for fresh in self._summing)
+        return summing or any(
+            covers(space.digest) for queue in self.queues for space, _ in queue.writing
+        )
+
+    def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
+        """Tiers, by their bits, do not have these blocks of L2 any more."""
+        for slot in slots:
+            space.backed_up[slot] &= ~bits
+        self._memory.note_tiers(space, slots, remove=bits)
+
+    def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
+        """Blocks that were to wait for a tier do not."""
+        queue.lacks(space, slots)
+        self._unmark(space, slots, queue)
+        self._memory.let_go(space, slots)
+        queue.let_go(space, len(slots))
 
     # --- what waits ------------------------------------------------------------------
 
@@ -362,7 +435,9 @@ class Backups:
 
     @property
     def drainable(self) -> bool:
-        """Whether blocks wait for a tier that takes writes."""
+        """Whether blocks wait for a checksum, or for a tier that takes writes."""
+        if self._fresh or self._summing:
+            return True
         return any((q.pending_blocks or q.unflushed) and q.tier.writes_allowed for q in self.queues)
 
     def note_capacities(self) -> None:
@@ -388,16 +463,24 @@ class Backups:
                 self._summing = []
 
     async def _sum(self, batch: Iterable[_Fresh]) -> None:
-        missing = [(f.space, f.slot) for f in batch if f.space.checksums[f.slot] is None]
+        fresh = ((f.space, f.slot) for f in batch if f.space.checksums[f.slot] is None)
+        missing = list(dict.fromkeys(fresh))
         views = [self._memory.payload(space, slot) for space, slot in missing]
         sums = await self._memory.in_thread(_checksums, views)
         for (space, slot), digest in zip(missing, sums, strict=True):
             space.checksums[slot] = digest
-            self._memory.record(space, slot)
+            # The ledger has forgotten what was dropped meanwhile, and is not to learn it again.
+            if slot not in space.dropped:
+                self._memory.record(space, slot)
 
     def _pass_on(self, fresh: _Fresh) -> None:
+        if not fresh.tiers:
+            self._memory.let_go(fresh.space, [fresh.slot])
+        barred = self.barred(fresh.space.digest)
         for queue in self.queues:
-            if fresh.tiers & queue.bit:
+            if fresh.tiers & queue.bit and barred:
+                self._leave_out(queue, fresh.space, [fresh.slot])
+            elif fresh.tiers & queue.bit:
                 queue.put(fresh.space, fresh.slot)
 
     async def write(self, queue: WriteQueue) -> None:
@@ -439,6 +522,8 @@ class Backups:
         kept = (Outcome.STORED, Outcome.PRESENT)
         lost = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome not in kept]
         queue.got(space, slots, outcomes)
+        got = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome in kept]
+        self._memory.note_tiers(space, got, add=queue.bit)
         queue.lacks(space, lost)
         self._unmark(space, lost, queue)
 
@@ -447,6 +532,7 @@ class Backups:
             queue.given_up += len(slots)
         for slot in slots:
             space.backed_up[slot] &= ~queue.bit
+        self._memory.note_tiers(space, slots, remove=queue.bit)
 
     # --- proof -----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -24,6 +25,7 @@ from tierd.core.host import (
     Reservation,
     Space,
 )
+from tierd.daemon.service import ServiceManager
 from tierd.memory.arena import Arena, Segment
 from tierd.memory.ledger import LedgerRecord
 from tierd.memory.placement import Placement
@@ -34,6 +36,13 @@ INTERNAL: Final = 0
 """Owner of the daemon's own reservations; sessions count from 1."""
 
 _T = TypeVar("_T")
+
+
+def kept_name(digest: bytes, index: int) -> str:
+    """What a segment and its ledger are called where the service manager keeps them."""
+    return f"arena-{digest.hex()}-{index}"
+
+
 SegmentListener = Callable[[Space, int, Segment], None]
 
 
@@ -47,9 +56,12 @@ class HostMemory:
         counters: Counter[str],
         executor: Executor | None,
         placement: Placement | None = None,
+        manager: ServiceManager | None = None,
     ) -> None:
+        """`manager` keeps the segments for the daemon's next life, if there is one."""
         self.host = host
         self.arena = Arena(placement)
+        self.manager = manager or ServiceManager()
         self.counters = counters
         self.listeners: list[SegmentListener] = []
         self.hollowed: Callable[[Segment], None] = lambda _: None
@@ -87,6 +99,23 @@ class HostMemory:
         """Have slots for the next `count` blocks before they are asked for."""
         self._apply(self.host.make_room_ahead(space, count))
 
+    def shrink(self) -> bool:
+        """Give a segment back if there is more than the limit; whether that could be done."""
+        before = self.host.allocated_bytes
+        self._apply(self.host.shrink())
+        return self.host.allocated_bytes < before
+
+    def resident_bytes(self) -> int:
+        """Bytes of segments that have memory behind them, whoever has touched it."""
+        return sum(
+            # The kernel need not be asked about what has been faulted in as a whole.
+            segment.mapping.size_bytes
+            if segment.mapping.populated_bytes == segment.mapping.size_bytes
+            else os.fstat(segment.fd).st_blocks * 512
+            for space in self.host.spaces.values()
+            for segment in self.arena.segments(space)
+        )
+
     def let_go(self, space: Space, slots: Sequence[int]) -> None:
         """Undo one hold of each slot; what was to leave and is held by nobody is free then."""
         self.host.unhold(space, slots)
@@ -114,6 +143,30 @@ class HostMemory:
                 self._clock.monotonic_ns(),
             )
         )
+
+    def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
+        """Have the segments of a space that a life before left, in the order of their numbers."""
+        self.arena.adopt(space, segments)
+        for index, segment in enumerate(segments):
+            # A record that was not adopted must not turn up in the life after this one.
+            first = index * space.slots_per_segment
+            places = range(space.slots_per_segment)
+            segment.ledger.forget_all_but([p for p in places if space.is_readable(first + p)])
+            if space.live[index]:
+                self._unpopulated.append((space, index))
+        self._populate_ready.set()
+
+    def note_tiers(
+        self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0
+    ) -> None:
+        """Have the ledger say which storage tiers have blocks, by bits, and which no longer do."""
+        segments = self.arena.segments(space)
+        for index, places in space.by_segment(slots).items():
+            segments[index].ledger.note_tiers(places, add, remove)
+
+    def drop(self, space: Space, slots: Sequence[int]) -> None:
+        """Take blocks out for good; see HostTier.drop."""
+        self._apply(self.host.drop(space, slots))
 
     def keep_hollow(self) -> None:
         """Give back what clients that faulted memory in have taken beyond the capacity."""
@@ -147,6 +200,7 @@ class HostMemory:
                     self._new_segment(space, index)
                 case HollowSegment(space, index):
                     self.hollowed(self.arena.segments(space)[index])
+                    self.manager.forget(kept_name(space.digest, index))
                     self.arena.hollow(space, index)
                 case Forget(space, slots):
                     self.arena.forget(space, slots)
@@ -165,6 +219,7 @@ class HostMemory:
             log.error("cannot make a memory segment: %s", error)
             self.host.lose_segment(space, index)
             return
+        self.manager.keep(kept_name(space.digest, index), (segment.fd, segment.ledger.fd))
         self._unpopulated.append((space, index))
         self._populate_ready.set()
         # A copy: telling a client that has gone ends its session, and its listening.
@@ -179,5 +234,6 @@ class HostMemory:
                 for record in segment.ledger.records():
                     slot = index * space.slots_per_segment + record.place
                     assert space.identity(slot)[0] == record.block_hash
-                    assert space.checksums[slot] == record.checksum
+                    known = space.checksums[slot] or space.unproven[slot]
+                    assert known == record.checksum
                     assert space.generations[slot] == record.generation

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Final
 
 from tierd.core.host import Evicted
+from tierd.daemon.demand import SEATS_MAX
 from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition, number_at
 from tierd.daemon.tier import TierState
 from tierd.storage.circuit import State
@@ -94,6 +95,11 @@ def _build(status: Part) -> Iterator[Sample]:
     yield Sample((("version", str(status["version"])),), 1)
 
 
+def _ready(status: Part) -> Iterator[Sample]:
+    if "phase" in status:  # Admin knows it, and STATUS is answered in one phase only.
+        yield Sample((), status["phase"] == "serving")
+
+
 def _saved_prefill(status: Part) -> Iterator[Sample]:
     yield Sample((), (number_at(status, _SAVED_US) or 0) / 1e6)
 
@@ -144,6 +150,17 @@ def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[Samp
         yield Sample(others, sum(size(space) for space in spaces[NAMESPACES_SHOWN_MAX:]))
 
     return read
+
+
+def _demand(name: str, field: str, about: str) -> Metric:
+    """One number of each namespace that is counted by itself, and of the others."""
+
+    def read(status: Part) -> Iterator[Sample]:
+        for entry in _parts(status["demand"]):
+            labels = tuple((label, str(entry[label])) for label in ("namespace", "model"))
+            yield Sample(labels, _number(entry[field]))
+
+    return Metric(f"tierd_namespace_{name}", about, read)
 
 
 def _rest(name: str, about: str) -> Metric:
@@ -198,6 +215,7 @@ def _number(value: object) -> float:
 
 METRICS: Final[tuple[Metric, ...]] = (
     Metric("tierd_build_info", "Always 1; the label has tierd's version.", _build),
+    Metric("tierd_ready", "1 while engines are served, as /readyz says, else 0.", _ready),
     _node("uptime_seconds", "uptime_s", "Time since the daemon started."),
     # Host memory.
     _node("host_capacity_bytes", "host.capacity_bytes", "Most bytes that host memory may take."),
@@ -224,7 +242,28 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.promoted_blocks_acquired_total",
         "Leased blocks that a storage tier had to bring first.",
     ),
+    _node(
+        "acquired_bytes_total",
+        "counters.acquired_bytes_total",
+        "Bytes of the blocks leased, of all ranks.",
+    ),
+    _node(
+        "requested_tokens_total",
+        "counters.requested_tokens_total",
+        "Tokens of the blocks that engines asked for, counted once for all ranks.",
+    ),
+    _node(
+        "saved_tokens_total",
+        "counters.saved_tokens_total",
+        "Tokens of them that were leased, and need not be computed: the hits.",
+    ),
+    _node(
+        "host_acquired_tokens_total",
+        "counters.host_acquired_tokens_total",
+        "Tokens of them that no tier had to bring: the hits of host memory.",
+    ),
     _node("stored_blocks_total", "counters.stored_blocks_total", "Blocks that engines stored."),
+    _node("stored_bytes_total", "counters.stored_bytes_total", "Bytes of these blocks."),
     _node(
         "ghost_blocks_total",
         "counters.ghost_blocks_total",
@@ -250,16 +289,37 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.revived_blocks_total",
         "Blocks asked for while they were being evicted, which stayed.",
     ),
-    _node("saved_tokens_total", "counters.saved_tokens_total", "Tokens of the blocks leased."),
     Metric(
         "tierd_saved_prefill_seconds_total",
-        "Time in which the engines would have computed them, at the speed that they measured.",
+        "Time in which the engines would have computed what they leased, at the speed that they "
+        "measured.",
         _saved_prefill,
     ),
     _node(
         "loads_refused_total",
         "counters.loads_refused_total",
         "Loads from a tier that computing the tokens would have beaten.",
+    ),
+    # What was adopted from the daemon's life before this one.
+    _node(
+        "adopted_blocks_total",
+        "counters.adopted_blocks_total",
+        "Blocks of the daemon's life before this one that were there at its start.",
+    ),
+    _node(
+        "adoption_dropped_segments_total",
+        "counters.adoption_dropped_segments_total",
+        "Segments of that life that could not be kept, and were given back; the log says why.",
+    ),
+    _node(
+        "unproven_blocks",
+        "host.unproven_blocks",
+        "Adopted blocks whose checksum has not been verified yet; nobody gets one before.",
+    ),
+    _node(
+        "rotten_blocks_total",
+        "counters.rotten_blocks_total",
+        "Adopted blocks whose checksum was wrong; none was used.",
     ),
     # Copies that the daemon makes for engines.
     _node_counts(
@@ -336,6 +396,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         _namespaces(lambda space: _number(space["blocks"])),
     ),
     Metric("tierd_namespace_bytes", "Payload bytes of these blocks.", _namespaces(_bytes_of)),
+    _demand(
+        "requested_tokens_total",
+        "requested_tokens",
+        f"Tokens asked for of the first {SEATS_MAX} namespaces to ask, and of all others as "
+        'namespace="other"; a request to several ranks counts with the first.',
+    ),
+    _demand("acquired_tokens_total", "acquired_tokens", "Tokens of them that were leased."),
+    _demand("acquired_bytes_total", "acquired_bytes", "Bytes of their blocks, of all ranks."),
     # Storage tiers: whether they are used.
     Metric("tierd_tier_state", "1 for the state that the tier is in, else 0.", _tier_states),
     Metric(
@@ -438,6 +506,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "acquired_blocks_total",
         "counters.acquired_blocks_total",
         "Blocks leased that the tier brought: its hits.",
+    ),
+    _tier(
+        "acquired_tokens_total",
+        "counters.acquired_tokens_total",
+        "Tokens of the blocks leased that the tier brought.",
     ),
     _tier("hit_ratio", "hit_ratio", "Those of all requested blocks, since the start."),
     _tier(

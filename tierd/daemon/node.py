@@ -7,6 +7,7 @@ sockets; the server and the simulation drive the same code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -17,17 +18,23 @@ from typing import Final, NamedTuple
 
 from tierd import __version__
 from tierd.clock import Clock
-from tierd.config import CopyConfig, PrefetchConfig
+from tierd.config import CopyConfig, HostConfig, PrefetchConfig
 from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
 from tierd.core.host import WRITING_SHARE_MAX, Evicted, HostTier, Lease, Reservation, Space
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
+from tierd.core.pressure import Pressure
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
 from tierd.daemon.copying import Copies
+from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
 from tierd.daemon.learning import Learning
+from tierd.daemon.lives import Lives
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
+from tierd.daemon.pressure import Machine, MemoryWatch
 from tierd.daemon.promotion import Promotions, Waiter
+from tierd.daemon.proofs import Proofs
+from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RefusedError
 from tierd.eviction import L2_DEFAULT
@@ -47,9 +54,6 @@ that let it wait, but no tier's, for those are left at the deadline."""
 
 SPACES_MAX: Final = 1024
 """Namespaces with slots; each costs a few KiB even when empty."""
-
-SHOWN_CHARS_MAX: Final = 100
-"""Of a namespace's text in STATUS; a field that differs further on still has another digest."""
 
 
 class Patience:
@@ -98,12 +102,17 @@ class Node:
         prefetch: PrefetchConfig | None = None,
         copy: CopyConfig | None = None,
         placement: Placement | None = None,
+        manager: ServiceManager | None = None,
         executor: Executor | None = None,
         segment_bytes: int | None = None,
         pin_share: float = PIN_SHARE,
         pin_max_s: int = PIN_MAX_S,
         eviction: str = L2_DEFAULT,
+        min_bytes: int = 0,
+        machine: Machine | None = None,
     ) -> None:
+        """L2 keeps within what `machine` has for it, if that is given, but for `min_bytes`."""
+        self._pin_share = pin_share
         hints = Hints(int(capacity_bytes * pin_share), pin_max_s)
         self.host = HostTier(capacity_bytes, segment_bytes, hints, eviction)
         self.tiers = list(tiers)
@@ -111,12 +120,15 @@ class Node:
         self.prefetch = prefetch if prefetch is not None else PrefetchConfig()
         self.lease_ttl_ns = lease_ttl_ms * 1_000_000
         self.counters: Counter[str] = Counter()
-        self.memory = HostMemory(self.host, clock, self.counters, executor, placement)
+        self.demand = Demand()
+        self.memory = HostMemory(self.host, clock, self.counters, executor, placement, manager)
+        self.lives = Lives(self.memory, [tier.config for tier in tiers], epoch, clock)
+        self.proofs = Proofs(self.memory)
         self.backups = Backups(self.memory, self.tiers, clock)
         self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
-        # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
-        in_flight = min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
+        in_flight = self._in_flight_bytes(capacity_bytes)
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
+        self.watch = MemoryWatch(self.memory, Pressure(capacity_bytes, min_bytes), machine)
         copy = copy or CopyConfig()
         self.copies = Copies(
             self.memory,
@@ -140,8 +152,10 @@ class Node:
             workers = [
                 group.create_task(self.backups.sum_up(), name="checksum"),
                 group.create_task(self.memory.populate(), name="populate"),
+                group.create_task(self.proofs.run(), name="prove"),
                 group.create_task(self.learning.run(), name="learning"),
                 group.create_task(self._housekeeping_loop(), name="housekeeping"),
+                group.create_task(self.watch.run(self._clock), name="pressure"),
             ]
             for queue in self.backups.queues:
                 workers += [
@@ -157,6 +171,30 @@ class Node:
                     worker.cancel()
                 await self.copies.close()
         self._group = None
+
+    def set_capacity(self, capacity_bytes: int, min_bytes: int) -> None:
+        """Have another capacity from now on; what is too much is given back within seconds.
+
+        Not followed: the sizes of what is remembered of blocks, which cost little.
+        """
+        self.watch.pressure.resize(capacity_bytes, min_bytes)
+        self.host.set_capacity(capacity_bytes, self._pin_share)
+        self.host.set_limit(self.watch.pressure.limit_bytes)
+        self.promotions.turns.resize(self._in_flight_bytes(capacity_bytes))
+        self.backups.resize()
+
+    def configure(self, host: HostConfig, prefetch: PrefetchConfig) -> None:
+        """Go by these from now on, but for what only a new daemon reads. Leases, and what is kept
+        for engines within the quota, end when they were to."""
+        self.prefetch = prefetch
+        self.lease_ttl_ns = host.lease_ttl_ms * 1_000_000
+        self.host.hints.pin_max_s = host.pin_max_s
+        self._pin_share = host.pin_share
+        self.set_capacity(host.capacity, host.min_bytes)
+
+    def _in_flight_bytes(self, capacity_bytes: int) -> int:
+        # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
+        return min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
 
     def spawn(
         self, work: Callable[[], Coroutine[object, object, None]], name: str
@@ -178,17 +216,27 @@ class Node:
             self.counters["internal_errors_total"] += 1
             log.exception("a task failed by a bug of ours")
 
-    async def drain(self, budget_s: float) -> int:
-        """Write what tiers are to get and lack, at most `budget_s`; the count left undone.
+    async def drain(self, budget_s: float, enough: asyncio.Event | None = None) -> int:
+        """Write what tiers are to get and lack, at most `budget_s`, and not once there is
+        `enough`; the count left undone.
 
         A tier that takes no writes is not waited for.
         """
+        enough = enough or asyncio.Event()
         end = asyncio.get_running_loop().time() + budget_s
+        if self.tiers:
+            await self.proofs.finish(budget_s / 2)
         left = self.backups.flush()
         while self.backups.drainable and asyncio.get_running_loop().time() < end:
+            if enough.is_set():
+                break
             await asyncio.sleep(0.01)
             left = self.backups.flush()
         return self.backlog() + left
+
+    def left(self) -> int:
+        """Blocks that a drain is still to write, once a tier."""
+        return self.backlog() + sum(len(queue.unflushed) for queue in self.backups.queues)
 
     def backlog(self) -> int:
         """Blocks that wait for a checksum or a backup, in flight included, once a tier."""
@@ -225,15 +273,14 @@ class Node:
         prefill_tokens_per_s: int = 0,
     ) -> AcquiredNow:
         """Lease the resident prefix if no tier is needed."""
-        self.counters["requested_blocks_total"] += len(hashes)
+        self._requested(spaces[0], len(hashes))
         parts = [(space, self.host.prefix(space, hashes)) for space in spaces]
         count = min(len(slots) for _, slots in parts)
-        if count < len(hashes) and self.tiers:
+        if count < len(hashes) and (self.tiers or self._unproven(spaces, hashes)):
             return AcquiredNow(False, None, count)
         if count == 0:
             return AcquiredNow(True, None, 0)
-        self.counters["acquired_blocks_total"] += count
-        self._saved(count * spaces[0].namespace.block_tokens, prefill_tokens_per_s)
+        self._leased(spaces, count, prefill_tokens_per_s)
         cut = [(space, slots[:count]) for space, slots in parts]
         return AcquiredNow(True, self.host.grant(owner, cut, self._expiry_ns()), count)
 
@@ -269,7 +316,10 @@ class Node:
         began_ns = self._clock.monotonic_ns()
         waiter = Waiter(spaces, began_ns - waited_ms * MS)
         tokens = spaces[0].namespace.block_tokens
+        patience = patience or Patience()
         try:
+            if self._unproven(spaces, hashes):
+                await self._prove(spaces, hashes, deadline_ns, patience)
             waiter.refresh(self.host, hashes)
             resident = min(waiter.length(at, hashes) for at in range(len(spaces)))
             worth = Worth(
@@ -280,18 +330,20 @@ class Node:
             )
             if self.tiers and worth.asking(len(hashes) * tokens):
                 lookup = Lookup(waiter, hashes, self.tiers, self.promotions, worth)
-                await self._promote(lookup, deadline_ns, patience or Patience())
+                await self._promote(lookup, deadline_ns, patience)
                 self.counters["loads_refused_total"] += worth.refused
                 waiter.refresh(self.host, hashes)
             lease = waiter.conclude(self.host, owner, hashes, self._expiry_ns())
             if lease is not None:
                 count = len(lease.parts[0][1])
-                self.counters["acquired_blocks_total"] += count
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
-                for number in map(waiter.brought.get, hashes[:count]):
-                    if number is not None:
-                        self.tiers[number].counters["acquired_blocks_total"] += 1
-                self._saved(count * tokens, prefill_tokens_per_s)
+                brought = Counter(map(waiter.brought.get, hashes[:count]))
+                del brought[None]  # Host memory had them, or got them from an engine meanwhile.
+                for number, blocks in brought.items():
+                    assert number is not None
+                    self.tiers[number].counters["acquired_blocks_total"] += blocks
+                    self.tiers[number].counters["acquired_tokens_total"] += blocks * tokens
+                self._leased(spaces, count, prefill_tokens_per_s, brought.total())
             if self._clock.monotonic_ns() > deadline_ns + LATE_NS:
                 self.counters["answers_late_total"] += 1
             return lease
@@ -299,11 +351,45 @@ class Node:
             waiter.close(self.host)
             self.counters["waited_us_total"] += (self._clock.monotonic_ns() - began_ns) // 1000
 
-    def _saved(self, tokens: int, prefill_tokens_per_s: int) -> None:
-        """Count what a lease saves its engine, but for what waiting and copying cost it."""
+    def _requested(self, space: Space, blocks: int) -> None:
+        """Count what an engine asks for."""
+        tokens = blocks * space.namespace.block_tokens
+        self.counters["requested_blocks_total"] += blocks
+        self.counters["requested_tokens_total"] += tokens
+        self.demand.of(space).requested_tokens += tokens
+
+    def _leased(
+        self, spaces: Sequence[Space], blocks: int, prefill_tokens_per_s: int, brought: int = 0
+    ) -> None:
+        """Count a lease, of which tiers brought so many blocks, and what it saves its engine but
+        for what waiting and copying cost it."""
+        block_tokens = spaces[0].namespace.block_tokens
+        tokens = blocks * block_tokens
+        size_bytes = blocks * sum(space.namespace.block_bytes for space in spaces)
+        self.counters["acquired_blocks_total"] += blocks
+        self.counters["acquired_bytes_total"] += size_bytes
         self.counters["saved_tokens_total"] += tokens
+        self.counters["host_acquired_tokens_total"] += tokens - brought * block_tokens
         if prefill_tokens_per_s:
             self.counters["saved_us_total"] += 1_000_000 * tokens // prefill_tokens_per_s
+        tally = self.demand.of(spaces[0])
+        tally.acquired_tokens += tokens
+        tally.acquired_bytes += size_bytes
+
+    def _unproven(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
+        """Whether some of the blocks are from a life before, and not verified yet."""
+        return any(self.host.unproven(space, hashes) for space in dict.fromkeys(spaces))
+
+    async def _prove(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], deadline_ns: int, patience: Patience
+    ) -> None:
+        """Have what a request asks for verified, as far as the deadline allows."""
+        left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
+        with contextlib.suppress(TimeoutError):
+            async with patience.within(max(0.0, left_s)), asyncio.TaskGroup() as group:
+                for space in dict.fromkeys(spaces):
+                    slots = self.host.unproven(space, hashes)
+                    group.create_task(self.proofs.prove(space, slots))
 
     async def _promote(self, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
         """Have the tiers asked, and what they have promoted, as far as the deadline allows."""
@@ -343,9 +429,12 @@ class Node:
         if ready is None or reservation is None:
             return None
         self.counters["stored_blocks_total"] += len(ready)
-        # Without a tier no block leaves the arena, and nobody would read its checksum.
+        self.counters["stored_bytes_total"] += len(ready) * reservation.space.namespace.block_bytes
         if self.tiers:
             self.backups.offer(reservation.space, ready, Moment.STORED)
+        # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
+        if self.lives.kept:
+            self.backups.sum_soon(reservation.space, ready)
         return len(ready)
 
     def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint) -> None:
@@ -363,11 +452,15 @@ class Node:
             while self.host.expire_hints(self._clock.monotonic_ns()):
                 await asyncio.sleep(0)
             self.memory.keep_hollow()
+            self.lives.tick()
+            self.memory.manager.flush()
             self.copies.watch()
             self.backups.note_capacities()
 
     def _expiry_ns(self) -> int:
-        return self._clock.monotonic_ns() + self.lease_ttl_ns
+        expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ns
+        self.lives.leased_until(expires_ns)
+        return expires_ns
 
     # --- status ---------------------------------------------------------------------
 
@@ -392,6 +485,8 @@ class Node:
             "hit_ratio": _ratio(leased, asked),
             "host": {
                 "capacity_bytes": host.capacity_bytes,
+                "limit_bytes": host.limit_bytes,
+                "min_bytes": self.watch.pressure.min_bytes,
                 "allocated_bytes": host.allocated_bytes,
                 "populated_bytes": self.memory.arena.populated_bytes,
                 "used_bytes": sum(len(s.chain) * s.slot_bytes for s in spaces),
@@ -402,6 +497,9 @@ class Node:
                 "hit_ratio_at_twice": _ratio(here + counters["ghost_blocks_total"], asked),
                 "writing_blocks": sum(len(s.writing) for s in spaces),
                 "leaving_blocks": sum(len(s.leaving) for s in spaces),
+                "proven_blocks": sum(s.proven_blocks for s in spaces),
+                "unproven_blocks": sum(len(s.unproven) for s in spaces),
+                "doubtful_blocks": sum(len(s.doubtful) for s in spaces),
                 "leases": len(host.leases),
                 "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
@@ -424,6 +522,7 @@ class Node:
                 }
                 for space in spaces
             ],
+            "demand": self.demand.status(),
             "counters": dict(sorted(counters.items())),
         }
 

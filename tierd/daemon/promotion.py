@@ -15,7 +15,7 @@ from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.core.host import HostTier, Lease, Reservation, Space
-from tierd.daemon.backup import Backups
+from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
 from tierd.daemon.turns import Rank, Turn, Turns
@@ -77,6 +77,10 @@ class Waiter:
     ) -> Lease | None:
         """Lease the longest prefix that every space holds, and let go of the rest."""
         count = min(self.length(at, hashes) for at in range(len(self.spaces)))
+        for space, held in zip(self.spaces, self.held, strict=True):
+            if space.dropped:
+                gone = (i for i in range(count) if held[hashes[i]] in space.dropped)
+                count = next(gone, count)
         lease = None
         if count:
             parts = [
@@ -108,12 +112,15 @@ class Promotion:
     """The tier that is being read."""
     turn: Turn | None = None
     """What it waits for, while it waits for a turn to read."""
+    void: bool = False
+    """What it brings is not to be published: it has been flushed since."""
 
     @property
     def doubtful(self) -> bool:
-        """Whether its tier is one that no new read would be begun on. Only who waits for it
-        already does: else all that want a popular block would wait in an outage, each in turn."""
-        return self.source is not None and not self.source.reads_allowed
+        """Whether nobody else is to join it: it is void, or its tier is one that no new read would
+        be begun on. Only who waits for it already does: else all that want a popular block would
+        wait in an outage, each in turn."""
+        return self.void or self.source is not None and not self.source.reads_allowed
 
     def rank(self) -> Rank:
         """Whose turn it is: what the request that has waited longest needs, in prefix order."""
@@ -156,6 +163,8 @@ class Promotions:
         """At most `bytes_max` bytes of slots are being read into at once."""
         self.under_way: dict[tuple[bytes, bytes], Promotion] = {}
         self.turns = Turns([tier.reads for tier in tiers], bytes_max)
+        self.barred: Covers = nobody
+        """Namespaces of which nothing is brought now."""
         self._memory = memory
         self._backups = backups
         self._tiers = tiers
@@ -182,12 +191,14 @@ class Promotions:
         for place, block_hash in enumerate(hashes, first):
             slot = items.get(block_hash)
             if slot is not None:
-                if block_hash not in held:
+                if block_hash not in held and slot not in space.unproven:
                     waiter.take(self._memory.host, at, [block_hash], [slot])
                 continue
             key = (space.digest, block_hash)
             batch = self.under_way.get(key)
             if batch is not None and batch.doubtful:
+                continue
+            if batch is None and self.barred(space.digest):
                 continue
             if batch is None:
                 tier = found.get(block_hash)
@@ -204,10 +215,15 @@ class Promotions:
         for batch in begun:
             self._spawn(partial(self._run, batch), "promotion")
 
+    def void(self, covers: Covers) -> None:
+        """What is under way of these namespaces becomes nobody's."""
+        for batch in set(self.under_way.values()):
+            batch.void = batch.void or covers(batch.space.digest)
+
     async def _run(self, batch: Promotion) -> None:
         try:
             for number in range(batch.first, len(self._tiers)):
-                if not batch.left or not batch.waiters:
+                if not batch.left or not batch.waiters or batch.void:
                     break
                 if self._tiers[number].reads_allowed:
                     batch.keep(await self._bring(batch, number, batch.left))
@@ -228,7 +244,7 @@ class Promotions:
         batch.turn = Turn(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
         async with self.turns.take(batch.turn):
             batch.turn = None
-            if not batch.waiters:
+            if not batch.waiters or batch.void:
                 return []
             unknown = [space.namespace.hash_root] * len(hashes)
             reservation = self._memory.reserve(INTERNAL, space, hashes, unknown)
@@ -268,7 +284,7 @@ class Promotions:
         space, host = batch.space, self._memory.host
         good = [False] * len(reservation.slots)
         for (i, slot), (outcome, header) in zip(granted, results, strict=True):
-            if outcome is Outcome.HIT and header is not None:
+            if outcome is Outcome.HIT and header is not None and not batch.void:
                 good[i] = True
                 reservation.parents[i] = header.parent
                 space.checksums[slot] = header.checksum

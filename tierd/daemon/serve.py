@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
+import faulthandler
 import gc
-import importlib.metadata
 import logging
 import os
 import resource
 import secrets
 import signal
 import socket
-import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -25,17 +22,22 @@ from typing import Final
 import uvloop
 
 from tierd import __version__
-from tierd.backend import Backend
 from tierd.clock import SystemClock
-from tierd.config import AdminConfig, Config, StorageConfig, backend_options
-from tierd.daemon.admin import Admin, Phase, tcp_listener
+from tierd.config import Config, StorageConfig
+from tierd.daemon.admin import Admin, Phase
+from tierd.daemon.backends import make_backend
+from tierd.daemon.health import STUCK_S, Health
+from tierd.daemon.listening import admin_socket, engine_socket
 from tierd.daemon.node import Node
+from tierd.daemon.pressure import ThisMachine
+from tierd.daemon.reload import Reloader
 from tierd.daemon.server import Server, default_allow_uids
+from tierd.daemon.service import ServiceManager
+from tierd.daemon.telling import Teller, extension
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import ConfigError
 from tierd.memory.arena import check_capacity
 from tierd.memory.placement import Placement, find_node
-from tierd.storage.worker import WorkerBackend
 
 log = logging.getLogger("tierd")
 
@@ -48,9 +50,52 @@ WORKER_NICE: Final = 10
 EXIT_GRACE_S: Final = 5.0
 """After the drain budget: an I/O that never returns must not keep a stop waiting for ever."""
 
+WATCHDOG_SHARE: Final = 1 / 3
+"""Of the watchdog's time, how long a call off the loop may take: then there is time to say so."""
 
-def serve(config: Config) -> int:
-    """Run until SIGTERM or SIGINT; the exit status. Raises ConfigError before it has started."""
+
+class Orders:
+    """What signals ask for, from before the configuration is read to the end."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.stop_now = asyncio.Event()
+        """Asked to stop again, while it is being drained."""
+        self.reload = asyncio.Event()
+        # Else it would end a process that has no loop yet; what it asks for is done later.
+        signal.signal(signal.SIGHUP, lambda *_: self.reload.set())
+
+    def take(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take signals on the loop from now on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+
+    def _end(self) -> None:
+        (self.stop_now if self.stop.is_set() else self.stop).set()
+
+
+def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
+    """Run until SIGTERM or SIGINT; the exit status. Raises ConfigError before it has started.
+
+    `load` reads the configuration, and again at each SIGHUP. `environ` loses what a service
+    manager has put into it for this process alone.
+    """
+    orders = Orders()
+    manager = ServiceManager.from_environ(environ)
+    manager.tell("STATUS=starting", extension())
+    # The stacks of all threads, should a service manager lose its patience (SIGABRT).
+    faulthandler.enable()
+    try:
+        return _serve(load(), orders, manager, load)
+    except ConfigError as error:
+        manager.tell(f"STATUS=refused to start: {error}")
+        raise
+
+
+def _serve(
+    config: Config, orders: Orders, manager: ServiceManager, load: Callable[[], Config]
+) -> int:
     check_capacity(config.host.capacity)
     placement = Placement(huge_pages=config.host.huge_pages, node=find_node(config.host.numa_node))
     # Four descriptors a segment (two files, which Python's mmap duplicates): the usual soft
@@ -59,82 +104,128 @@ def serve(config: Config) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     tiers = [_make_tier(entry) for entry in config.storage]
     with (
-        listening_socket(Path(config.socket)) as listener,
-        _admin_socket(config.admin) as admin_listener,
+        engine_socket(Path(config.socket), manager) as listener,
+        admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_main(config, placement, tiers, listener, admin_listener))
+        life = _Life(config, orders, manager, load)
+        return runner.run(life.run(placement, tiers, listener, admin_listener))
 
 
-async def _main(
-    config: Config,
-    placement: Placement,
-    tiers: list[StorageTier],
-    listener: socket.socket,
-    admin_listener: socket.socket | None,
-) -> int:
-    clock = SystemClock()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
-        node = Node(
-            capacity_bytes=config.host.capacity,
-            lease_ttl_ms=config.host.lease_ttl_ms,
-            pin_share=config.host.pin_share,
-            pin_max_s=config.host.pin_max_s,
-            eviction=config.host.eviction.value,
-            tiers=tiers,
-            clock=clock,
-            epoch=secrets.token_bytes(8),
-            prefetch=config.prefetch,
-            copy=config.copy,
-            placement=placement,
-            executor=executor,
+class _Life:
+    """From a configuration that is sound to the end."""
+
+    def __init__(
+        self,
+        config: Config,
+        orders: Orders,
+        manager: ServiceManager,
+        load: Callable[[], Config],
+    ) -> None:
+        self._config = config
+        self._orders = orders
+        self._manager = manager
+        self._load = load
+        self._node: Node
+        self._server: Server
+        self._admin: Admin
+        self._teller: Teller
+
+    async def run(
+        self,
+        placement: Placement,
+        tiers: list[StorageTier],
+        listener: socket.socket,
+        admin_listener: socket.socket | None,
+    ) -> int:
+        """Open, serve and close; the exit status."""
+        self._orders.take(asyncio.get_running_loop())
+        config, clock = self._config, SystemClock()
+        with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
+            self._node = node = Node(
+                capacity_bytes=config.host.capacity,
+                min_bytes=config.host.min_bytes,
+                machine=ThisMachine(),
+                lease_ttl_ms=config.host.lease_ttl_ms,
+                pin_share=config.host.pin_share,
+                pin_max_s=config.host.pin_max_s,
+                eviction=config.host.eviction.value,
+                tiers=tiers,
+                clock=clock,
+                epoch=secrets.token_bytes(8),
+                prefetch=config.prefetch,
+                copy=config.copy,
+                placement=placement,
+                manager=self._manager,
+                executor=executor,
+            )
+            node.lives.begin()
+            allowed = frozenset(config.allow_uids) or default_allow_uids()
+            self._server = Server(node, clock, allowed)
+            health = Health(node.memory, _patience_s(self._manager.watchdog_us))
+            self._admin = Admin(node, health)
+            self._teller = Teller(self._manager, node, self._admin, health)
+            try:
+                async with (
+                    self._teller.telling(),
+                    self._admin.serving(admin_listener),
+                    opened(tiers),
+                ):
+                    await node.run(lambda: self._serve(listener))
+            finally:
+                node.lives.close()
+                node.memory.arena.close()
+        return 0
+
+    async def _serve(self, listener: socket.socket) -> None:
+        node, config = self._node, self._config
+        self._server.listen(listener)
+        self._admin.phase = Phase.SERVING
+        # What exists now lives as long as the process: the collector need not walk it again.
+        gc.collect()
+        gc.freeze()
+        log.info(
+            "tierd %s serves on %s: host capacity %.2f GiB, storage: %s",
+            __version__,
+            config.socket,
+            config.host.capacity / (1 << 30),
+            ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
         )
-        allowed = frozenset(config.allow_uids) or default_allow_uids()
-        server = Server(node, clock, allowed)
-        admin = Admin(node)
+        self._teller.ready()
+        reloading = asyncio.create_task(self._reload_for_ever(), name="reload")
         try:
-            async with admin.serving(admin_listener), opened(tiers):
-                await node.run(lambda: _serve(config, node, server, listener, admin, stop))
+            await self._orders.stop.wait()
         finally:
-            node.memory.arena.close()
-    return 0
+            reloading.cancel()
+        await self._stop()
+
+    async def _reload_for_ever(self) -> None:
+        reloader = Reloader(self._config, self._load, self._node, self._server)
+        while True:
+            await self._orders.reload.wait()
+            self._orders.reload.clear()
+            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            self._teller.refused = await reloader.reload()
+            self._teller.ready()
+
+    async def _stop(self) -> None:
+        node, budget_s = self._node, self._config.drain_timeout_ms / 1000
+        self._admin.phase = Phase.STOPPING
+        leave_s = budget_s + EXIT_GRACE_S
+        self._teller.stopping(leave_s)
+        log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
+        _exit_after(leave_s)
+        self._server.stop_listening()
+        left = await node.drain(budget_s, self._orders.stop_now)
+        if left:
+            log.warning("stopping with %d blocks that were not backed up", left)
+        self._server.close()
+        log.info("stopped")
 
 
-async def _serve(
-    config: Config,
-    node: Node,
-    server: Server,
-    listener: socket.socket,
-    admin: Admin,
-    stop: asyncio.Event,
-) -> None:
-    server.listen(listener)
-    admin.phase = Phase.SERVING
-    # What exists now lives as long as the process: the collector need not walk it again.
-    gc.collect()
-    gc.freeze()
-    log.info(
-        "tierd %s serves on %s: host capacity %.2f GiB, storage: %s",
-        __version__,
-        config.socket,
-        config.host.capacity / (1 << 30),
-        ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
-    )
-    await stop.wait()
-    admin.phase = Phase.STOPPING
-    budget_s = config.drain_timeout_ms / 1000
-    log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
-    _exit_after(budget_s + EXIT_GRACE_S)
-    server.stop_listening()
-    left = await node.drain(budget_s)
-    if left:
-        log.warning("stopping with %d blocks that were not backed up", left)
-    server.close()
-    log.info("stopped")
+def _patience_s(watchdog_us: int) -> float:
+    """How long a call off the loop may take before the daemon counts as hung."""
+    return min(STUCK_S, watchdog_us / 1e6 * WATCHDOG_SHARE) if watchdog_us else STUCK_S
 
 
 def _yield_cpu() -> None:
@@ -156,88 +247,4 @@ def _exit_after(seconds: float) -> None:
 
 
 def _make_tier(entry: StorageConfig) -> StorageTier:
-    found = importlib.metadata.entry_points(group="tierd.backends")
-    if entry.type not in found.names:
-        raise ConfigError(
-            f"storage.type {entry.type!r} is unknown; installed: {', '.join(sorted(found.names))}"
-        )
-    cls: type[Backend] = found[entry.type].load()
-    options = backend_options(entry, cls.Options)
-    try:
-        raw = WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
-    except ConfigError as error:
-        raise ConfigError(f"storage ({entry.name}): {error}") from error
-    return StorageTier(entry, raw, now_s=time.perf_counter)
-
-
-@contextlib.contextmanager
-def _admin_socket(config: AdminConfig) -> Iterator[socket.socket | None]:
-    """A listening socket for metrics and health, if one is configured. Raises ConfigError."""
-    if not config.listen:
-        yield None
-    elif config.listen.startswith("/"):
-        with listening_socket(Path(config.listen)) as listener:
-            yield listener
-    else:
-        with tcp_listener(config) as listener:
-            yield listener
-
-
-@contextlib.contextmanager
-def listening_socket(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at `path`, which no other tierd has; removed afterwards.
-
-    A lock file beside it says who is alive, so that the socket that a killed daemon left
-    is taken over and a living one's is not touched. Raises ConfigError.
-    """
-    if len(os.fsencode(path)) > 107:
-        raise ConfigError(f"socket path {path} is longer than the 107 bytes that unix allows")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"cannot use socket {path}: {error}") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise ConfigError(
-                f"another tierd (pid {holder}) serves on {path}: stop it or set another socket"
-            ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
-        _remove_stale(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with listener:
-            _bind(listener, path)
-            try:
-                yield listener
-            finally:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-    finally:
-        os.close(lock)
-
-
-def _remove_stale(path: Path) -> None:
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} exists and is not a socket: remove it or set another socket")
-        path.unlink()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"cannot replace stale socket {path}: {error}") from error
-
-
-def _bind(listener: socket.socket, path: Path) -> None:
-    old = os.umask(0o117)
-    try:
-        listener.bind(os.fspath(path))
-        listener.listen(128)
-    except OSError as error:
-        why = "its directory is missing" if error.errno == errno.ENOENT else str(error)
-        raise ConfigError(f"cannot listen on {path}: {why}") from error
-    finally:
-        os.umask(old)
+    return StorageTier(entry, make_backend(entry), now_s=time.perf_counter)

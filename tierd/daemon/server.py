@@ -72,6 +72,7 @@ class Session:
         self._over = False
         self._copies = SessionCopies(owner, node.copies, self._send)
         self._engine: int | None = None
+        self._guard: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
         self._handlers: dict[type[m.Message], Callable[[Any], None]] = {
             m.Hello: self._hello,
@@ -124,6 +125,9 @@ class Session:
             self._node.unregister(space)
         self._spaces.clear()
         _close(self._wire.take_fds())
+        if self._guard is not None:
+            os.close(self._guard)
+            self._guard = None
         if self._engine is not None:
             asyncio.get_running_loop().remove_reader(self._engine)
             os.close(self._engine)
@@ -189,8 +193,12 @@ class Session:
         try:
             if len(self._spaces) >= HANDLES_MAX:
                 raise RefusedError(f"a session registers at most {HANDLES_MAX} namespaces")
+            if message.want_segments and self._guard is None:
+                self._guard = self._node.lives.guard()
+                if self._guard is not None:
+                    self._send(m.Guard(), self._guard)
             space = self._node.register(Namespace.from_fields(message.namespace))
-        except (NamespaceError, RefusedError) as error:
+        except (NamespaceError, RefusedError, OSError) as error:
             log.warning("session %d (%s): registration refused: %s", self.owner, self.client, error)
             self._send(m.Error(message.call, str(error)))
             return
@@ -345,7 +353,7 @@ class Server:
     def __init__(self, node: Node, clock: Clock, allow_uids: frozenset[int]) -> None:
         self._node = node
         self._clock = clock
-        self._allow_uids = allow_uids
+        self.allow_uids = allow_uids
         self._owners = itertools.count(1)
         self._transports: set[SocketTransport] = set()
         self._refused: set[SocketTransport] = set()
@@ -390,7 +398,7 @@ class Server:
             loop.call_later(ACCEPT_PAUSE_S, self._resume)
             return
         pid, uid = _peer_credentials(sock)
-        if uid not in self._allow_uids:
+        if uid not in self.allow_uids:
             self._refuse(
                 sock, pid, f"uid {uid} may not connect: see allow_uids in the configuration"
             )

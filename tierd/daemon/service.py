@@ -120,6 +120,17 @@ class ServiceManager:
             for fd in fds:
                 os.close(fd)
 
+    def close(self) -> None:
+        """Tell it nothing more, and close what was not taken."""
+        waiting = [fd for _, fds in self._unsent for fd in fds]
+        for fd in (*waiting, *(fd for _, fd in self._passed)):
+            os.close(fd)
+        self._unsent.clear()
+        self._passed.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def _send(self, message: bytes, fds: tuple[int, ...]) -> None:
         if self._socket is None:
             return

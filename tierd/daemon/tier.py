@@ -12,11 +12,19 @@ import contextlib
 import enum
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, TypeVar
 
-from tierd.backend import Backend, BackendStats, GetRequest, GetResult, Outcome, PutRequest
+from tierd.backend import (
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+)
 from tierd.config import StorageConfig
 from tierd.core.host import Space
 from tierd.daemon.turns import Lane
@@ -88,6 +96,14 @@ class StorageTier:
             deadline_s=config.deadline_ms / 1000,
             slow_s=config.slow_ms / 1000,
             probe_s=config.probe_ms / 1000,
+        )
+
+    def configure(self) -> None:
+        """`config` has changed. Calls under way keep their deadline."""
+        self._backend.configure(
+            deadline_s=self.config.deadline_ms / 1000,
+            slow_s=self.config.slow_ms / 1000,
+            probe_s=self.config.probe_ms / 1000,
         )
 
     # --- life -----------------------------------------------------------------------
@@ -214,6 +230,32 @@ class StorageTier:
             return failed
         return await self._guard("put", self._backend.put_many(namespace, requests), failed)
 
+    async def each(self, take: Callable[[BlockHeader], Awaitable[None]]) -> str:
+        """Call `take` with the header of every block that the tier has.
+
+        Empty if that came to its end, else why not. A BackendError of `take` is a reason too.
+        """
+        if not self._open:
+            return self._why or "it has not been opened yet"
+        headers = self._backend.scan()
+        try:
+            async for header in headers:
+                await take(header)
+        except BackendError as error:
+            return str(error)
+        except Exception as error:
+            self.counters["wrong_answers_total"] += 1
+            log.exception("storage tier %s: a scan failed unexpectedly", self.name)
+            return f"it failed unexpectedly: {type(error).__name__}"
+        finally:
+            if isinstance(headers, AsyncGenerator):
+                await headers.aclose()
+        return ""
+
+    async def delete(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks; how many. Raises BackendError, and what a foreign backend does."""
+        return await self._backend.delete_many(namespace, hashes)
+
     async def _guard(self, what: str, call: Awaitable[list[_T]], failed: list[_T]) -> list[_T]:
         """The answer of a backend, or `failed` if it raised: a tier never ends the daemon."""
         try:
@@ -261,6 +303,7 @@ class StorageTier:
         return {
             "name": self.name,
             "type": self.config.type,
+            "shared": self.raw.shared,
             "state": self._state(stats).value,
             "why": self._why[:WHY_CHARS_MAX],
             "circuits": circuits,

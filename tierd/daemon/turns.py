@@ -69,6 +69,10 @@ class Turns:
         self._lanes = lanes
         self._bytes_max = bytes_max
 
+    def resize(self, bytes_max: int) -> None:
+        """Have another bound from the next turn on."""
+        self._bytes_max = bytes_max
+
     @asynccontextmanager
     async def take(self, turn: Turn) -> AsyncIterator[None]:
         """Around what needs the turn."""

@@ -15,31 +15,55 @@ from tierd.core.host import Space
 from tierd.errors import ConfigError
 from tierd.limits import memory_limit
 from tierd.mapping import SharedMapping
-from tierd.memory.ledger import Ledger
+from tierd.memory.ledger import Ledger, LedgerError
 from tierd.memory.placement import Placement
+from tierd.types import Namespace
 
 _F_ADD_SEALS = 1033
-_F_SEAL_SEAL_SHRINK_GROW = 0x1 | 0x2 | 0x4
+_F_GET_SEALS = 1034
+_SEALS = 0x1 | 0x2 | 0x4
 
 
 class Segment:
-    """One memfd and this process's mapping of it, with its part of the ledger."""
+    """One memfd and this process's mapping of it, with its part of the ledger. Owns all."""
 
     __slots__ = ("fd", "ledger", "mapping", "pins")
 
-    def __init__(self, name: str, size_bytes: int, ledger: Ledger) -> None:
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, _F_ADD_SEALS, _F_SEAL_SEAL_SHRINK_GROW)
-            self.mapping = SharedMapping(self.fd, size_bytes)
-        except OSError:
-            os.close(self.fd)
-            raise
+    def __init__(self, fd: int, size_bytes: int, ledger: Ledger) -> None:
+        """Raises OSError or ValueError (it is too short); `fd` is the caller's then."""
+        self.fd = fd
+        self.mapping = SharedMapping(fd, size_bytes)
         self.ledger = ledger
         self.pins = 0
         """Processes that may have it pinned: pages that a device keeps would no longer be the
         file's once they were given back, and what it writes be lost."""
+
+    @classmethod
+    def create(cls, namespace: Namespace, index: int, slots: int) -> Segment:
+        """A new one of so many slots, without memory yet. Raises OSError."""
+        name = f"tierd-{namespace.digest.hex()[:12]}-{index}"
+        size_bytes = slots * namespace.slot_bytes
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+            ledger = Ledger.create(namespace, index, slots, os.fstat(fd).st_ino)
+            return cls(fd, size_bytes, ledger)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def adopt(cls, fd: int, ledger_fd: int) -> Segment:
+        """One that a life before left. Raises LedgerError or OSError; the descriptors are the
+        caller's then."""
+        found = os.fstat(fd)
+        ledger = Ledger.read(ledger_fd, found.st_ino)
+        size_bytes = ledger.slots * ledger.namespace.slot_bytes
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        if found.st_size != size_bytes or seals & _SEALS != _SEALS:
+            raise LedgerError("its segment has another size, or could be cut")
+        return cls(fd, size_bytes, ledger)
 
     def give_back(self) -> None:
         """Return the memory to the system, once nobody has it pinned."""
@@ -61,12 +85,16 @@ class Arena:
         """
         segments = self._segments.setdefault(space.digest, [])
         if index == len(segments):
-            name = f"tierd-{space.digest.hex()[:12]}-{index}"
-            ledger = Ledger(space.digest, index, space.slots_per_segment, space.slot_bytes)
-            segment = Segment(name, space.segment_bytes, ledger)
+            segment = Segment.create(space.namespace, index, space.slots_per_segment)
             self.placement.apply(segment.mapping)
             segments.append(segment)
         return segments[index]
+
+    def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
+        """Take the segments of a life before over, in the order of their numbers."""
+        assert space.digest not in self._segments
+        assert len(segments) == len(space.live)
+        self._segments[space.digest] = list(segments)
 
     def hollow(self, space: Space, index: int) -> None:
         """Give the memory of a segment back to the system."""
@@ -88,11 +116,7 @@ class Arena:
 
     def forget(self, space: Space, slots: Sequence[int]) -> None:
         """Take evicted slots out of the ledger, before their bytes change."""
-        by_segment: dict[int, list[int]] = {}
-        for slot in slots:
-            index, place = divmod(slot, space.slots_per_segment)
-            by_segment.setdefault(index, []).append(place)
-        for index, places in by_segment.items():
+        for index, places in space.by_segment(slots).items():
             self._segments[space.digest][index].ledger.forget(places)
 
     def segments(self, space: Space) -> Sequence[Segment]:

@@ -1,8 +1,8 @@
 """The ledger: what each slot holds, in memory that outlives the index in the process.
 
-One memfd a segment, never given to a client: a head and one fixed-size record a
-slot. A record says READY only once the block's checksum is in it, because a block
-without one could not be proven by whoever reads the ledger later.
+One memfd a segment, never given to a client: a head that says whose segment it is, and one
+fixed-size record a slot. A record says READY only once the block's checksum is in it, because a
+block without one could not be proven by whoever reads the ledger later.
 """
 
 from __future__ import annotations
@@ -11,30 +11,41 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import cbor2
 import numpy as np
+import xxhash
 
-from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, HASH_BYTES
+from tierd.errors import NamespaceError, TierdError
+from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, HASH_BYTES, Namespace
 
-_MAGIC = b"TIERDLDG"
-_VERSION = 1
-_HEAD = struct.Struct(f"<8sII{DIGEST_BYTES}sIIQ")
-HEAD_BYTES = 64
-assert _HEAD.size <= HEAD_BYTES
+_MAGIC: Final = b"TIERDLDG"
+_VERSION: Final = 2
+_HEAD = struct.Struct(f"<8sII{DIGEST_BYTES}sIIQQQ")
+_SEAL = struct.Struct("<Q")
+_PREFIX = struct.Struct("<8sI")
 
-# The state comes last: a record is written front to back, and says READY at the end.
-_RECORD = struct.Struct(f"<QQI4x{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s16xQ")
-RECORD_BYTES = _RECORD.size
+# The state comes last: a record is written front to back, and says READY at the end. The seal is
+# over what comes before the tiers, which change while the block stays.
+_BODY = struct.Struct(f"<QQI{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
+_TAIL = struct.Struct("<IQ8xQ")
+RECORD_BYTES: Final = _BODY.size + _TAIL.size
 assert RECORD_BYTES == 128
 
-_STATE_OFFSET = RECORD_BYTES - 8
-_FREE = 0
-_READY = 2
+_TIERS_OFFSET: Final = _BODY.size
+_STATE_OFFSET: Final = RECORD_BYTES - 8
+_FREE: Final = 0
+_READY: Final = 2
+
+
+class LedgerError(TierdError):
+    """A ledger that cannot be read; the message says why."""
 
 
 class LedgerRecord(NamedTuple):
-    """One READY slot as the ledger tells it."""
+    """One READY slot as the ledger tells it. `last_use` is CLOCK_MONOTONIC in ns; `tiers` has a
+    bit for each storage tier that has the block."""
 
     place: int
     block_hash: bytes
@@ -43,54 +54,147 @@ class LedgerRecord(NamedTuple):
     checksum: bytes
     generation: int
     last_use: int
+    tiers: int = 0
 
 
 class Ledger:
-    """Records of the slots of one segment; `place` is a slot's number within it."""
+    """Records of the slots of one segment; `place` is a slot's number within it. Owns `fd`."""
 
-    __slots__ = ("_mapping", "_slots", "_states", "fd")
+    __slots__ = (
+        "_mapping",
+        "_records_at",
+        "_states",
+        "_tiers",
+        "fd",
+        "index",
+        "namespace",
+        "slots",
+    )
 
-    def __init__(self, digest: bytes, index: int, slots: int, slot_bytes: int) -> None:
-        self.fd = os.memfd_create(f"tierd-ledger-{digest.hex()[:12]}-{index}", os.MFD_CLOEXEC)
-        size = HEAD_BYTES + slots * RECORD_BYTES
-        os.ftruncate(self.fd, size)
-        self._mapping = mmap.mmap(self.fd, size)
-        self._slots = slots
-        _HEAD.pack_into(self._mapping, 0, _MAGIC, _VERSION, index, digest, slots, 0, slot_bytes)
+    def __init__(self, fd: int, namespace: Namespace, index: int, slots: int, at: int) -> None:
+        """Records lie in `fd` from byte `at` on."""
+        self.fd = fd
+        self.namespace = namespace
+        self.index = index
+        self.slots = slots
+        self._records_at = at
+        self._mapping = mmap.mmap(fd, at + slots * RECORD_BYTES)
         self._states = np.ndarray(
-            (slots,), "<u8", self._mapping, HEAD_BYTES + _STATE_OFFSET, (RECORD_BYTES,)
+            (slots,), "<u8", self._mapping, at + _STATE_OFFSET, (RECORD_BYTES,)
         )
+        self._tiers = np.ndarray(
+            (slots,), "<u4", self._mapping, at + _TIERS_OFFSET, (RECORD_BYTES,)
+        )
+
+    @classmethod
+    def create(cls, namespace: Namespace, index: int, slots: int, segment: int) -> Ledger:
+        """A ledger of a new segment, whose memfd has the inode number `segment`. Raises OSError."""
+        digest = namespace.digest
+        fields = cbor2.dumps(namespace.to_fields(), canonical=True)
+        head = _HEAD.pack(
+            _MAGIC, _VERSION, index, digest, slots, len(fields), namespace.slot_bytes, segment, 0
+        )
+        sealed = head + fields
+        sealed += _SEAL.pack(xxhash.xxh3_64_intdigest(sealed))
+        at = _records_at(len(fields))
+        fd = os.memfd_create(f"tierd-ledger-{digest.hex()[:12]}-{index}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, at + slots * RECORD_BYTES)
+            os.pwrite(fd, sealed, 0)
+            return cls(fd, namespace, index, slots, at)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def read(cls, fd: int, segment: int) -> Ledger:
+        """The ledger that a life before left in `fd`, for the memfd with inode number `segment`.
+
+        Owns `fd` from then on. Raises LedgerError, and has not touched it then.
+        """
+        prefix = os.pread(fd, _HEAD.size, 0)
+        if len(prefix) < _HEAD.size or not is_ledger(fd):
+            raise LedgerError("it is no ledger")
+        _, version = _PREFIX.unpack_from(prefix)
+        if version != _VERSION:
+            raise LedgerError(f"its format is {version}, this tierd reads {_VERSION}")
+        _, _, index, digest, slots, length, slot_bytes, inode, _ = _HEAD.unpack(prefix)
+        at = _records_at(length)
+        if os.fstat(fd).st_size != at + slots * RECORD_BYTES:
+            raise LedgerError("its size is not what its head says")
+        sealed = os.pread(fd, _HEAD.size + length + _SEAL.size, 0)
+        body = sealed[: -_SEAL.size]
+        if _SEAL.unpack(sealed[-_SEAL.size :])[0] != xxhash.xxh3_64_intdigest(body):
+            raise LedgerError("its head is damaged")
+        if inode != segment:
+            raise LedgerError("it is another segment's")
+        try:
+            namespace = Namespace.from_fields(cbor2.loads(body[_HEAD.size :]))
+        except (NamespaceError, cbor2.CBORDecodeError, TypeError) as error:
+            raise LedgerError(f"its namespace is not one of this tierd: {error}") from error
+        if namespace.digest != digest or namespace.slot_bytes != slot_bytes or not slots:
+            raise LedgerError("its namespace is not the one that its slots are for")
+        return cls(fd, namespace, index, slots, at)
 
     def forget(self, places: Sequence[int]) -> None:
         """Mark slots that are not READY any more, before their bytes change."""
         self._states[places] = _FREE
 
+    def forget_all_but(self, places: Sequence[int]) -> None:
+        """Mark all slots but these as not READY."""
+        kept = self._states[places].copy()
+        self._states[:] = _FREE
+        self._states[places] = kept
+
     def move(self, place: int, other: Ledger, target: int) -> None:
         """Move a record to a free place of `other`, the state last; a FREE one stays so."""
-        start = HEAD_BYTES + place * RECORD_BYTES
-        there = HEAD_BYTES + target * RECORD_BYTES
+        start, there = self._at(place), other._at(target)
         other._mapping[there : there + _STATE_OFFSET] = self._mapping[start : start + _STATE_OFFSET]
         other._states[target] = self._states[place]
         self._states[place] = _FREE
 
     def ready(self, record: LedgerRecord) -> None:
         """Record a block that can be proven."""
-        _RECORD.pack_into(
-            self._mapping,
-            HEAD_BYTES + record.place * RECORD_BYTES,
+        body = _BODY.pack(
             record.generation,
             record.last_use,
             record.length,
             record.block_hash,
             record.parent,
             record.checksum,
-            _READY,
+        )
+        at = self._at(record.place)
+        self._mapping[at : at + _BODY.size] = body
+        _TAIL.pack_into(
+            self._mapping, at + _BODY.size, record.tiers, xxhash.xxh3_64_intdigest(body), _READY
         )
 
+    def note_tiers(self, places: Sequence[int], add: int, remove: int) -> None:
+        """Storage tiers, by their bits, that have these blocks now, and that do not any more."""
+        self._tiers[places] = self._tiers[places] & ~np.uint32(remove) | np.uint32(add)
+
     def records(self) -> Iterator[LedgerRecord]:
-        """The READY slots."""
+        """The READY slots whose records are whole."""
         for place in np.flatnonzero(self._states == _READY).tolist():
-            generation, last_use, length, block_hash, parent, digest, _ = _RECORD.unpack_from(
-                self._mapping, HEAD_BYTES + place * RECORD_BYTES
-            )
-            yield LedgerRecord(place, block_hash, parent, length, digest, generation, last_use)
+            at = self._at(place)
+            body = self._mapping[at : at + _BODY.size]
+            tiers, seal, _ = _TAIL.unpack_from(self._mapping, at + _BODY.size)
+            if seal == xxhash.xxh3_64_intdigest(body):
+                generation, last_use, length, block_hash, parent, digest = _BODY.unpack(body)
+                yield LedgerRecord(
+                    place, block_hash, parent, length, digest, generation, last_use, tiers
+                )
+
+    def _at(self, place: int) -> int:
+        return self._records_at + place * RECORD_BYTES
+
+
+def is_ledger(fd: int) -> bool:
+    """Whether a memfd begins as a ledger does, of whatever version."""
+    return os.pread(fd, len(_MAGIC), 0) == _MAGIC
+
+
+def _records_at(namespace_bytes: int) -> int:
+    """Where records begin: behind head, namespace and seal, at a multiple of their size."""
+    end = _HEAD.size + namespace_bytes + _SEAL.size
+    return -(-end // RECORD_BYTES) * RECORD_BYTES

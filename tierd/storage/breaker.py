@@ -67,6 +67,11 @@ class BreakerBackend(Wrapper):
             "breaker_probes_failed_total": 0,
         }
 
+    def configure(self, *, deadline_s: float, slow_s: float, probe_s: float) -> None:
+        """Change the times, for calls and pauses that begin from now on."""
+        self._deadline_s, self._probe_s = deadline_s, probe_s
+        self._reads.slow_s = self._writes.slow_s = slow_s
+
     @property
     def reads_allowed(self) -> bool:
         """Whether a read that begins now would be made. Asking changes nothing."""

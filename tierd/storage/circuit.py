@@ -84,7 +84,8 @@ class Circuit:
         """Times that it opened, failed trials included."""
         self._name = name
         self._what = what
-        self._slow_s = slow_s
+        self.slow_s = slow_s
+        """A call that takes longer has failed."""
         self._state = State.CLOSED
         self._since_s: float | None = None
         # Calls that began before the last change of state say nothing about the time after it.
@@ -125,7 +126,7 @@ class Circuit:
         state, why, since_s = self.state(now_s), self.why, self._since_s
         if state is State.STALLED:
             since_s = self._stalled_since(now_s)
-            why = f"a call has been in flight for over {self._slow_s:g} s"
+            why = f"a call has been in flight for over {self.slow_s:g} s"
             if self._doubted_s is not None:
                 why = "not answered before a request's deadline"
         return {
@@ -207,13 +208,13 @@ class Circuit:
         if self._doubted_s is not None:
             return self._doubted_s
         oldest = next(iter(self._calls), None)
-        if oldest is not None and now_s - oldest.began_s > self._slow_s:
-            return oldest.began_s + self._slow_s
+        if oldest is not None and now_s - oldest.began_s > self.slow_s:
+            return oldest.began_s + self.slow_s
         return None
 
     def _slowness(self, call: Call, now_s: float) -> str | None:
         took_s = now_s - call.began_s
-        return f"took {took_s:.3f} s" if took_s > self._slow_s else None
+        return f"took {took_s:.3f} s" if took_s > self.slow_s else None
 
     def _leave(self, call: Call) -> None:
         del self._calls[call]

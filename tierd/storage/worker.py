@@ -92,6 +92,10 @@ class WorkerBackend(Backend):
         self._guard: asyncio.Task[None] | None = None
         self._scans = itertools.count()
 
+    @property
+    def shared(self) -> bool:
+        return self._unopened.shared
+
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> WorkerBackend:
         raise NotImplementedError("a worker is made for a backend")

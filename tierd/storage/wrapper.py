@@ -42,6 +42,10 @@ class Wrapper(Backend):
             merged[name] = merged.get(name, 0) + value
         return merged
 
+    @property
+    def shared(self) -> bool:
+        return self.inner.shared
+
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> Wrapper:
         raise NotImplementedError("a wrapper is made around a backend")

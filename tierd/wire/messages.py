@@ -17,7 +17,7 @@ import msgpack
 from tierd.errors import RemoteProtocolError
 from tierd.types import HASH_BYTES
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 KEYS_PER_CALL_MAX: Final = 16_384
 """Hashes in one call: 512 KiB, 3 ms of the daemon's loop. A longer prefix is cut by the caller."""
@@ -189,6 +189,10 @@ class Segment(NamedTuple):
     segment: int
 
 
+class Guard(NamedTuple):
+    """Comes with a descriptor, and says nothing else."""
+
+
 class Acquired(NamedTuple):
     call: int
     lease: int
@@ -268,6 +272,7 @@ FromDaemon = (
     Welcome
     | Registered
     | Segment
+    | Guard
     | Acquired
     | Reserved
     | Committed
@@ -309,9 +314,10 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Attached: 72,
     Detached: 73,
     Copied: 74,
+    Guard: 75,
 }
 
-WITH_DESCRIPTOR: Final = frozenset({Segment, Part, Attach})
+WITH_DESCRIPTOR: Final = frozenset({Segment, Guard, Part, Attach})
 """Messages that come with one descriptor; all others come with none."""
 
 
@@ -335,7 +341,7 @@ def _shape(cls: type[Message]) -> _Shape:
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
 FROM_CLIENT: Final = frozenset(range(1, 19))
-FROM_DAEMON: Final = frozenset(range(64, 75))
+FROM_DAEMON: Final = frozenset(range(64, 76))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
 

@@ -1,0 +1,109 @@
+"""What engines ask for, by namespace and by what had it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import blocks
+from tests.prometheus import Family, read
+from tests.tier_bench import SPACE, Bench, run
+from tierd.core.host import HostTier, Space
+from tierd.daemon.demand import SEATS_MAX, Demand, Tally
+from tierd.daemon.metrics import scrape
+
+TOKENS = SPACE.block_tokens
+
+
+def scraped(bench: Bench) -> dict[str, Family]:
+    return read(scrape(bench.node.status()))
+
+
+def test_tokens_are_counted_where_they_came_from() -> None:
+    """Nobody could say which tier is worth its money."""
+
+    async def test(bench: Bench) -> None:
+        node, space = bench.node, bench.space
+        bench.store(6, "cold")
+        await bench.backed_up()
+        bench.forget()
+        cold, _ = blocks.chain(8, "cold")
+        warm = bench.store(4, "warm")
+        assert node.acquire_now(1, [space], warm).lease is not None
+        assert not node.acquire_now(1, [space], cold).settled
+        assert await bench.acquire(cold) == 6
+        assert not node.acquire_now(1, [space], blocks.chain(5, "none")[0]).settled
+        found = scraped(bench)
+        assert found["tierd_requested_tokens_total"].value() == (4 + 8 + 5) * TOKENS
+        assert found["tierd_saved_tokens_total"].value() == 10 * TOKENS
+        assert found["tierd_host_acquired_tokens_total"].value() == 4 * TOKENS
+        by_tier = found["tierd_tier_acquired_tokens_total"]
+        assert by_tier.value(tier="tier0") == 6 * TOKENS
+        assert by_tier.value(tier="tier1") == 0
+        assert found["tierd_acquired_bytes_total"].value() == 10 * space.slot_bytes
+        assert found["tierd_stored_bytes_total"].value() == 10 * space.slot_bytes
+        names = {"namespace": space.digest.hex(), "model": SPACE.model}
+        assert found["tierd_namespace_requested_tokens_total"].value(**names) == 17 * TOKENS
+        assert found["tierd_namespace_acquired_tokens_total"].value(**names) == 10 * TOKENS
+
+    run(test)
+
+
+def test_a_request_to_several_ranks_has_its_tokens_once() -> None:
+    """The hit ratio would be right and the prefill saved eight times too long."""
+
+    async def test(bench: Bench) -> None:
+        other = bench.node.register(blocks.namespace(8192, tp_rank=1, tp_size=2))
+        hashes = bench.store(4, space=bench.space)
+        bench.store(4, space=other)
+        answer = bench.node.acquire_now(1, [bench.space, other], hashes)
+        assert answer.lease is not None
+        found = scraped(bench)
+        assert found["tierd_saved_tokens_total"].value() == 4 * TOKENS
+        assert found["tierd_acquired_bytes_total"].value() == 4 * (4096 + 8192)
+
+    run(test)
+
+
+def opened() -> list[Space]:
+    """Namespaces that no engine uses and that have no blocks."""
+    host = HostTier(1 << 20)
+    names = [blocks.namespace(model=f"model {number}") for number in range(3 * SEATS_MAX)]
+    return [space for space in map(host.open_space, names) if space is not None]
+
+
+SPACES = opened()
+
+
+@given(st.lists(st.tuples(st.integers(0, len(SPACES) - 1), st.booleans()), max_size=100))
+def test_no_counter_goes_down_and_few_are_shown(events: list[tuple[int, bool]]) -> None:
+    """Each new namespace would be a series for ever, or a rate be a wild guess."""
+    demand = Demand()
+    before: Counter[str] = Counter()
+    for asked, (number, stays) in enumerate(events, 1):
+        SPACES[number].sessions = int(stays)
+        demand.of(SPACES[number]).requested_tokens += 1
+        shown: list[dict] = demand.status()
+        assert len(shown) <= SEATS_MAX + 1
+        now = Counter({entry["namespace"]: entry["requested_tokens"] for entry in shown})
+        assert all(count >= before[name] for name, count in now.items())
+        before.update(now - before)
+        assert before.total() == asked
+
+
+def test_a_namespace_that_is_gone_makes_room() -> None:
+    """Twenty restarts of an engine with a random hash seed, and no namespace is seen any more."""
+    demand, spaces = Demand(), opened()
+    for space in spaces:
+        space.sessions = 1
+        demand.of(space)
+    assert demand.of(spaces[SEATS_MAX]) is demand.others
+    first = demand.of(spaces[0])
+    first.requested_tokens = 7
+    spaces[0].sessions = 0
+    assert demand.of(spaces[SEATS_MAX]) is not demand.others
+    assert demand.of(spaces[0]) is demand.others
+    spaces[1].sessions = 0
+    assert demand.of(spaces[0]) == Tally(requested_tokens=7)

@@ -1,0 +1,162 @@
+"""`tierd completion`: a shell's completion of the `tierd` command, from its parsers.
+
+One table says what may follow which words; each shell gets the table in its own tongue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+SHELLS: Final = {
+    "bash": "source <(tierd completion bash)",
+    "zsh": "source <(tierd completion zsh), after compinit",
+    "fish": "tierd completion fish > ~/.config/fish/completions/tierd.fish",
+}
+"""Shell to the line that switches completion on."""
+
+
+class Word(NamedTuple):
+    """A word that may come next, and what it does."""
+
+    text: str
+    help: str
+
+
+class Place(NamedTuple):
+    """What may follow the commands in `path`, and the values that an option of them takes."""
+
+    path: str
+    words: list[Word]
+    values: dict[str, list[str]]
+    """Option to its choices; none of them means a file."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "completion",
+        help="print a shell's completion of this command",
+        description="Print the completion script of a shell.",
+        epilog="\n".join(f"{shell:<5} {line}" for shell, line in SHELLS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script; the exit status."""
+    # Not at the top: the parser of all commands imports this module.
+    from tierd.cli.main import COMMANDS, parser_of
+
+    found = list(places(parser_of(COMMANDS)))
+    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](found))
+    return 0
+
+
+def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Place]:
+    """The table of a parser and of all its commands, deepest last."""
+    words: list[Word] = []
+    values: dict[str, list[str]] = {}
+    below: list[tuple[str, argparse.ArgumentParser]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, child in action.choices.items():
+                words.append(Word(name, _plain(helps.get(name, ""))))
+                below.append((f"{path} {name}".strip(), child))
+        elif action.option_strings:
+            words += [Word(option, _plain(action.help or "")) for option in action.option_strings]
+            if action.nargs != 0:
+                choices = [str(choice) for choice in action.choices or ()]
+                values.update(dict.fromkeys(action.option_strings, choices))
+        else:
+            words += [Word(str(choice), "") for choice in action.choices or ()]
+    yield Place(path, words, values)
+    for name, child in below:
+        yield from places(child, name)
+
+
+def _plain(text: str) -> str:
+    """A help text without argparse's formatting, up to its first colon or semicolon."""
+    return text.replace("%%", "%").split(";")[0].split(":")[0].split(" (default")[0]
+
+
+_BASH: Final = """\
+_tierd() {{
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} at='' word i
+  for ((i = 1; i < COMP_CWORD; i++)); do
+    word=${{at:+$at }}${{COMP_WORDS[i]}}
+    case $word in {paths}) at=$word ;; esac
+  done
+  case "$at $prev" in
+{values}
+  esac
+  case $at in
+{words}
+  esac
+  # No word of ours: then it may be a file.
+  ((${{#COMPREPLY[@]}})) || COMPREPLY=($(compgen -f -- "$cur"))
+}}
+complete -o filenames -F _tierd tierd"""
+
+
+def _bash(found: list[Place]) -> str:
+    values = [
+        f"    {shlex.quote(f'{place.path} {option}')}) COMPREPLY=($(compgen -W "
+        f'{shlex.quote(" ".join(choices))} -- "$cur")); return ;;'
+        for place in found
+        for option, choices in place.values.items()
+        if choices
+    ]
+    files = [
+        shlex.quote(f"{place.path} {option}")
+        for place in found
+        for option, choices in place.values.items()
+        if not choices
+    ]
+    if files:
+        values.append(f'    {"|".join(files)}) COMPREPLY=($(compgen -f -- "$cur")); return ;;')
+    words = [
+        f"    {shlex.quote(place.path)}) COMPREPLY=($(compgen -W "
+        f'{shlex.quote(" ".join(word.text for word in place.words))} -- "$cur")) ;;'
+        for place in found
+    ]
+    return _BASH.format(
+        paths="|".join(shlex.quote(place.path) for place in found if place.path),
+        values="\n".join(values),
+        words="\n".join(words),
+    )
+
+
+def _zsh(found: list[Place]) -> str:
+    return f"autoload -Uz bashcompinit && bashcompinit\n{_bash(found)}"
+
+
+def _fish(found: list[Place]) -> str:
+    lines = ["complete -c tierd -f"]
+    for place in found:
+        names = place.path.split()
+        below = [word.text for word in place.words if not word.text.startswith("-")]
+        tests = [f"__fish_seen_subcommand_from {name}" for name in names]
+        if below:
+            tests.append(f"not __fish_seen_subcommand_from {' '.join(below)}")
+        when = f"-n {shlex.quote('; and '.join(tests))}" if tests else ""
+        for word in place.words:
+            option = word.text.lstrip("-")
+            if word.text.startswith("--"):
+                name = f"-l {option}"
+            elif word.text.startswith("-"):
+                name = f"-s {option}"
+            else:
+                name = f"-a {option}"
+            taken = place.values.get(word.text)
+            value = (
+                "" if taken is None else f"-x -a {shlex.quote(' '.join(taken))}" if taken else "-rF"
+            )
+            parts = ["complete -c tierd", when, name, value, f"-d {shlex.quote(word.help)}"]
+            lines.append(" ".join(part for part in parts if part))
+    return "\n".join(lines)

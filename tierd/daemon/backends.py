@@ -1,0 +1,37 @@
+"""The backends that `[[storage]]` tables name, found among what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import msgspec
+
+from tierd.backend import Backend
+from tierd.config import StorageConfig, backend_options
+from tierd.errors import ConfigError
+from tierd.storage.worker import WorkerBackend
+
+
+def backend_class(entry: StorageConfig) -> type[Backend]:
+    """The class that is the tier's type. Raises ConfigError if none is installed."""
+    found = importlib.metadata.entry_points(group="tierd.backends")
+    if entry.type not in found.names:
+        raise ConfigError(
+            f"storage.type {entry.type!r} is unknown; installed: {', '.join(sorted(found.names))}"
+        )
+    cls: type[Backend] = found[entry.type].load()
+    return cls
+
+
+def options_of(entry: StorageConfig) -> msgspec.Struct:
+    """The options of the tier's type, the environment's included. Raises ConfigError."""
+    return backend_options(entry, backend_class(entry).Options)
+
+
+def make_backend(entry: StorageConfig) -> Backend:
+    """The tier's backend, not opened: it has checked its options. Raises ConfigError."""
+    cls, options = backend_class(entry), options_of(entry)
+    try:
+        return WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
+    except ConfigError as error:
+        raise ConfigError(f"storage ({entry.name}): {error}") from error

@@ -1,0 +1,249 @@
+"""L2 across lives of the daemon: what the service manager kept of the life before is taken over.
+
+A life has its segments kept, with a page about its leases and a guard (`tierd.memory.past`). The
+next one takes over what it can read, and trusts none of it: a block is served once its bytes have
+the checksum that the ledger has; a slot that held a block keeps it until no lease of a life before
+can be on it; one that did not is used again once nobody of a life before can be writing to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from tierd import child
+from tierd.clock import Clock
+from tierd.config import StorageConfig
+from tierd.core.host import Adopted
+from tierd.daemon.memory import HostMemory, kept_name
+from tierd.memory.arena import Segment
+from tierd.memory.ledger import LedgerError, is_ledger
+from tierd.memory.past import Guard, LifePage
+from tierd.types import DIGEST_BYTES
+
+log = logging.getLogger("tierd")
+
+_PAGE: Final = "life-"
+_GUARD: Final = "guard-"
+_ARENA: Final = "arena-"
+
+
+class Lives:
+    """This life of the daemon, and what is left of those before."""
+
+    def __init__(
+        self, memory: HostMemory, tiers: Sequence[StorageConfig], epoch: bytes, clock: Clock
+    ) -> None:
+        self._memory = memory
+        self._manager = memory.manager
+        self._clock = clock
+        self._name = epoch.hex()
+        self._tiers = _digest(tiers)
+        self._page: LifePage | None = None
+        self._guard: Guard | None = None
+        self._hold = -1
+        self._pages_before: dict[str, LifePage] = {}
+        self._guards_before: dict[str, Guard] = {}
+        self._dropped: Counter[str] = Counter()
+
+    # --- this life ------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Take over what was kept, and have this life's segments kept. Before anything else that
+        makes segments or starts processes. Without a service manager, nothing."""
+        if not self._manager.present:
+            return
+        self._adopt()
+        try:
+            self._page = LifePage.create(self._tiers)
+            self._guard = Guard.create()
+            # Children may write to slots until they have ended, which may be after us.
+            self._hold = self._guard.hold()
+            child.keep_open(self._hold)
+        except OSError as error:
+            log.error("host memory will not outlive this process: %s", error)
+            return
+        self._manager.keep(_PAGE + self._name, [self._page.fd])
+        self._manager.keep(_GUARD + self._name, [self._guard.fd])
+
+    @property
+    def kept(self) -> bool:
+        """Whether the arena may outlive this process, so that blocks are to get checksums."""
+        return self._page is not None
+
+    def guard(self) -> int | None:
+        """A hold for somebody who may write to slots, the caller's to close; None: no need.
+
+        Raises OSError.
+        """
+        return None if self._guard is None else self._guard.hold()
+
+    def leased_until(self, expires_ns: int) -> None:
+        """A lease is granted that ends then, CLOCK_MONOTONIC."""
+        if self._page is not None:
+            self._page.leased_until_ns = max(expires_ns, self._page.leased_until_ns)
+
+    def tick(self) -> None:
+        """See what has ended of the lives before; to be called now and then."""
+        host = self._memory.host
+        if self._page is not None and not host.leases:
+            self._page.leased_until_ns = 0
+        now_ns = self._clock.monotonic_ns()
+        for name, page in list(self._pages_before.items()):
+            if page.leased_until_ns <= now_ns:
+                self._manager.forget(name)
+                self._pages_before.pop(name).close()
+        if not self._pages_before:
+            host.end_leases_before()
+        for name, guard in list(self._guards_before.items()):
+            if not guard.held:
+                self._manager.forget(name)
+                self._guards_before.pop(name).close()
+        if not self._guards_before:
+            host.end_writes_before()
+
+    def close(self) -> None:
+        """Close the descriptors; what the manager has stays there. Idempotent."""
+        if self._page is not None and self._guard is not None:
+            child.keep_no_longer(self._hold)
+            os.close(self._hold)
+            self._page.close()
+            self._guard.close()
+            self._page = self._guard = None
+        self._close_before()
+
+    def _close_before(self) -> None:
+        for page in self._pages_before.values():
+            page.close()
+        for guard in self._guards_before.values():
+            guard.close()
+        self._pages_before.clear()
+        self._guards_before.clear()
+
+    # --- the lives before -----------------------------------------------------------
+
+    def _adopt(self) -> None:
+        pairs: dict[str, list[int]] = {}
+        for name, fd in self._manager.take_kept():
+            if name.startswith(_ARENA):
+                pairs.setdefault(name, []).append(fd)
+            elif not self._take_past(name, fd):
+                os.close(fd)
+                self._manager.forget(name)
+                log.warning("what the service manager kept as %s is not used", name)
+        by_space: dict[bytes, dict[int, Segment]] = {}
+        # Without a page and a guard nobody can tell when its slots may be used again.
+        sound = self._pages_before and len(self._pages_before) == len(self._guards_before)
+        for name, fds in pairs.items():
+            try:
+                if not sound:
+                    raise LedgerError("it is not known who used it")
+                segment = _segment(name, fds)
+                ledger = segment.ledger
+                segments = by_space.setdefault(ledger.namespace.digest, {})
+                if any(other.ledger.slots != ledger.slots for other in segments.values()):
+                    raise LedgerError("other segments of its namespace have another size")
+                segments[ledger.index] = segment
+            except (LedgerError, OSError, ValueError) as error:
+                self._drop(name, fds, str(error))
+        for segments in by_space.values():
+            self._adopt_space(segments)
+        adopted = sum(len(space.unproven) for space in self._memory.host.spaces.values())
+        self._memory.counters["adopted_blocks_total"] += adopted
+        if pairs:
+            why = "; ".join(f"{count}: {why}" for why, count in self._dropped.items())
+            log.info(
+                "host memory of the life before: %d blocks in %d segments kept%s",
+                adopted,
+                sum(map(len, by_space.values())),
+                f", segments dropped: {why}" if why else "",
+            )
+        if not by_space:
+            for name in [*self._pages_before, *self._guards_before]:
+                self._manager.forget(name)
+            self._close_before()
+
+    def _take_past(self, name: str, fd: int) -> bool:
+        if name.startswith(_PAGE):
+            page = LifePage.read(fd)
+            if page is not None:
+                self._pages_before[name] = page
+            return page is not None
+        if name.startswith(_GUARD):
+            self._guards_before[name] = Guard(fd)
+            return True
+        return False
+
+    def _drop(self, name: str, fds: Sequence[int], why: str) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._manager.forget(name)
+        self._dropped[why] += 1
+        self._memory.counters["adoption_dropped_segments_total"] += 1
+
+    def _adopt_space(self, segments: dict[int, Segment]) -> None:
+        namespace = next(iter(segments.values())).ledger.namespace
+        per = next(iter(segments.values())).ledger.slots
+        # The masks are worth something only if their bits still mean the same tiers.
+        same_tiers = all(page.tiers == self._tiers for page in self._pages_before.values())
+        found = [
+            (record.last_use, index * per + record.place, record)
+            for index, segment in segments.items()
+            for record in segment.ledger.records()
+            if record.length == namespace.block_bytes
+        ]
+        found.sort()
+        blocks = [
+            Adopted(
+                slot,
+                record.block_hash,
+                record.parent,
+                record.checksum,
+                record.generation,
+                record.tiers if same_tiers else 0,
+            )
+            for _, slot, record in found
+        ]
+        live = [index in segments for index in range(max(segments) + 1)]
+        try:
+            whole = [
+                segments[index] if here else Segment.create(namespace, index, per)
+                for index, here in enumerate(live)
+            ]
+            space = self._memory.host.adopt(namespace, per, live, blocks)
+            why = "no block fits host.capacity"
+        except OSError as error:
+            space, why = None, str(error)
+        if space is not None:
+            self._memory.adopt(space, whole)
+            return
+        for index, segment in segments.items():
+            fds = [segment.fd, segment.ledger.fd]
+            self._drop(kept_name(namespace.digest, index), fds, why)
+        segments.clear()
+
+
+def _segment(name: str, fds: Sequence[int]) -> Segment:
+    """The segment and its ledger, of the two descriptors kept under a name."""
+    if len(fds) != 2:
+        raise LedgerError("a descriptor is missing")
+    ledgers = [fd for fd in fds if is_ledger(fd)]
+    if len(ledgers) != 1:
+        raise LedgerError("it has no ledger")
+    [fd] = set(fds).difference(ledgers)
+    segment = Segment.adopt(fd, ledgers[0])
+    if name != kept_name(segment.ledger.namespace.digest, segment.ledger.index):
+        raise LedgerError("it is not what it is called")
+    return segment
+
+
+def _digest(tiers: Sequence[StorageConfig]) -> bytes:
+    """What tells tiers apart that a ledger's bits may stand for."""
+    known = [(tier.type, tier.name, tier.options, tier.overrides) for tier in tiers]
+    return hashlib.sha256(msgspec.json.encode(known)).digest()[:DIGEST_BYTES]
