@@ -91,6 +91,13 @@ class ServiceManager:
         with self._changed:
             return {name for name, _ in self.kept}
 
+    def lose(self) -> None:
+        """Close everything that is kept, as at a reboot."""
+        with self._changed:
+            for _, fd in self.kept:
+                os.close(fd)
+            self.kept.clear()
+
     def wait_for(self, key: str, value: str | None = None, timeout_s: float = 20.0) -> None:
         """Wait until a state has been told, with that value if one is given."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from tests import blocks
 from tests.daemon_process import DaemonProcess
+from tests.traffic import wait_until
 from tierd.client import Client
 from tierd.config import Config, backend_options, load, parse
 from tierd.daemon.listening import listening_socket
@@ -53,6 +55,8 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         ("[host]\ncapacity = '-1GiB'\n", r"host\.capacity: '-1GiB' is not a size"),
         ("[host]\ncapacity = -1\n", r"host\.capacity: -1 is not a size"),
         ("[host]\ncapacity = 0\n", r"host\.capacity must be more than 0"),
+        (GOOD + "min = '65MiB'\n", r"host\.min must be more than 0 and at most host\.capacity"),
+        (GOOD + "min = 0\n", r"host\.min must be more than 0"),
         ("[host]\ncapacity = 1.5\n", r"host\.capacity: 1\.5 is not a size"),
         ("[host]\ncapacity = true\n", r"host\.capacity: True is not a size"),
         ("[host]\ncapacity = ['1GiB']\n", r"host\.capacity: \['1GiB'\] is not a size"),
@@ -277,6 +281,31 @@ def test_a_second_daemon_is_refused_and_the_first_unharmed(running: DaemonProces
         other.close()
     finally:
         client.close()
+
+
+@pytest.mark.slow
+def test_a_second_daemon_on_one_store_is_refused(tmp_path: Path) -> None:
+    """A copied configuration with another socket would have two daemons write the same slabs."""
+    with DaemonProcess(tmp_path / "tierd") as first:
+        first.wait_tier("file", "ready")
+        holder = (first.store / "LOCK").read_text().strip()
+        text = first.config.read_text().replace(first.socket, str(tmp_path / "second.sock"))
+        (tmp_path / "second.toml").write_text(text)
+        told = tmp_path / "second.log"
+        with told.open("wb") as log:
+            words = ["serve", "--config", str(tmp_path / "second.toml")]
+            second = subprocess.Popen([sys.executable, "-m", "tierd.cli.main", *words], stderr=log)
+        says = f"{first.store} is in use by process {holder}"
+        wait_until(lambda: says in told.read_text(), 20, "it is not refused")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert second.wait(2) == 2
+            assert not (tmp_path / "second.sock").exists()
+        if second.poll() is None:
+            # A machine so busy that its tier told after tierd waits for tiers: it has none then.
+            assert "serves without it" in told.read_text()
+            second.terminate()
+            assert second.wait(20) == 0
+        assert first.tiers()["file"]["state"] == "ready"
 
 
 @pytest.mark.slow

@@ -106,4 +106,7 @@ def test_a_namespace_that_is_gone_makes_room() -> None:
     assert demand.of(spaces[SEATS_MAX]) is not demand.others
     assert demand.of(spaces[0]) is demand.others
     spaces[1].sessions = 0
+    spaces[1].chain.insert(0, bytes(32), blocks.ROOT)
+    assert demand.of(spaces[0]) is demand.others, "its blocks may be asked for again"
+    spaces[1].chain.remove(0)
     assert demand.of(spaces[0]) == Tally(requested_tokens=7)

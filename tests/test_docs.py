@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 
 from tierd.backend import Backend
-from tierd.config import backend_options, options_reference, parse, reference
+from tierd.config import backend_options, parse
+from tierd.reference import options_reference, reference
 from tierd.wire import messages as m
 from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd_backends.file import FileBackend

@@ -724,6 +724,7 @@ def free_on(path):
 
 
 @needs_mount
+@pytest.mark.slow
 async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeypatch, caplog):
     """Logs, or an engine's checkpoint, would hit a full disk of which the cache has the most."""
     monkeypatch.setattr(_space, "WATCH_S", 0.02)
@@ -742,7 +743,9 @@ async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeyp
                     await asyncio.sleep(0.01)
             gone = used - backend.stats().used_bytes
             assert 5 << 20 <= gone < 9 << 20, "more went than was needed"
-            assert backend.counters["reserve_slabs_total"] == backend.counters["evicted_slabs_total"]
+            assert (
+                backend.counters["reserve_slabs_total"] == backend.counters["evicted_slabs_total"]
+            )
             assert await get(backend, hot) == [Outcome.HIT] * 96
             assert any(outcome is Outcome.MISS for outcome in await get(backend, cold))
             # It rests, though the others make room again: they may be back at once.

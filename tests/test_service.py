@@ -28,7 +28,7 @@ from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
 from tierd.daemon.listening import engine_socket
 from tierd.daemon.node import Node
-from tierd.daemon.serve import Orders
+from tierd.daemon.serve import Signals
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.telling import LINE_CHARS_MAX, Teller, status_line
 from tierd.errors import ConfigError
@@ -74,7 +74,7 @@ def test_what_a_busy_manager_does_not_take_is_sent_later(tmp_path: Path) -> None
         count = 2000
         for number in range(count):
             manager.tell(f"STATUS={number}")
-        got = []
+        got: list[bytes] = []
         while len(got) < count:
             got.append(ear.recv(4096))
             manager.flush()
@@ -231,12 +231,12 @@ async def test_signals_before_and_while_there_is_a_loop() -> None:
     stop would wait for the drain all the same."""
     before = signal.getsignal(signal.SIGHUP)
     try:
-        orders = Orders()
+        signals = Signals()
         os.kill(os.getpid(), signal.SIGHUP)
-        assert orders.reload.is_set()
+        assert signals.reload.is_set()
         loop = asyncio.get_running_loop()
-        orders.take(loop)
-        for event in (orders.stop, orders.stop_now):
+        signals.take(loop)
+        for event in (signals.stop, signals.stop_now):
             assert not event.is_set()
             os.kill(os.getpid(), signal.SIGTERM)
             async with asyncio.timeout(WAIT_S):
@@ -275,6 +275,14 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
             told = [state for state in manager.states if "WATCHDOG" not in state]
             assert int(told[0]["MONOTONIC_USEC"]) > 0
             assert "RELOADING" in told[0]
+            sound = daemon.config.read_text()
+            for text, said in (("bogus = 1\n" + sound, True), (sound, False)):
+                daemon.config.write_text(text)
+                manager.forget_states()
+                process.send_signal(signal.SIGHUP)
+                manager.wait_for("READY")
+                (line,) = [state["STATUS"] for state in manager.states if "READY" in state]
+                assert ("RELOAD REFUSED" in line and "bogus is not a key" in line) is said
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
             manager.wait_for("STOPPING")
@@ -308,7 +316,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
             hashes, parents = blocks.chain(4)
             payloads = [blocks.payload(handle.namespace, h) for h in hashes]
             assert all(with_client.put(handle, [*zip(hashes, parents, payloads, strict=True)]))
-            server.process.send_signal(signal.SIGSTOP)
+            server.pause()
             try:
                 process = daemon.process
                 assert process is not None
@@ -319,6 +327,6 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGTERM)
                 process.wait(WAIT_S)
             finally:
-                server.process.send_signal(signal.SIGCONT)
+                server.resume()
                 with_client.close()
         assert "4 blocks that were not backed up" in daemon.log.read_text()

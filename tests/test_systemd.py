@@ -25,22 +25,26 @@ KEPT = 0.99
 ANSWER_S = 5.0
 """Longest that an engine's call may take: its timeout is 2 s, and the machine may be busy."""
 
-# Stops all threads of a process that have given way to others, as an I/O call that never
-# returns would. They stop as long as this program runs.
+# Stops all threads of a process that have given way to others, as I/O calls that never return
+# would. They stop as long as this program runs.
 STOP_THREADS = """
 import ctypes, os, sys, time
-ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+ptrace = ctypes.CDLL(None).ptrace
 ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 SEIZE, INTERRUPT, ALL = 0x4206, 0x4207, 0x40000000
-stopped = 0
-for tid in map(int, os.listdir(f"/proc/{sys.argv[1]}/task")):
-    if os.getpriority(os.PRIO_PROCESS, tid) >= 10:
-        assert ptrace(SEIZE, tid, None, None) == 0, os.strerror(ctypes.get_errno())
-        assert ptrace(INTERRUPT, tid, None, None) == 0, os.strerror(ctypes.get_errno())
-        os.waitpid(tid, ALL)
-        stopped += 1
-print(stopped, flush=True)
-time.sleep(600)
+tasks, stopped = f"/proc/{sys.argv[1]}/task", set()
+while os.path.exists(tasks):
+    for tid in {int(name) for name in os.listdir(tasks)} - stopped:
+        if os.getpriority(os.PRIO_PROCESS, tid) > 0 and ptrace(SEIZE, tid, None, None) == 0:
+            ptrace(INTERRUPT, tid, None, None)
+            stopped.add(tid)
+    # A thread that is killed has ended only once we know of it.
+    for tid in stopped:
+        try:
+            os.waitpid(tid, ALL | os.WNOHANG)
+        except ChildProcessError:
+            pass
+    time.sleep(0.02)
 """
 
 
@@ -127,13 +131,22 @@ class Service:
         finally:
             client.close()
 
-    def check_kept(self, before: int) -> None:
-        """L2 has what it had, and nothing of it came from storage."""
-        status = self.status()
-        assert status["host"]["blocks"] >= KEPT * before
-        assert self.proven() >= KEPT * BLOCKS
-        reads = [tier["counters"].get("read_bytes_total", 0) for tier in self.status()["storage"]]
-        assert not any(reads), "blocks came from storage tiers"
+    def reads(self) -> int:
+        """Bytes that storage tiers have delivered."""
+        tiers = self.status()["storage"]
+        return sum(tier["counters"].get("read_bytes_total", 0) for tier in tiers)
+
+    def check_kept(self, before: int, traffic: Traffic) -> None:
+        """L2 has what it had, and nothing of it comes from storage."""
+        blocks = self.status()["host"]["blocks"]
+        assert blocks >= KEPT * before, f"{blocks} of {before}\n{self.machine.journal(100)}"
+        traffic.pause()
+        try:
+            reads = self.reads()
+            assert self.proven() >= KEPT * BLOCKS
+            assert self.reads() == reads, f"some came from storage\n{self.machine.journal(100)}"
+        finally:
+            traffic.resume()
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +208,15 @@ def test_start_waits_until_engines_are_served(service: Service) -> None:
     assert state == "running"
     assert "serving" in status_text
     assert service.status()["storage"][0]["state"] == "ready"
-    assert service.status()["storage"][1]["state"] == "ready", "the sandbox shuts Redis out"
+
+
+def test_the_sandbox_lets_tiers_work(service: Service) -> None:
+    """A tier that runs in a terminal does not under systemd."""
+    wait_until(
+        lambda: [tier["state"] for tier in service.status()["storage"]] == ["ready", "ready"],
+        10,
+        "a tier cannot be opened",
+    )
 
 
 def test_limits_reach_the_process(service: Service) -> None:
@@ -212,17 +233,19 @@ def test_limits_reach_the_process(service: Service) -> None:
 def test_kill_keeps_l2(service: Service, traffic: Traffic) -> None:
     """A crash of the daemon costs the engines their whole host tier."""
     before = service.fill()
+    # What was stored in the last moments has no checksum yet, and is lost in a crash.
+    wait_until(lambda: not service.status()["host"]["backlog_blocks"], 20, "no checksums")
     [restarts] = service.show("NRestarts")
     service.systemctl("kill", "--signal=KILL", "--kill-whom=main", "tierd.service")
     wait_running(service.machine, int(restarts) + 1)
-    service.check_kept(before)
+    service.check_kept(before, traffic)
 
 
 def test_restart_keeps_l2(service: Service, traffic: Traffic) -> None:
     """An operator who restarts the daemon costs the engines their whole host tier."""
     before = service.fill()
     service.systemctl("restart", "tierd.service")
-    service.check_kept(before)
+    service.check_kept(before, traffic)
 
 
 def test_upgrade_keeps_l2(service: Service, traffic: Traffic) -> None:
@@ -240,7 +263,7 @@ def test_upgrade_keeps_l2(service: Service, traffic: Traffic) -> None:
     try:
         service.systemctl("restart", "tierd.service")
         assert service.status()["version"] == "99.0"
-        service.check_kept(before)
+        service.check_kept(before, traffic)
     finally:
         service.machine.drop_in("tierd.service", "next", "")
 
@@ -266,23 +289,19 @@ def test_reload_takes_a_good_file_and_refuses_a_bad_one(service: Service) -> Non
 
 def test_a_hung_thread_trips_the_watchdog(service: Service, traffic: Traffic) -> None:
     """An I/O call that never returns leaves a daemon that answers and does nothing, for ever."""
-    service.machine.drop_in("tierd.service", "watchdog", "[Service]\nWatchdogSec=3s\n")
+    service.machine.drop_in("tierd.service", "watchdog", "[Service]\nWatchdogSec=3s\nNice=0\n")
     try:
         service.systemctl("restart", "tierd.service")
         before = service.fill()
         pid = service.machine.host_pid(service.main_pid())
         [restarts] = service.show("NRestarts")
-        with subprocess.Popen(
-            [sys.executable, "-c", STOP_THREADS, str(pid)], stdout=subprocess.PIPE
-        ) as stopper:
-            assert stopper.stdout is not None
-            assert int(stopper.stdout.readline()) >= 1
+        with subprocess.Popen([sys.executable, "-c", STOP_THREADS, str(pid)]) as stopper:
             try:
                 wait_running(service.machine, int(restarts) + 1)
             finally:
                 stopper.kill()
         assert "Watchdog timeout" in service.machine.journal(200)
-        service.check_kept(before)
+        service.check_kept(before, traffic)
     finally:
         service.machine.drop_in("tierd.service", "watchdog", "")
 

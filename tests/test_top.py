@@ -44,6 +44,10 @@ def statuses() -> list[dict]:
         bench.store(6, "cold")
         await bench.backed_up()
         bench.forget()
+        bench.raw[0].takes_s = 0.5
+        node.acquire_now(1, [bench.space], blocks.chain(6, "cold")[0])
+        assert await bench.acquire(blocks.chain(6, "cold")[0]) == 6
+        bench.forget()
         found.append(copy.deepcopy(node.status()))
         began_ns = clock.now_ns
         node.acquire_now(1, [bench.space], blocks.chain(8, "cold")[0])
@@ -77,7 +81,9 @@ def test_rates_are_of_the_time_between() -> None:
     assert near.read_bytes_per_s == pytest.approx(3 * 4096, rel=0.01)
     assert near.read_p99_s == 0.125
     assert far.read_p99_s is None
-    assert [space.requested_tokens for space in now.namespaces] == [8 * TOKENS, TOKENS]
+    assert [space.requested_tokens for space in now.namespaces] == [14 * TOKENS, TOKENS]
+    assert now.namespaces[0].requested_tokens_per_s == pytest.approx(4 * TOKENS, rel=0.01)
+    assert now.namespaces[0].hit_ratio == 6 / 8
 
 
 def test_a_daemon_that_has_started_again_has_no_negative_rates() -> None:
@@ -94,7 +100,25 @@ def test_a_tier_and_a_namespace_that_are_new() -> None:
     before = copy.deepcopy(BEFORE)
     del before["storage"][0]
     before["demand"] = []
-    assert sample(before, AFTER).tiers[0].hit_ratio == pytest.approx(6 / 9)
+    assert sample(before, AFTER).tiers[0].read_bytes_per_s > 0
+
+
+def test_the_status_says_what_is_not_as_usual(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An operator would look for the missing half of host memory for an hour."""
+    told = copy.deepcopy(AFTER)
+    monkeypatch.setattr("tierd.cli.status.Client.status", lambda _: told)
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert "allowed" not in text
+    assert "verified" not in text
+    assert "\x1b" not in text
+    told["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert "512 KiB allowed while the machine is short of memory" in text
+    assert "9 blocks kept over a restart, not yet verified" in text
 
 
 # --- numbers --------------------------------------------------------------------------

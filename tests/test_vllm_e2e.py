@@ -19,6 +19,8 @@ import cbor2
 import pytest
 
 from tests.daemon_process import DaemonProcess
+from tests.service_manager import ServiceManager
+from tests.traffic import wait_until
 from tests.vllm_engine import BLOCK_TOKENS, Engine, prompt, whole_blocks
 from tierd.backend import HEADER_BYTES, unpack_header
 from tierd.types import PAGE_BYTES
@@ -164,19 +166,27 @@ def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start, trans
         engine.settled()
 
 
+def proven(daemon: DaemonProcess) -> int:
+    """Blocks that the daemon's next life can take over."""
+    count: int = daemon.status()["host"]["proven_blocks"]
+    return count
+
+
 def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
     """tierd absent, killed in a load or a store, or restarted would lose or change answers."""
-    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    manager = ServiceManager(tmp_path / "manager")
+    daemon = DaemonProcess(tmp_path / "tierd", storage="", manager=manager)
     prompts = [prompt(400 + 40 * i, i) for i in range(8)]
     full = [whole_blocks(len(tokens)) for tokens in prompts]
     try:
-        with start(daemon.socket) as engine:
+        with manager, start(daemon.socket) as engine:
             gold = engine.generate(prompts)["tokens"]
             daemon.start()
             engine.wait_connected(daemon)
             source = random.Random(7)
             for turn in range(10):
-                # Empty at first, so these are stores; loads from the second half on.
+                # Empty at first, so these are stores; from the second half on loads of what
+                # the life before had.
                 engine.reset()
                 engine.call("start", prompts=prompts, tokens=16)
                 time.sleep(source.random() * 0.4)
@@ -184,6 +194,8 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
                 result = engine.call("join")
                 assert result["tokens"] == gold, f"killed in turn {turn}"
                 assert set(result["finish"]) == {"length"}
+                if turn < 5:
+                    manager.lose()
                 daemon.start()
                 if turn % 2:
                     engine.wait_connected(daemon)
@@ -207,6 +219,15 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
             engine.reset()
             last = engine.generate(prompts)
             assert (last["tokens"], last["cached"]) == (gold, full), "it works as before"
+            wait_until(
+                lambda: proven(daemon) == daemon.status()["host"]["blocks"], 20, "no checksums"
+            )
+            daemon.kill()
+            daemon.start()
+            engine.reset()
+            engine.wait_connected(daemon)
+            again = engine.generate(prompts)
+            assert (again["tokens"], again["cached"]) == (gold, full), "memory outlives the daemon"
             assert engine.call("reset", external=True)["reset"]
             fresh = engine.generate(prompts)
             assert (fresh["tokens"], fresh["cached"]) == (gold, [0] * 8), "a reset is a reset"

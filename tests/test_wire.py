@@ -61,6 +61,13 @@ SAMPLES: list[m.Message] = [
     m.Attached(6, 3, "pitched, 21 GB/s in, 20 GB/s out"),
     m.Copied(7, 1, ""),
     m.Detached(9, 3, ""),
+    m.Flush(10, "0a1b", True, [0, 1]),
+    m.Scrub(11, [], 100_000_000),
+    m.StopScrub(12),
+    m.Describe(13, b"n" * 16),
+    m.Progress(10, {"complete": False}),
+    m.Done(10, {"complete": True}),
+    m.Described(13, {"model": "m"}),
 ]
 
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from tierd import logs
 from tierd.wire.frames import (
     FDS_PER_FRAME_MAX,
     FRAME_BYTES_MAX,
@@ -72,7 +73,7 @@ def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[far.fileno(), *_kept_open],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **logs.for_children(), "PYTHONPATH": path},
             )
         try:
             return near, process, os.pidfd_open(process.pid)
@@ -95,10 +96,7 @@ def be_child(name: str) -> socket.socket:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {name}[%(process)d] %(name)s: %(message)s",
-    )
+    logs.configure_child(name, os.environ)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
     return sock

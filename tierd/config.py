@@ -22,6 +22,8 @@ from msgspec import Meta
 from tierd.errors import ConfigError
 from tierd.sizes import parse_size
 
+DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
+
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 
 TIERS_MAX: Final = 8
@@ -362,17 +364,20 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def load(path: Path, environ: Mapping[str, str]) -> Config:
     """Read and check the file; raises ConfigError that names file, key and remedy."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    raw = decode(path)
     try:
         return parse(raw, environ)
     except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def decode(path: Path) -> dict[str, object]:
+    """The file's tables, not checked. Raises ConfigError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -533,6 +538,11 @@ def _override_storage(tables: list[dict[str, object]], environ: Mapping[str, str
             overrides[key.lower()] = text
 
 
+def variable(path: str) -> str:
+    """The environment's variable for a key, such as "host.capacity" or "storage.NAME.slow_ms"."""
+    return "TIERD_" + "_".join(map(_capitals, path.split(".")))
+
+
 def _capitals(name: str) -> str:
     """A tier's name as a part of a variable's name."""
     return re.sub(r"[^A-Z0-9]", "_", name.upper())
@@ -580,43 +590,3 @@ def _decode_size(cls: type, value: object) -> object:
         return Size(parse_size(value))
     except ConfigError as error:
         raise ValueError(str(error)) from error  # msgspec adds the key's path to this one.
-
-
-def reference() -> str:
-    """The configuration reference, as Markdown table rows, for README.md."""
-    rows = ["| key | default | meaning |", "| --- | --- | --- |"]
-    tables: dict[str, type[msgspec.Struct]] = {
-        "": Config,
-        "host.": HostConfig,
-        "prefetch.": PrefetchConfig,
-        "copy.": CopyConfig,
-        "admin.": AdminConfig,
-        "log.": LogConfig,
-        "storage.": StorageConfig,
-    }
-    for prefix, cls in tables.items():
-        for field in msgspec.structs.fields(cls):
-            if field.name in NOT_SCALARS:
-                continue
-            rows.append(_reference_row(prefix, field))
-    return "\n".join(rows)
-
-
-def options_reference(kind: str, cls: type[msgspec.Struct]) -> str:
-    """Table rows for the keys of one backend type."""
-    return "\n".join(_reference_row(f"storage ({kind}).", f) for f in msgspec.structs.fields(cls))
-
-
-def _reference_row(prefix: str, field: msgspec.structs.FieldInfo) -> str:
-    kind = msgspec.inspect.type_info(field.type)
-    about = ""
-    if isinstance(kind, msgspec.inspect.Metadata):
-        about = str((kind.extra_json_schema or {}).get("description", ""))
-    if field.default is not msgspec.NODEFAULT:
-        plain = field.default.value if isinstance(field.default, enum.Enum) else field.default
-        default = f"`{plain!r}`".replace("'", '"')
-    elif field.default_factory is not msgspec.NODEFAULT:
-        default = f"`{field.default_factory()!r}`"
-    else:
-        default = "required"
-    return f"| `{prefix}{field.encode_name}` | {default} | {about} |"

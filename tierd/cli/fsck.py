@@ -17,9 +17,8 @@ import msgspec
 
 from tierd.backend import Backend, CheckReport, Findings
 from tierd.cli.progress import Progress
-from tierd.cli.serve import DEFAULT_CONFIG
 from tierd.cli.text import printable, size
-from tierd.config import StorageConfig, load
+from tierd.config import DEFAULT_CONFIG, StorageConfig, load
 from tierd.daemon.backends import backend_class, options_of
 from tierd.errors import ConfigError
 

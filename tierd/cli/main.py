@@ -17,13 +17,17 @@ from tierd.errors import ConfigError
 
 COMMANDS = {
     "completion": "print a shell's completion of this command",
+    "flush": "drop blocks from host memory and all tiers",
+    "config": "check, show or explain the configuration",
     "fsck": "check file tiers on disk, with tierd stopped",
     "hash": "compute the block hashes of prompts given as token ids",
     "install-units": "write the systemd units for this installation",
     "replay": "run the eviction policies over a trace of requests",
+    "scrub": "verify what the tiers of a running daemon hold",
     "serve": "run the daemon",
     "status": "show what a running daemon holds and does",
     "top": "watch what a running daemon does",
+    "warm": "bring prompts' blocks from the tiers into host memory",
 }
 """Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
 
@@ -59,7 +63,8 @@ def parser_of(chosen: Collection[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tierd",
         description="A hierarchical KV offload daemon for LLM inference.",
-        epilog="`tierd COMMAND --help` tells a command's options.",
+        epilog="`tierd COMMAND --help` tells a command's options. Exit status, unless that says "
+        "otherwise: 0 done, 1 could not be done, 2 the command line or configuration is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"tierd {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -74,7 +74,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for key, kind in BUDGET.items():
         flag = f"--{key.replace('_', '-')}"
         add(flag, type=kind, metavar="X", help=f"storage.{key} of L3 (default: the daemon's)")
-    add("--block-tokens", type=int, default=DEFAULT_BLOCK_TOKENS, metavar="N")
+    add(
+        "--block-tokens",
+        type=int,
+        default=DEFAULT_BLOCK_TOKENS,
+        metavar="N",
+        help="tokens of a block of the trace (default: %(default)s)",
+    )
     add(
         "--block-bytes",
         type=int,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from tierd.config import load
+from tierd.config import DEFAULT_CONFIG, load
 from tierd.daemon.serve import serve
 from tierd.errors import ConfigError
-
-DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
+from tierd.logs import stderr_is_journal
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,11 +30,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve; the exit status."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         return serve(partial(load, args.config, os.environ), os.environ)
     except ConfigError as error:
-        print(f"tierd: {error}", file=sys.stderr)
+        # With its priority, as sd-daemon(3) has it, so that the journal shows it in red.
+        priority = "<3>" if stderr_is_journal() else ""
+        print(f"{priority}tierd: {error}", file=sys.stderr)
         return 2

@@ -56,6 +56,10 @@ def _lines(status: dict[str, object]) -> list[str]:
         f"  {percent(host['hit_ratio'])} hits, {percent(host['hit_ratio_at_twice'])} if it were "
         f"twice as large; evicts by {host['eviction']}",
     ]
+    if _less(host["limit_bytes"], host["capacity_bytes"]):
+        lines.append(f"  {size(host['limit_bytes'])} allowed while the machine is short of memory")
+    if host["unproven_blocks"]:
+        lines.append(f"  {host['unproven_blocks']} blocks kept over a restart, not yet verified")
     for device in _tables(status["copies"]):
         lines += _device_lines(device)
     for tier in _tables(status["storage"]):
@@ -104,6 +108,12 @@ def _tier_lines(tier: dict[str, object]) -> list[str]:
         if times["count"]:
             lines.append(f"  {what} p50 {times['p50_ms']:.3g} ms, p99 {times['p99_ms']:.3g} ms")
     return lines + [f"  {name} {count}" for name, count in counters.items() if count]
+
+
+def _less(one: object, other: object) -> bool:
+    assert isinstance(one, int)
+    assert isinstance(other, int)
+    return one < other
 
 
 def _table(value: object) -> dict[str, object]:

@@ -201,10 +201,19 @@ class _Connection(asyncio.Protocol):
 
 
 def tcp_listener(config: AdminConfig) -> socket.socket:
-    """A listening socket at an address of the form 127.0.0.1:9464 or [::1]:9464.
+    """A listening socket at `config.listen`. Raises ConfigError, also if the address is taken."""
+    address, port = tcp_address(config)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=CONNECTIONS_MAX)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on admin.listen {config.listen}: {error}") from error
 
-    Raises ConfigError if it is no such address, other machines may reach it unasked, or it is
-    taken.
+
+def tcp_address(config: AdminConfig) -> tuple[str, int]:
+    """The address and port of a text like 127.0.0.1:9464 or [::1]:9464.
+
+    Raises ConfigError if it is no such text, or other machines may reach it unasked.
     """
     host, _, port = config.listen.rpartition(":")
     try:
@@ -222,11 +231,7 @@ def tcp_listener(config: AdminConfig) -> socket.socket:
             f"admin.listen is {config.listen}, which other machines may reach, and there is no "
             "password: use 127.0.0.1, or set admin.allow_remote = true"
         )
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    try:
-        return socket.create_server((str(address), number), family=family, backlog=CONNECTIONS_MAX)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on admin.listen {config.listen}: {error}") from error
+    return str(address), number
 
 
 def _json(status: dict[str, object]) -> str:

@@ -11,8 +11,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from tierd.config import AdminConfig
-from tierd.daemon.admin import tcp_listener
+from tierd.config import AdminConfig, Config
+from tierd.daemon.admin import tcp_address, tcp_listener
 from tierd.daemon.service import ServiceManager
 from tierd.errors import ConfigError
 
@@ -75,6 +75,15 @@ def listening_socket(path: Path) -> Iterator[socket.socket]:
             finally:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def check_sockets(config: Config) -> None:
+    """Raise ConfigError for a socket that could not be listened on, wherever tierd is started."""
+    check_path(Path(config.socket))
+    if config.admin.listen.startswith("/"):
+        check_path(Path(config.admin.listen))
+    elif config.admin.listen:
+        tcp_address(config.admin)
 
 
 def check_path(path: Path) -> None:

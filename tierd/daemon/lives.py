@@ -95,18 +95,20 @@ class Lives:
         if self._page is not None and not host.leases:
             self._page.leased_until_ns = 0
         now_ns = self._clock.monotonic_ns()
-        for name, page in list(self._pages_before.items()):
-            if page.leased_until_ns <= now_ns:
-                self._manager.forget(name)
-                self._pages_before.pop(name).close()
-        if not self._pages_before:
+        read = {n for n, page in self._pages_before.items() if page.leased_until_ns > now_ns}
+        written = {n for n, guard in self._guards_before.items() if guard.held}
+        if not read:
             host.end_leases_before()
-        for name, guard in list(self._guards_before.items()):
-            if not guard.held:
-                self._manager.forget(name)
-                self._guards_before.pop(name).close()
-        if not self._guards_before:
+        if not written:
             host.end_writes_before()
+        # Both together: to the next life one without the other means that something is lost.
+        for name in list(self._pages_before):
+            other = _GUARD + name.removeprefix(_PAGE)
+            if name not in read and other not in written and other in self._guards_before:
+                self._manager.forget(name)
+                self._manager.forget(other)
+                self._pages_before.pop(name).close()
+                self._guards_before.pop(other).close()
 
     def close(self) -> None:
         """Close the descriptors; what the manager has stays there. Idempotent."""
@@ -129,6 +131,7 @@ class Lives:
     # --- the lives before -----------------------------------------------------------
 
     def _adopt(self) -> None:
+        began_ns = self._clock.monotonic_ns()
         pairs: dict[str, list[int]] = {}
         for name, fd in self._manager.take_kept():
             if name.startswith(_ARENA):
@@ -138,8 +141,10 @@ class Lives:
                 self._manager.forget(name)
                 log.warning("what the service manager kept as %s is not used", name)
         by_space: dict[bytes, dict[int, Segment]] = {}
-        # Without a page and a guard nobody can tell when its slots may be used again.
-        sound = self._pages_before and len(self._pages_before) == len(self._guards_before)
+        # A life has both kept before it uses the arena, and ends those of others one by one. So
+        # the last one to use it has both, or nobody can tell when slots may be used again.
+        lives = {name.removeprefix(_PAGE) for name in self._pages_before}
+        sound = lives.intersection(name.removeprefix(_GUARD) for name in self._guards_before)
         for name, fds in pairs.items():
             try:
                 if not sound:
@@ -159,9 +164,10 @@ class Lives:
         if pairs:
             why = "; ".join(f"{count}: {why}" for why, count in self._dropped.items())
             log.info(
-                "host memory of the life before: %d blocks in %d segments kept%s",
+                "host memory of the life before: %d blocks in %d segments taken over in %.3f s%s",
                 adopted,
                 sum(map(len, by_space.values())),
+                (self._clock.monotonic_ns() - began_ns) / 1e9,
                 f", segments dropped: {why}" if why else "",
             )
         if not by_space:

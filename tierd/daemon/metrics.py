@@ -219,6 +219,18 @@ METRICS: Final[tuple[Metric, ...]] = (
     _node("uptime_seconds", "uptime_s", "Time since the daemon started."),
     # Host memory.
     _node("host_capacity_bytes", "host.capacity_bytes", "Most bytes that host memory may take."),
+    _node(
+        "host_limit_bytes",
+        "host.limit_bytes",
+        "Most bytes that it may take now: less than the capacity while the machine is short of "
+        "memory.",
+    ),
+    _node("host_min_bytes", "host.min_bytes", "Bytes that it may take however short that is."),
+    _node(
+        "pressure_shrinks_total",
+        "counters.pressure_shrinks_total",
+        "Times that the machine was short of memory, and host memory began to shrink.",
+    ),
     _node("host_allocated_bytes", "host.allocated_bytes", "Bytes of host memory's segments."),
     _node("host_populated_bytes", "host.populated_bytes", "Bytes of them that are faulted in."),
     _node("host_used_bytes", "host.used_bytes", "Bytes of the slots with a readable block."),
@@ -282,7 +294,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "evicted_*_blocks_total",
         tuple(why.value for why in Evicted),
         "Blocks evicted from host memory: a store needed room, or the next one will (ahead), or "
-        "another namespace needed the memory (lent).",
+        "another namespace needed the memory (lent), or the machine did (shrunk).",
     ),
     _node(
         "revived_blocks_total",
@@ -299,6 +311,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "loads_refused_total",
         "counters.loads_refused_total",
         "Loads from a tier that computing the tokens would have beaten.",
+    ),
+    _node_counts(
+        "reloads_total",
+        "outcome",
+        "reloads_*_total",
+        ("applied", "refused"),
+        "Reloads of the configuration: applied, or refused because it was wrong.",
     ),
     # What was adopted from the daemon's life before this one.
     _node(
@@ -320,6 +339,33 @@ METRICS: Final[tuple[Metric, ...]] = (
         "rotten_blocks_total",
         "counters.rotten_blocks_total",
         "Adopted blocks whose checksum was wrong; none was used.",
+    ),
+    # What operators have it do.
+    _node(
+        "scrubbed_blocks_total",
+        "counters.scrubbed_blocks_total",
+        "Blocks of tiers that scrubs have read.",
+    ),
+    _node(
+        "scrub_corrupt_total",
+        "counters.scrub_corrupt_total",
+        "Those of them that were damaged, and are gone.",
+    ),
+    _node(
+        "scrub_unreadable_total",
+        "counters.scrub_unreadable_total",
+        "Those of them that could not be read, and stay.",
+    ),
+    _node(
+        "scrub_repaired_total",
+        "counters.scrub_repaired_total",
+        "Damaged blocks that scrubs wrote again, from host memory or another tier.",
+    ),
+    _node("flushes_total", "counters.flushes_total", "Flushes that were begun."),
+    _node(
+        "flushed_blocks_total",
+        "counters.flushed_blocks_total",
+        "Blocks that flushes took out of host memory and of tiers, each copy counted.",
     ),
     # Copies that the daemon makes for engines.
     _node_counts(
@@ -536,10 +582,11 @@ METRICS: Final[tuple[Metric, ...]] = (
             "dropped": "counters.backup_dropped_total",
             "refused": "counters.backup_refused_total",
             "full": "counters.skipped_full_total",
+            "no_space": "counters.refused_no_space_total",
         },
         "Blocks that the tier did not get: its queue was full, or its breaker open (busy), and it "
-        "left host memory (dropped), its write policy did not want them (refused), or it had "
-        "reached its capacity (full).",
+        "left host memory (dropped), its write policy did not want them (refused), it had reached "
+        "its capacity (full), or its disk or server had no room for them (no_space).",
     ),
     _rest("tier_events_total", "What else a tier's client counts, by its name in `tierd status`."),
 )

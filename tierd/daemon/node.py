@@ -27,6 +27,7 @@ from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
 from tierd.daemon.copying import Copies
 from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
+from tierd.daemon.flush import Flushes
 from tierd.daemon.learning import Learning
 from tierd.daemon.lives import Lives
 from tierd.daemon.lookup import Lookup
@@ -34,6 +35,7 @@ from tierd.daemon.memory import HostMemory
 from tierd.daemon.pressure import Machine, MemoryWatch
 from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.proofs import Proofs
+from tierd.daemon.scrub import Scrubs
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RefusedError
@@ -128,6 +130,10 @@ class Node:
         self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
         in_flight = self._in_flight_bytes(capacity_bytes)
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
+        self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers)
+        self.scrubs = Scrubs(
+            self.memory, self.backups, self.promotions.turns, self.flushes, self.tiers
+        )
         self.watch = MemoryWatch(self.memory, Pressure(capacity_bytes, min_bytes), machine)
         copy = copy or CopyConfig()
         self.copies = Copies(

@@ -120,7 +120,7 @@ class Promotion:
         """Whether nobody else is to join it: it is void, or its tier is one that no new read would
         be begun on. Only who waits for it already does: else all that want a popular block would
         wait in an outage, each in turn."""
-        return self.void or self.source is not None and not self.source.reads_allowed
+        return self.void or (self.source is not None and not self.source.reads_allowed)
 
     def rank(self) -> Rank:
         """Whose turn it is: what the request that has waited longest needs, in prefix order."""

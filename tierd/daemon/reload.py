@@ -9,7 +9,6 @@ that it is named again at the next reload.
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import logging
 from collections.abc import Callable, Container
@@ -17,12 +16,15 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from tierd.config import NOT_SCALARS, Config, Size, StorageConfig
-from tierd.daemon.backends import options_of
+from tierd import logs
+from tierd.config import NOT_SCALARS, Config
+from tierd.daemon.backends import make_backend
+from tierd.daemon.listening import check_sockets
 from tierd.daemon.node import Node
 from tierd.daemon.server import Server, default_allow_uids
 from tierd.errors import ConfigError
 from tierd.memory.arena import check_capacity
+from tierd.reference import shown
 
 log = logging.getLogger("tierd")
 
@@ -104,6 +106,7 @@ class Reloader:
         try:
             new = await asyncio.to_thread(self._read)
         except ConfigError as error:
+            self._node.counters["reloads_refused_total"] += 1
             log.error("the configuration is not reloaded, all stays as it is: %s", error)
             return str(error)
         changes = differences(self._running, new)
@@ -111,6 +114,7 @@ class Reloader:
             log.info("configuration: %s: %s -> %s", change.key, change.old, change.new)
         take_over(self._running, new)
         take_effect(self._running, self._node, self._server)
+        self._node.counters["reloads_applied_total"] += 1
         if later := [change.key for change in changes if not change.live]:
             log.warning("reloaded; this needs a restart of tierd: %s", ", ".join(later))
         else:
@@ -120,8 +124,9 @@ class Reloader:
     def _read(self) -> Config:
         config = self._load()
         check_capacity(config.host.capacity)
+        check_sockets(config)
         for tier in config.storage:
-            options_of(tier)
+            make_backend(tier)
         return config
 
 
@@ -136,7 +141,7 @@ def differences(running: Config, new: Config) -> list[Change]:
     for key in dict.fromkeys([*old_values, *new_values]):
         old, now = old_values.get(key, ABSENT), new_values.get(key, ABSENT)
         if old != now:
-            changes.append(Change(key, kind_of(key) in LIVE, shown(key, old), shown(key, now)))
+            changes.append(Change(key, kind_of(key) in LIVE, _text(key, old), _text(key, now)))
     return changes
 
 
@@ -157,7 +162,7 @@ def take_over(running: Config, new: Config) -> None:
 
 def take_effect(config: Config, node: Node, server: Server) -> None:
     """Tell those who keep a copy of live keys. All others read `config` each time."""
-    logging.getLogger().setLevel(config.log.level.value.upper())
+    logs.set_level(config.log.level)
     server.allow_uids = frozenset(config.allow_uids) or default_allow_uids()
     node.configure(config.host, config.prefetch)
     for queue in node.backups.queues:
@@ -200,26 +205,7 @@ def kind_of(key: str) -> str:
     return f"storage.{name}" if dot and table.startswith("storage (") else key
 
 
-_COMMON: Final = frozenset(f"storage.{f.name}" for f in msgspec.structs.fields(StorageConfig))
-_SHOWN_OPTIONS: Final = ("_ms", "path", "capacity", "connections", "prefix", "bucket", "region")
-
-
-def shown(key: str, value: object) -> str:
-    """A value for the log, as the file would have it; no option that may hold a secret."""
-    if isinstance(value, enum.Enum):
-        value = value.value
-    kind = kind_of(key)
-    option = kind.startswith("storage.") and kind not in _COMMON
-    if option and value != ABSENT and not kind.endswith(_SHOWN_OPTIONS):
-        return "(not shown)"
-    if isinstance(value, Size):
-        return size_text(value)
-    return value if value is ABSENT else json.dumps(value, default=str)
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes as a size in the file, exactly."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes and size_bytes % (1 << power) == 0:
-            return f"{size_bytes >> power}{unit}"
-    return str(size_bytes)
+def _text(key: str, value: object) -> str:
+    """A value for the log."""
+    plain = shown(key.rpartition(".")[2], value)
+    return ABSENT if plain == ABSENT else json.dumps(plain, default=str)

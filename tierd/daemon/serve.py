@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import uvloop
 
-from tierd import __version__
+from tierd import __version__, logs
 from tierd.clock import SystemClock
 from tierd.config import Config, StorageConfig
 from tierd.daemon.admin import Admin, Phase
@@ -54,7 +55,7 @@ WATCHDOG_SHARE: Final = 1 / 3
 """Of the watchdog's time, how long a call off the loop may take: then there is time to say so."""
 
 
-class Orders:
+class Signals:
     """What signals ask for, from before the configuration is read to the end."""
 
     def __init__(self) -> None:
@@ -81,21 +82,22 @@ def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
     `load` reads the configuration, and again at each SIGHUP. `environ` loses what a service
     manager has put into it for this process alone.
     """
-    orders = Orders()
+    signals = Signals()
     manager = ServiceManager.from_environ(environ)
     manager.tell("STATUS=starting", extension())
     # The stacks of all threads, should a service manager lose its patience (SIGABRT).
     faulthandler.enable()
     try:
-        return _serve(load(), orders, manager, load)
+        return _serve(load(), signals, manager, load)
     except ConfigError as error:
         manager.tell(f"STATUS=refused to start: {error}")
         raise
 
 
 def _serve(
-    config: Config, orders: Orders, manager: ServiceManager, load: Callable[[], Config]
+    config: Config, signals: Signals, manager: ServiceManager, load: Callable[[], Config]
 ) -> int:
+    logs.configure(config.log)
     check_capacity(config.host.capacity)
     placement = Placement(huge_pages=config.host.huge_pages, node=find_node(config.host.numa_node))
     # Four descriptors a segment (two files, which Python's mmap duplicates): the usual soft
@@ -108,7 +110,7 @@ def _serve(
         admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        life = _Life(config, orders, manager, load)
+        life = _Life(config, signals, manager, load)
         return runner.run(life.run(placement, tiers, listener, admin_listener))
 
 
@@ -118,12 +120,12 @@ class _Life:
     def __init__(
         self,
         config: Config,
-        orders: Orders,
+        signals: Signals,
         manager: ServiceManager,
         load: Callable[[], Config],
     ) -> None:
         self._config = config
-        self._orders = orders
+        self._signals = signals
         self._manager = manager
         self._load = load
         self._node: Node
@@ -139,7 +141,7 @@ class _Life:
         admin_listener: socket.socket | None,
     ) -> int:
         """Open, serve and close; the exit status."""
-        self._orders.take(asyncio.get_running_loop())
+        self._signals.take(asyncio.get_running_loop())
         config, clock = self._config, SystemClock()
         with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
             self._node = node = Node(
@@ -194,7 +196,7 @@ class _Life:
         self._teller.ready()
         reloading = asyncio.create_task(self._reload_for_ever(), name="reload")
         try:
-            await self._orders.stop.wait()
+            await self._signals.stop.wait()
         finally:
             reloading.cancel()
         await self._stop()
@@ -202,10 +204,17 @@ class _Life:
     async def _reload_for_ever(self) -> None:
         reloader = Reloader(self._config, self._load, self._node, self._server)
         while True:
-            await self._orders.reload.wait()
-            self._orders.reload.clear()
-            self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            await self._signals.reload.wait()
+            self._signals.reload.clear()
+            # A bug in it is counted, and must not keep the next one from being tried.
+            task = self._node.spawn(partial(self._reload, reloader), "reload")
+            await asyncio.wait([task])
+
+    async def _reload(self, reloader: Reloader) -> None:
+        self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
             self._teller.refused = await reloader.reload()
+        finally:
             self._teller.ready()
 
     async def _stop(self) -> None:
@@ -216,7 +225,7 @@ class _Life:
         log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
         _exit_after(leave_s)
         self._server.stop_listening()
-        left = await node.drain(budget_s, self._orders.stop_now)
+        left = await node.drain(budget_s, self._signals.stop_now)
         if left:
             log.warning("stopping with %d blocks that were not backed up", left)
         self._server.close()

@@ -22,6 +22,7 @@ from tierd.core.hints import Hint, Priority
 from tierd.core.host import Lease, Refusal, Space
 from tierd.daemon.copying import SessionCopies
 from tierd.daemon.node import Node, Patience
+from tierd.daemon.orders import Orders
 from tierd.daemon.transport import SocketTransport, Transport
 from tierd.errors import NamespaceError, RefusedError, RemoteProtocolError
 from tierd.memory.arena import Segment as ArenaSegment
@@ -71,6 +72,7 @@ class Session:
         self._patience: dict[int, Patience] = {}
         self._over = False
         self._copies = SessionCopies(owner, node.copies, self._send)
+        self._orders = Orders(node, self._send)
         self._engine: int | None = None
         self._guard: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
@@ -91,6 +93,10 @@ class Session:
             m.Detach: self._copies.detach,
             m.Store: self._copies.store,
             m.Load: self._copies.load,
+            m.Flush: self._orders.flush,
+            m.Scrub: self._orders.scrub,
+            m.StopScrub: self._orders.stop_scrub,
+            m.Describe: self._orders.describe,
         }
         self._fd_handlers: dict[type[m.Message], Callable[[Any, int], None]] = {
             m.Part: self._copies.part,
@@ -107,11 +113,18 @@ class Session:
             self._wire.receive(chunk, fds)
         except RemoteProtocolError as error:
             self._node.counters["protocol_errors_total"] += 1
-            log.warning("session %d (%s) ended: %s", self.owner, self.client, error)
+            log.warning(
+                "session %d (%s) ended: %s", self.owner, self.client, error, extra=self._extra()
+            )
             self._end(m.Error(0, str(error)))
         except Exception:  # our bug ends this session, not the daemon
             self._node.counters["internal_errors_total"] += 1
-            log.exception("session %d (%s) ended by a bug of ours", self.owner, self.client)
+            log.exception(
+                "session %d (%s) ended by a bug of ours",
+                self.owner,
+                self.client,
+                extra=self._extra(),
+            )
             self._end(m.Error(0, "internal error of the daemon"))
 
     def closed(self) -> None:
@@ -120,6 +133,7 @@ class Session:
         self._node.memory.listeners.remove(self._announce)
         for task in self._acquires.values():
             task.cancel()
+        self._orders.close()
         self._copies.close(partial(self._node.drop_owner, self.owner))
         for space in self._spaces.values():
             self._node.unregister(space)
@@ -142,6 +156,10 @@ class Session:
     def _send(self, message: m.Message, fd: int | None = None) -> None:
         if self.transport is not None:
             self.transport.send(encode(message, 0 if fd is None else 1), fd)
+
+    def _extra(self) -> dict[str, object]:
+        """Fields of the session's lines in the journal."""
+        return {"tierd": {"session": self.owner, "client": self.client, "client_pid": self.pid}}
 
     def _handle(self, message: m.Message, fds: tuple[int, ...]) -> None:
         if self._over:
@@ -199,7 +217,13 @@ class Session:
                     self._send(m.Guard(), self._guard)
             space = self._node.register(Namespace.from_fields(message.namespace))
         except (NamespaceError, RefusedError, OSError) as error:
-            log.warning("session %d (%s): registration refused: %s", self.owner, self.client, error)
+            log.warning(
+                "session %d (%s): registration refused: %s",
+                self.owner,
+                self.client,
+                error,
+                extra=self._extra(),
+            )
             self._send(m.Error(message.call, str(error)))
             return
         handle = len(self._spaces)

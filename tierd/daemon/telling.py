@@ -70,8 +70,9 @@ class Teller:
             await asyncio.wait(tasks)
 
     def ready(self) -> None:
-        """The daemon serves, or serves again after a reload."""
-        self._manager.tell("READY=1", self._line())
+        """The daemon serves, or serves on after a reload."""
+        if self._admin.phase is not Phase.STOPPING:
+            self._manager.tell("READY=1", self._line())
 
     def stopping(self, budget_s: float) -> None:
         """The daemon stops, and may take so long for it."""

@@ -136,7 +136,7 @@ class StorageTier:
             self._unavailable("open failed by a bug, which the log tells")
         else:
             if self._why:
-                log.info("storage tier %s: open", self.name)
+                log.info("storage tier %s: open", self.name, extra={"tierd": {"tier": self.name}})
             self._open, self._why = True, ""
         finally:
             self.tried.set()
@@ -158,6 +158,7 @@ class StorageTier:
                 self.name,
                 why,
                 self.config.probe_ms,
+                extra={"tierd": {"tier": self.name}},
             )
         self._why = why
 
@@ -186,6 +187,11 @@ class StorageTier:
     def doubt_read_speed(self) -> None:
         """Have the next blocks that come from it say how fast it is."""
         self._measured.doubt_read_speed()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that it has, as far as is known."""
+        return self._backend.stats().blocks if self._open else 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -230,10 +236,14 @@ class StorageTier:
             return failed
         return await self._guard("put", self._backend.put_many(namespace, requests), failed)
 
-    async def each(self, take: Callable[[BlockHeader], Awaitable[None]]) -> str:
-        """Call `take` with the header of every block that the tier has.
+    async def each(
+        self,
+        take: Callable[[BlockHeader], Awaitable[None]],
+        finish: Callable[[], Awaitable[None]],
+    ) -> str:
+        """Call `take` with the header of every block that the tier has, and then `finish`.
 
-        Empty if that came to its end, else why not. A BackendError of `take` is a reason too.
+        Empty if that came to its end, else why not. A BackendError of either is a reason too.
         """
         if not self._open:
             return self._why or "it has not been opened yet"
@@ -241,6 +251,7 @@ class StorageTier:
         try:
             async for header in headers:
                 await take(header)
+            await finish()
         except BackendError as error:
             return str(error)
         except Exception as error:

@@ -84,6 +84,7 @@ class Circuit:
         """Times that it opened, failed trials included."""
         self._name = name
         self._what = what
+        self._extra = {"tierd": {"tier": name}}
         self.slow_s = slow_s
         """A call that takes longer has failed."""
         self._state = State.CLOSED
@@ -252,13 +253,15 @@ class Circuit:
             return
         if self._state is State.CLOSED:
             # Once an outage: a failed trial is the same one.
-            log.warning("storage tier %s: %s stopped: %s", self._name, self._what, why)
+            log.warning(
+                "storage tier %s: %s stopped: %s", self._name, self._what, why, extra=self._extra
+            )
         self._trust()
         self._enter(State.OPEN, now_s)
         self.opened += 1
 
     def _close(self, now_s: float) -> None:
-        log.info("storage tier %s: %s resumed", self._name, self._what)
+        log.info("storage tier %s: %s resumed", self._name, self._what, extra=self._extra)
         self._enter(State.CLOSED, now_s)
 
     def _enter(self, state: State, now_s: float) -> None:

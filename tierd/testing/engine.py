@@ -61,6 +61,7 @@ class Link:
         self.segments: dict[tuple[int, int], SharedMapping] = {}
         self.slots_per_segment: dict[int, int] = {}
         self.frames_left: int | None = None
+        self._guards: list[int] = []
         self._world = world
         self._random = random
         self._calls = 0
@@ -115,8 +116,9 @@ class Link:
     def close(self, *, torn: bool) -> None:
         """Touch nothing any more, then close."""
         self.end.close(torn=torn)
-        for fd in self._wire.take_fds():
+        for fd in (*self._wire.take_fds(), *self._guards):
             os.close(fd)
+        self._guards.clear()
         self._over()
 
     def view(self, handle: int, slot: int) -> memoryview | None:
@@ -144,6 +146,9 @@ class Link:
         self._replies.clear()
 
     def _handle(self, message: m.Message, fds: tuple[int, ...]) -> None:
+        if isinstance(message, m.Guard):
+            self._guards.append(fds[0])
+            return
         if isinstance(message, m.Segment):
             size = self.slots_per_segment[message.handle] * self.slot_bytes[message.handle]
             key = message.handle, message.segment

@@ -20,6 +20,7 @@ from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import RemoteProtocolError
 from tierd.testing.connection import Connection
 from tierd.testing.faulty import NO_FAULTS, Fault
+from tierd.testing.keeper import Keeper
 from tierd.testing.loop import VirtualClock
 from tierd.testing.watched import WatchedBackend
 from tierd.testing.world import Plan, World
@@ -74,7 +75,9 @@ class Life:
             clock=self.clock,
             epoch=world.random.randbytes(8),
             segment_bytes=plan.segment_bytes,
+            manager=world.keeper,
         )
+        self.node.lives.begin()
         self.accepting = False
         self.dead = False
         self.leases: dict[int, _GrantedLease] = {}
@@ -92,6 +95,9 @@ class Life:
             async with opened(self.node.tiers):
                 await self.node.run(self._serve)
         finally:
+            for referee in self._referees:
+                referee.forget()
+            self.node.lives.close()
             self.node.memory.arena.close()
             self._count()
 
@@ -229,7 +235,8 @@ class Life:
         tier = self.node.tiers[number]
         circuits = tier.status()["circuits"]
         assert isinstance(circuits, dict)
-        states = [circuit["state"] for circuit in circuits.values()]
+        # A request that waited for less than the tier takes may have shut it again just now.
+        states = [c["state"] for c in circuits.values() if "request" not in str(c["why"])]
         if not tier.is_open or "open" in states:
             self.world.fail(f"a tier that is back is not used: {states}")
 
@@ -246,6 +253,10 @@ class Life:
             "reservations": len(node.host.reservations),
             "writing": sum(len(s.writing) for s in node.host.spaces.values()),
             "refs": sum(sum(s.refs) for s in node.host.spaces.values()),
+            "unproven": sum(len(s.unproven) for s in node.host.spaces.values()),
+            "doubtful": sum(len(s.doubtful) for s in node.host.spaces.values()),
+            "dropped": sum(len(s.dropped) for s in node.host.spaces.values()),
+            "lives kept": len(_past(self.world.keeper)) - 2 if self.world.keeper else 0,
             "registered": sum(s.sessions for s in node.host.spaces.values()),
             "backlog": node.backlog(),
             "pending bytes": sum(q.pending_bytes for q in node.backups.queues),
@@ -262,6 +273,11 @@ class Life:
         )
         if memory > node.host.capacity_bytes:
             self.world.fail(f"{memory} bytes of memory in {node.host.capacity_bytes}")
+
+
+def _past(keeper: Keeper) -> list[str]:
+    """Of lives, what is kept besides their memory."""
+    return [name for name in keeper.names() if not name.startswith("arena-")]
 
 
 class Referee:
@@ -445,6 +461,12 @@ class Referee:
         for timer in self._open.values():
             timer.cancel()
         self._open.clear()
+
+    def forget(self) -> None:
+        """The process is gone: what the session had open is closed."""
+        if not self.over:
+            self.over = True
+            self._session.closed()
 
     def _closed(self) -> None:
         self._world.note(self._owner, "closed")

@@ -23,6 +23,7 @@ from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
 from tierd.testing.engine import Engine, Habits, Link
 from tierd.testing.faulty import Fault, FaultPlan
+from tierd.testing.keeper import Keeper
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.world import Account, Plan, TierPlan, Violation, World
@@ -86,6 +87,7 @@ def draw_plan(random: Random, world: World) -> Plan:
         requests=random.randint(5, 15),
         restarts=random.choice((0, 1, 1, 2)),
         kills=random.random() < 0.5,
+        keeps=random.random() < 0.5,
         eviction=random.choice(POLICIES),
     )
 
@@ -210,6 +212,15 @@ async def run_world(loop: SimulationLoop, seed: int) -> Account:
 
 
 async def _history(world: World, plan: Plan) -> None:
+    world.keeper = Keeper() if plan.keeps else None
+    try:
+        await _lives(world, plan)
+    finally:
+        if world.keeper is not None:
+            world.keeper.close()
+
+
+async def _lives(world: World, plan: Plan) -> None:
     life = world.life = Life(world, plan, faulty=True)
     while not life.accepting:
         await asyncio.sleep(0.001)
@@ -291,6 +302,9 @@ async def _settle(world: World, plan: Plan) -> None:
 async def _audit(world: World, plan: Plan) -> None:
     """What lies sound on the disks is found by the next life, and is right."""
     _rot(world)
+    if world.keeper is not None:
+        world.counts["kept_descriptors"] += len(world.keeper.names())
+        world.keeper.close()
     await _next_life(world, plan, faulty=False, kill=False)
     life = world.life
     assert life is not None

@@ -32,9 +32,11 @@ class WatchedBackend(MemoryBackend):
             blocks=world.disks[number],
         )
         self.world = world
-        self.kept: set[BlockKey] = set()
-        """What this life has been told that the tier has: only that may it believe."""
-        self.promoted: set[BlockKey] = set()
+        self.kept, self.promoted = world.told.get(number) or (set(), set())
+        """What the daemon has been told that the tier has: only that may it believe."""
+        if world.keeper is not None:
+            # What is kept of host memory says so in the next life, too.
+            world.told[number] = self.kept, self.promoted
         self._number = number
         self._plan = plan
         self._known_down: set[str] = set()

@@ -18,6 +18,7 @@ from tierd.testing.backend import StoredBlock
 from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
 from tierd.testing.faulty import Fault, FaultPlan
+from tierd.testing.keeper import Keeper
 from tierd.testing.loop import SimulationLoop
 from tierd.types import BlockKey, Namespace
 
@@ -85,6 +86,8 @@ class Plan:
     requests: int
     restarts: int
     kills: bool
+    keeps: bool
+    """Whether a service manager keeps host memory from one life to the next."""
 
 
 @dataclass(slots=True)
@@ -104,6 +107,8 @@ class World:
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
+    keeper: Keeper | None = None
+    told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     connections: int = 0
     violation: str | None = None
     _main: asyncio.Task[None] | None = None

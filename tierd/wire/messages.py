@@ -170,6 +170,35 @@ class Load(NamedTuple):
     value: int
 
 
+class Flush(NamedTuple):
+    """Drop blocks of the namespaces whose digest, in hex, begins with `prefix`: those of L2, if
+    `host`, and those of storage tiers, by their numbers in STATUS."""
+
+    call: int
+    prefix: str
+    host: bool
+    tiers: list[int]
+
+
+class Scrub(NamedTuple):
+    """Read and verify what tiers hold; no tiers: those that are this node's own."""
+
+    call: int
+    tiers: list[int]
+    bytes_per_s: int
+
+
+class StopScrub(NamedTuple):
+    call: int
+
+
+class Describe(NamedTuple):
+    """Ask for a namespace by its digest."""
+
+    call: int
+    digest: bytes
+
+
 class Welcome(NamedTuple):
     version: int
     epoch: bytes
@@ -241,6 +270,25 @@ class Copied(NamedTuple):
     reason: str
 
 
+class Progress(NamedTuple):
+    """How far a FLUSH or SCRUB has got; more of them and DONE follow."""
+
+    call: int
+    body: dict[str, object]
+
+
+class Done(NamedTuple):
+    """What a FLUSH or SCRUB came to."""
+
+    call: int
+    body: dict[str, object]
+
+
+class Described(NamedTuple):
+    call: int
+    namespace: dict[str, object]
+
+
 class Error(NamedTuple):
     """`call` 0: the session as a whole, which ends with this message."""
 
@@ -267,6 +315,10 @@ FromClient = (
     | Detach
     | Store
     | Load
+    | Flush
+    | Scrub
+    | StopScrub
+    | Describe
 )
 FromDaemon = (
     Welcome
@@ -281,6 +333,9 @@ FromDaemon = (
     | Attached
     | Detached
     | Copied
+    | Progress
+    | Done
+    | Described
 )
 Message = FromClient | FromDaemon
 
@@ -303,6 +358,10 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Detach: 16,
     Store: 17,
     Load: 18,
+    Flush: 19,
+    Scrub: 20,
+    StopScrub: 21,
+    Describe: 22,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -315,6 +374,9 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Detached: 73,
     Copied: 74,
     Guard: 75,
+    Progress: 76,
+    Done: 77,
+    Described: 78,
 }
 
 WITH_DESCRIPTOR: Final = frozenset({Segment, Guard, Part, Attach})
@@ -340,8 +402,8 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset(range(1, 19))
-FROM_DAEMON: Final = frozenset(range(64, 76))
+FROM_CLIENT: Final = frozenset(range(1, 23))
+FROM_DAEMON: Final = frozenset(range(64, 79))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
 

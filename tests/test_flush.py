@@ -1,0 +1,525 @@
+"""Flush: nothing that was there before is served afterwards, by L2 or any tier."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+
+from tests import blocks
+from tests.daemon_process import DaemonProcess
+from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, key, run
+from tierd.backend import BlockHeader, checksum, pack_header
+from tierd.cli.main import main
+from tierd.config import WritePolicy
+from tierd.daemon import flush as flush_module
+from tierd.daemon.flush import Flush
+from tierd.errors import BackendError, RefusedError
+from tierd.testing.backend import StoredBlock
+from tierd.types import BlockKey, Namespace
+
+OTHER = blocks.namespace(PAGE, model="other")
+
+
+class SlowTier(Tier):
+    """Takes its time to delete, and remembers in what order it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delete_takes_s = 0.0
+        self.delete_fails = 0
+        self.deleting = False
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        self.deleting = True
+        await asyncio.sleep(self.delete_takes_s)
+        if self.delete_fails:
+            self.delete_fails -= 1
+            raise BackendError("the disk is on fire")
+        return await super().delete_many(namespace, hashes)
+
+
+def plant(raw: Tier, namespace: Namespace, block_hash: bytes) -> None:
+    """A block that another node has written."""
+    payload = blocks.payload(namespace, block_hash)
+    where = BlockKey(namespace.digest, block_hash)
+    header = pack_header(BlockHeader(where, blocks.ROOT, len(payload), checksum(payload)))
+    raw.blocks[where] = StoredBlock(header, payload)
+
+
+async def flush(
+    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
+) -> Flush:
+    """A flush to its end."""
+    work = begin(bench, prefix, host=host, tiers=tiers)
+    await work.done.wait()
+    return work
+
+
+def begin(
+    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
+) -> Flush:
+    flushes = bench.node.flushes
+    numbers = list(range(len(bench.tiers))) if tiers is None else tiers
+    work = flushes.begin(prefix, host=host, numbers=numbers)
+    bench.node.spawn(lambda: flushes.run(work), "flush")
+    return work
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_nothing_is_served_again_and_the_counts_are_right() -> None:
+    """A flush would report success, and what it cleared would be served again (34)."""
+
+    async def test(bench: Bench) -> None:
+        first, second = bench.store(20), bench.store(10, "second")
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(second) == 10  # In L2 once more, and in both tiers.
+        work = await flush(bench)
+        assert work.status() == {
+            "complete": True,
+            "host": {"flushed": True, "blocks": 10, "leased": 0},
+            "tiers": [
+                {"name": f"tier{i}", "shared": False, "blocks": 30, "empty": True, "why": ""}
+                for i in range(2)
+            ],
+            "namespaces": {SPACE.digest.hex(): 70},
+        }
+        for hashes in (first, second):
+            assert await bench.acquire(hashes) == 0
+        assert not bench.raw[0].blocks
+        assert not bench.raw[1].blocks
+        bench.check_nothing_is_left()
+        # And all goes on as before.
+        bench.store(20)
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(first) == 20
+
+    run(test)
+
+
+def test_another_namespace_stays() -> None:
+    """Flushing one model would cost every other one its cache."""
+
+    async def test(bench: Bench) -> None:
+        other = bench.node.register(OTHER)
+        mine, theirs = bench.store(10), bench.store(10, space=other)
+        await bench.backed_up()
+        work = await flush(bench, SPACE.digest.hex()[:8])
+        assert work.status()["namespaces"] == {SPACE.digest.hex(): 30}
+        assert await bench.acquire(mine) == 0
+        assert await bench.acquire(theirs, spaces=[other]) == 10
+        bench.forget()
+        assert await bench.acquire(theirs, spaces=[other]) == 10
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_a_namespace_that_only_a_tier_knows() -> None:
+    """After a restart, what no engine has asked for yet would outlive a flush."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        work = await flush(bench, "", host=False)
+        assert [tier.blocks for tier in work.tiers] == [10, 10]
+        for raw in bench.raw:
+            plant(raw, OTHER, hashes[0])
+            await raw.close()
+            await raw.open()
+        assert OTHER.digest not in bench.node.host.spaces
+        work = await flush(bench, OTHER.digest.hex())
+        assert work.status()["namespaces"] == {OTHER.digest.hex(): 2}
+        assert await bench.acquire(hashes) == 10
+
+    run(test)
+
+
+def test_a_promotion_under_way_is_not_published() -> None:
+    """A slow read that ends after the flush would put a flushed block back (11)."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(40)
+        await bench.backed_up()
+        bench.forget()
+        (raw,) = bench.raw
+        raw.takes_s = 0.5
+        acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
+        await until(lambda: raw.calls("get") >= 1)
+        raw.takes_s = 0.0
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert bench.node.promotions.under_way  # It still reads.
+        assert await acquire == 0
+        assert await bench.acquire(hashes) == 0
+        await until(lambda: not bench.node.promotions.under_way)
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", read_batches=1))
+
+
+def test_nothing_is_brought_while_it_goes_on() -> None:
+    """A request during a flush would bring what the tier has not dropped yet."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(200)
+        await bench.backed_up()
+        bench.forget()
+        raw.delete_takes_s = 0.1
+        work = begin(bench)
+        await until(lambda: raw.deleting)
+        while not work.done.is_set():
+            assert await bench.acquire(hashes) == 0
+            await asyncio.sleep(0.02)
+        assert raw.calls("get") == 0
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, raw=[raw])
+
+
+def test_backups_queued_and_in_flight() -> None:
+    """A block that waited to be written, or was just being written, would be in the tier again."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        raw.takes_s = 0.3
+        hashes = bench.store(100)
+        queue = bench.node.backups.queues[0]
+        await until(lambda: queue.waiting and queue.writing)
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert work.tiers[0].blocks == 32  # Those that were in flight.
+        assert raw.calls("put") == 1
+        assert not raw.blocks
+        assert not bench.node.backlog()
+        raw.takes_s = 0.0
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_batches=1), blocks_in_l2=1024)
+
+
+def test_blocks_that_wait_for_a_checksum() -> None:
+    """A block whose checksum was being computed would be written after the flush."""
+
+    async def test(bench: Bench) -> None:
+        for pause_s in (0.0, flush_module.POLL_S / 4, 0.006):
+            hashes = bench.store(60)
+            await asyncio.sleep(pause_s)
+            work = await flush(bench)
+            assert work.status()["complete"]
+            await bench.backed_up()
+            assert not bench.raw[0].blocks
+            assert await bench.acquire(hashes) == 0
+            bench.check_nothing_is_left()
+
+    run(test, config("tier"))
+
+
+def test_what_is_stored_meanwhile_stays_and_reaches_the_tiers() -> None:
+    """What an engine stores during a long flush would be lost, or never be backed up."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        old = bench.store(200)
+        await bench.backed_up()
+        raw.delete_takes_s = 0.1
+        work = begin(bench)
+        await until(lambda: raw.deleting)
+        new = bench.store(20, "new")
+        assert await bench.acquire(new) == 20
+        await work.done.wait()
+        assert work.status()["complete"]
+        assert work.host_blocks == 200
+        assert not raw.blocks
+        assert await bench.acquire(new) == 20
+        await bench.backed_up()
+        assert set(raw.blocks) == {key(h) for h in new}
+        assert await bench.acquire(old) == 0
+        bench.check_nothing_is_left()
+
+    run(test, raw=[raw], blocks_in_l2=1024)
+
+
+def test_leases_keep_their_bytes_and_are_given_to_nobody_else() -> None:
+    """A flush would pull slots from under an engine, or hand a leased block out again."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        deadline_ns = bench.loop.now_ns + 10**9
+        lease = await bench.node.acquire(1, [bench.space], hashes, deadline_ns)
+        assert lease is not None
+        work = await flush(bench)
+        assert work.status()["host"] == {"flushed": True, "blocks": 10, "leased": 10}
+        assert await bench.acquire(hashes) == 0
+        # The arena is filled anew, and yet nobody writes to what is leased.
+        for number in range(40):
+            bench.store(20, f"fill {number}")
+        for block_hash, slot in zip(hashes, lease.parts[0][1], strict=True):
+            assert bench.node.memory.payload(bench.space, slot) == blocks.payload(SPACE, block_hash)
+        bench.node.host.release(lease.lease_id, 1)
+        await bench.backed_up()
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_a_waiting_request_does_not_get_what_it_held() -> None:
+    """An ACQUIRE that waits for a tier during the flush would be answered with old blocks."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(60)
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(hashes[:20]) == 20
+        (raw,) = bench.raw
+        raw.hangs = {"contains"}
+        acquire = asyncio.create_task(bench.acquire(hashes, 1.5))
+        await until(lambda: ("contains", 40) in raw.log)
+        raw.hangs = set()
+        assert (await flush(bench)).status()["complete"]
+        assert await acquire == 0
+        await until(lambda: all(task.done() for task in bench.node._tasks))
+        bench.check_nothing_is_left()
+
+    run(test, config("tier"))
+
+
+def test_write_back_does_not_write_what_leaves() -> None:
+    """What was leaving L2 for a tier would be served again, from there or from L2."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        hashes = bench.store(64)
+        raw.hangs = {"put"}
+        bench.forget()
+        assert bench.space.leaving
+        await until(lambda: raw.calls("put"))
+        raw.hangs = set()
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
+        await bench.backed_up()
+        assert not raw.blocks
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_a_tier_that_is_away_is_named() -> None:
+    """A flush would be called done while a tier still serves what it has."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        bench.raw[1]._opened = False  # Every call raises BackendError from now on.
+        work = await flush(bench)
+        status = work.status()
+        assert not status["complete"]
+        assert [tier.empty for tier in work.tiers] == [True, False]
+        assert "not open" in work.tiers[1].why
+        bench.raw[1]._opened = True
+        assert await bench.acquire(hashes) == 10  # So the warning was right.
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
+
+    run(test)
+
+
+def test_a_tier_that_fails_for_a_moment() -> None:
+    """One failed call of many would leave blocks behind."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(200)
+        await bench.backed_up()
+        raw.delete_fails = 1
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert work.tiers[0].blocks == 200
+        assert await bench.acquire(hashes) == 0
+        raw.delete_fails = 1000
+        again = bench.store(10, "again")
+        await bench.backed_up()
+        work = await flush(bench)
+        assert not work.status()["complete"]
+        assert work.tiers[0].why == "the disk is on fire"
+        assert await bench.acquire(again) == 10
+
+    run(test, raw=[raw], blocks_in_l2=1024)
+
+
+def test_only_a_tier() -> None:
+    """A tier that is to be emptied would keep blocks, or L2 would think that it has them."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(20)
+        await bench.backed_up()
+        work = await flush(bench, host=False, tiers=[0])
+        assert work.status()["host"] == {"flushed": False, "blocks": 0, "leased": 0}
+        assert not bench.raw[0].blocks
+        assert len(bench.raw[1].blocks) == 20
+        assert await bench.acquire(hashes) == 20
+        # An engine that presents them again has them written again.
+        bench.store(20)
+        await bench.backed_up()
+        assert len(bench.raw[0].blocks) == 20
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_one_at_a_time() -> None:
+    """Two flushes at once would end each other's bar while blocks can still come back."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        bench.store(200)
+        await bench.backed_up()
+        raw.delete_takes_s = 0.1
+        work = begin(bench)
+        with pytest.raises(RefusedError, match="going on"):
+            begin(bench)
+        await work.done.wait()
+        assert (await flush(bench)).status()["complete"]
+
+    run(test, raw=[raw])
+
+
+def test_the_loop_goes_on_meanwhile() -> None:
+    """A flush of a large arena would hold up every engine's calls."""
+
+    async def test(bench: Bench) -> None:
+        for number in range(10):
+            bench.store(100, number)
+        turns = 0
+        work = begin(bench)
+        while not work.done.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+        assert work.host_blocks == 1000
+        assert turns > 1000 // flush_module.SLICE
+
+    run(test, config("tier"), blocks_in_l2=2048)
+
+
+def test_blocks_that_other_nodes_write() -> None:
+    """A flush of a shared tier in use would never end, or be called complete."""
+
+    class Shared(Tier):
+        async def scan(self) -> AsyncIterator[BlockHeader]:
+            plant(self, SPACE, bytes(32))
+            async for header in super().scan():
+                yield header
+
+    async def test(bench: Bench) -> None:
+        bench.store(10)
+        await bench.backed_up()
+        work = await flush(bench)
+        assert not work.status()["complete"]
+        assert "from elsewhere" in work.tiers[0].why
+
+    run(test, raw=[Shared()])
+
+
+# The command, and a real daemon with a tier on disk.
+
+
+class Scene:
+    """A daemon whose L2 and file tier have blocks of two namespaces."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+
+    def fill(self) -> None:
+        hashes, parents = blocks.chain(40)
+        self.daemon.wait_tier("disk", "ready")
+        client = self.daemon.client()
+        for space in (SPACE, OTHER):
+            contents = [blocks.payload(space, h) for h in hashes]
+            stored = list(zip(hashes, parents, contents, strict=True))
+            assert all(client.put(client.register(space), stored))
+        client.close()
+        self.daemon.wait_backed_up()
+
+    def had(self, namespace: Namespace) -> int:
+        """Blocks of a namespace that an engine gets."""
+        hashes, _ = blocks.chain(40)
+        self.daemon.wait_tier("disk", "ready")
+        client = self.daemon.client()
+        try:
+            return len(client.get(client.register(namespace), hashes, 5000))
+        finally:
+            client.close()
+
+    def flush(self, *words: str) -> int:
+        return main(["flush", "--socket", self.daemon.socket, *words])
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys, monkeypatch) -> None:
+    """An operator's flush would not be one, also after a restart and a SIGKILL (34, 113)."""
+    storage = (
+        f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{tmp_path}/store"\n'
+        'capacity = "64MiB"\nreserve_free = "0"\nwrite_policy = "write_through"\n'
+    )
+    daemon = DaemonProcess(tmp_path, capacity="64MiB", storage=storage)
+    with daemon:
+        scene = Scene(daemon)
+        scene.fill()
+        assert scene.flush("--namespace", SPACE.digest.hex()[:10], "--yes") == 0
+        out = capsys.readouterr().out
+        assert "host: 40 blocks dropped" in out
+        assert "disk: 40 blocks dropped" in out
+        assert SPACE.digest.hex() in out
+        assert OTHER.digest.hex() not in out
+        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
+        daemon.kill()
+        daemon.start()
+        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
+
+        scene.fill()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+        assert scene.flush("--all") == 2
+        assert "--yes" in capsys.readouterr().err
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        assert scene.flush("--all", "--json") == 0
+        told = capsys.readouterr()
+        assert "40 blocks in host memory" in told.err
+        result = json.loads(told.out)
+        assert result["complete"]
+        assert result["host"]["blocks"] == 80
+        assert [tier["blocks"] for tier in result["tiers"]] == [80]
+        assert scene.had(SPACE) == scene.had(OTHER) == 0
+        assert daemon.status()["storage"][0]["blocks"] == 0
+
+        for words, named in (
+            (("--all", "--yes", "--tier", "tape"), "host, disk"),
+            (("--namespace", "abc", "--yes"), "8 to 32 digits"),
+            (("--namespace", "../../etc", "--yes"), "8 to 32 digits"),
+        ):
+            assert scene.flush(*words) == 2
+            assert named in capsys.readouterr().err
+        daemon.stop()
+        assert scene.flush("--all", "--yes") == 1
+        assert "no answer from" in capsys.readouterr().err

@@ -1,0 +1,337 @@
+"""What one life of the daemon leaves to the next, and what the next believes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.page_engine import ROOT, chain, content, namespace, parents_of
+from tierd.backend import checksum
+from tierd.clock import SystemClock
+from tierd.config import StorageConfig
+from tierd.core.host import HostTier, NewSegment, Space
+from tierd.daemon.lives import Lives
+from tierd.daemon.memory import INTERNAL, HostMemory
+from tierd.daemon.proofs import Proofs
+from tierd.memory.ledger import Ledger, LedgerError, LedgerRecord
+from tierd.memory.past import Guard
+from tierd.testing.keeper import Keeper
+
+SEGMENT = 4 * (32 << 10)
+CAPACITY = 8 * SEGMENT
+
+
+class OneLife:
+    """The memory of a daemon, without its tasks."""
+
+    def __init__(
+        self, keeper: Keeper, *, capacity: int = CAPACITY, tiers: tuple[StorageConfig, ...] = ()
+    ) -> None:
+        self.host = HostTier(capacity, segment_bytes=SEGMENT)
+        self.counters: Counter[str] = Counter()
+        self.memory = HostMemory(self.host, SystemClock(), self.counters, None, manager=keeper)
+        self.lives = Lives(self.memory, tiers, os.urandom(8), SystemClock())
+        self.lives.begin()
+
+    def space(self, model: str = "m") -> Space:
+        space = self.host.open_space(namespace(model))
+        assert space is not None
+        return space
+
+    def store(self, space: Space, hashes: list[bytes], *, prove: bool = True) -> list[int]:
+        """Blocks with the bytes that they should have; their slots."""
+        reservation = self.memory.reserve(INTERNAL, space, hashes, parents_of(hashes))
+        slots = [slot for slot in reservation.slots if slot >= 0]
+        for block_hash, slot in zip(reservation.hashes, reservation.slots, strict=True):
+            if slot >= 0:
+                self.memory.payload(space, slot)[:] = content(block_hash)
+        self.host.commit(INTERNAL, reservation.reservation_id, len(slots))
+        for slot in slots if prove else ():
+            space.checksums[slot] = checksum(self.memory.payload(space, slot))
+            self.memory.record(space, slot)
+        self.memory.check()
+        return slots
+
+    def prove(self) -> None:
+        """Verify everything."""
+        asyncio.run(Proofs(self.memory).run())
+        self.memory.check()
+
+    def end(self) -> None:
+        """As a process does."""
+        self.lives.close()
+        self.memory.arena.close()
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    keeper = Keeper()
+    yield keeper
+    keeper.close()
+
+
+def test_blocks_and_their_order_are_kept(keeper: Keeper) -> None:
+    """After a restart the wrong blocks would be evicted first, or prefixes have holes."""
+    life = OneLife(keeper)
+    old, new = chain("old", 6), chain("new", 6)
+    life.store(life.space(), old)
+    life.store(life.space(), new)
+    life.store(life.space(), chain("unproven", 3), prove=False)
+    life.end()
+    life = OneLife(keeper)
+    life.memory.check()
+    space = life.space()
+    assert sorted(space.chain.items) == sorted([*old, *new])
+    assert life.host.prefix(space, old) == [], "served before it was proven"
+    life.prove()
+    life.lives.tick()
+    assert len(life.host.prefix(space, old)) == 6
+    assert [space.chain.parent_of(space.chain.items[h]) for h in old] == [ROOT, *old[:-1]]
+    life.host.prefix(space, [])
+    evicted = space.chain.evict(6, lambda slot: False)
+    gone = [h for h in old if h not in space.chain]
+    assert len(evicted) == 6
+    assert len(gone) == 6, "what was stored last went first"
+    life.end()
+
+
+def test_reservations_of_two_lives_have_different_numbers(keeper: Keeper) -> None:
+    """A COMMIT that an engine sent to the old daemon would publish half of a new block."""
+    life = OneLife(keeper)
+    space = life.space()
+    for tag in range(5):
+        life.store(space, chain(tag, 2))
+    last = max(space.generations)
+    life.end()
+    life = OneLife(keeper)
+    reservation = life.memory.reserve(INTERNAL, life.space(), chain("x", 1), [ROOT])
+    assert reservation.reservation_id > last
+    life.end()
+
+
+def test_doubtful_slots_stay_where_they_are(keeper: Keeper) -> None:
+    """Memory that somebody may still write to would be given to another namespace."""
+    life = OneLife(keeper)
+    life.store(life.space(), chain("a", 2))
+    life.end()
+    life = OneLife(keeper)
+    writer = life.lives.guard()
+    life.prove()
+    space = life.space()
+    assert len(space.doubtful) == 2
+    life.end()
+    life = OneLife(keeper)
+    space = life.space()
+    for _ in range(3):
+        life.lives.tick()
+        assert len(space.doubtful) == 2
+        assert not life.host.shrink()
+        life.host.set_limit(0)
+        life.memory.check()
+    assert writer is not None
+    os.close(writer)
+    life.lives.tick()
+    assert not space.doubtful
+    assert len(space.free) == 2
+    life.memory.check()
+    life.end()
+
+
+def test_a_life_in_the_middle_of_ending_another_can_be_killed(keeper: Keeper) -> None:
+    """A second crash, soon after the first, would empty host memory."""
+    life = OneLife(keeper)
+    life.store(life.space(), chain("a", 4))
+    writer = life.lives.guard()
+    life.end()
+    for _ in range(3):
+        life = OneLife(keeper)
+        assert len(life.space().chain) == 4
+        life.lives.tick()
+        life.end()
+    assert writer is not None
+    os.close(writer)
+
+
+def test_slots_stay_while_a_lease_of_before_lasts(keeper: Keeper) -> None:
+    """An engine that still copies under its lease would copy another request's bytes."""
+    life = OneLife(keeper)
+    life.store(life.space(), chain("a", 8))
+    life.lives.leased_until(SystemClock().monotonic_ns() + 10**12)
+    life.end()
+    life = OneLife(keeper)
+    space = life.space()
+    life.prove()
+    life.lives.tick()
+    assert not space.chain.evict(8, lambda slot: bool(space.refs[slot]))
+    life.end()
+
+
+TIER = StorageConfig(type="file", name="file", options={"path": "/a"})
+OTHER = StorageConfig(type="file", name="file", options={"path": "/b"})
+
+
+@pytest.mark.parametrize(("tiers", "known"), [((TIER,), 1), ((OTHER,), 0), ((OTHER, TIER), 0)])
+def test_what_tiers_have_is_kept_for_the_same_tiers(
+    keeper: Keeper, tiers: tuple[StorageConfig, ...], known: int
+) -> None:
+    """All of L2 would be written again after a restart, or never, to a tier that lacks it."""
+    life = OneLife(keeper, tiers=(TIER,))
+    space = life.space()
+    slots = life.store(space, chain("a", 4))
+    life.memory.note_tiers(space, slots, add=1)
+    life.memory.note_tiers(space, slots[:1], remove=1)
+    life.end()
+    life = OneLife(keeper, tiers=tiers)
+    assert sorted(life.space().backed_up[slot] for slot in slots) == [0, known, known, known]
+    life.end()
+
+
+def test_evicted_and_moved_blocks_do_not_come_back(keeper: Keeper) -> None:
+    """A slot's old name would be served with the bytes of whatever came after it."""
+    life = OneLife(keeper)
+    space, other = life.space(), life.space("other")
+    for tag in range(20):
+        life.store(space, chain(tag, 3))
+    life.store(other, chain("b", 12))
+    here = set(space.chain.items)
+    names = keeper.names()
+    life.end()
+    life = OneLife(keeper)
+    assert len(names) == len(set(names)) * 2 - 2, "a segment and a ledger a name"
+    assert set(life.space().chain.items) == here
+    life.prove()
+    assert life.counters["rotten_blocks_total"] == 0
+    life.end()
+
+
+def test_a_hollow_segment_is_not_kept(keeper: Keeper) -> None:
+    """The service manager would run out of room for descriptors that hold nothing."""
+    life = OneLife(keeper)
+    for tag in "xy":
+        life.store(life.space(), chain(tag, 16))
+    before = len(keeper.names())
+    life.host.set_limit(CAPACITY // 2)
+    while effects := life.host.shrink():
+        life.memory._apply(effects)
+    life.memory.check()
+    assert len(keeper.names()) == before - 2 * 4
+    life.end()
+    life = OneLife(keeper)
+    assert len(life.space().chain) == 16
+    life.memory.check()
+    for tag in "bcde":
+        life.store(life.space(), chain(tag, 4))
+    life.end()
+
+
+def test_what_no_slot_fits_is_let_go(keeper: Keeper) -> None:
+    """A capacity below one block would keep tierd from starting, or keep the memory."""
+    life = OneLife(keeper)
+    life.store(life.space(), chain("a", 4))
+    life.end()
+    life = OneLife(keeper, capacity=16 << 10)
+    assert life.counters["adoption_dropped_segments_total"] == 1
+    assert not [name for name in keeper.names() if name.startswith("arena-")]
+    life.end()
+
+
+def test_dropped_blocks_are_gone_for_everybody(keeper: Keeper) -> None:
+    """Damaged bytes would be served again, or a slot be filled under its reader's eyes."""
+    life = OneLife(keeper)
+    space = life.space()
+    hashes = chain("a", 4)
+    slots = life.store(space, hashes)
+    lease = life.host.grant(7, [(space, slots)], 1)
+    life.memory.drop(space, slots[1:3])
+    life.memory.check()
+    assert life.host.prefix(space, hashes) == slots[:1]
+    again = life.store(space, hashes)
+    assert len(again) == 2
+    assert not set(again) & set(slots), "a slot was filled that is leased"
+    assert life.host.prefix(space, hashes) == [slots[0], *again, slots[3]]
+    life.host.release(lease.lease_id, 7)
+    life.memory.check()
+    assert set(slots[1:3]) <= set(space.free)
+    life.end()
+
+
+def test_a_guard_is_held_by_whoever_has_a_copy() -> None:
+    """A slot would be used again while a child, or a message on its way, still can write to it."""
+    guard = Guard.create()
+    hold = guard.hold()
+    copy = os.dup(hold)
+    other = guard.hold()
+    for fd in (hold, other):
+        assert guard.held
+        os.close(fd)
+    assert guard.held
+    os.close(copy)
+    assert not guard.held
+    guard.close()
+
+
+def ledger_with(records: list[LedgerRecord]) -> Ledger:
+    ledger = Ledger.create(namespace(), 3, 8, segment=77)
+    for record in records:
+        ledger.ready(record)
+    return ledger
+
+
+RECORDS = [
+    LedgerRecord(place, h, ROOT, 4096, checksum(h), place + 5, place, place % 2)
+    for place, h in enumerate(chain("ledger", 6))
+]
+
+
+@given(st.data())
+def test_a_damaged_ledger_tells_nothing_wrong(data: st.DataObject) -> None:
+    """A block would be served under another's name, or the daemon die at each start."""
+    ledger = ledger_with(RECORDS)
+    fd = ledger.fd
+    size = os.fstat(fd).st_size
+    if data.draw(st.booleans()):
+        os.ftruncate(fd, data.draw(st.integers(0, size - 1)))
+    else:
+        at = data.draw(st.integers(0, size - 1))
+        raw = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([raw[0] ^ (1 << data.draw(st.integers(0, 7)))]), at)
+    try:
+        found = Ledger.read(fd, 77)
+    except LedgerError:
+        pass
+    else:
+        # Which tiers have a block is not sealed: it changes, and is only a hint.
+        told = [record._replace(tiers=0) for record in found.records()]
+        assert [
+            record for record in told if record not in [r._replace(tiers=0) for r in RECORDS]
+        ] == []
+        assert found.namespace == namespace()
+        assert len(told) >= len(RECORDS) - 1
+    finally:
+        os.close(fd)
+
+
+def test_a_ledger_belongs_to_one_segment() -> None:
+    """Two segments whose descriptors were mixed up would swap their blocks."""
+    ledger = ledger_with(RECORDS)
+    assert list(Ledger.read(os.dup(ledger.fd), 77).records()) == RECORDS
+    with pytest.raises(LedgerError, match="another segment"):
+        Ledger.read(ledger.fd, 78)
+    os.close(ledger.fd)
+
+
+def test_effects_name_segments(keeper: Keeper) -> None:
+    """A segment whose descriptors are not kept is lost at the next restart."""
+    life = OneLife(keeper)
+    space = life.space()
+    effects = life.host.make_room_ahead(space, 0)
+    assert any(isinstance(effect, NewSegment) for effect in effects)
+    life.memory._apply(effects)
+    assert keeper.names().count(f"arena-{space.digest.hex()}-0") == 2
+    life.end()

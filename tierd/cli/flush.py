@@ -1,0 +1,161 @@
+"""`tierd flush`: drop blocks from host memory and from every tier."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from tierd.cli.operator import Operator, add_socket, table, tables, whole
+from tierd.cli.progress import Progress
+from tierd.cli.text import printable
+from tierd.errors import ConfigError, TierdError
+from tierd.types import DIGEST_BYTES
+
+HOST: Final = "host"
+"""What host memory is called where tiers are named."""
+
+PREFIX_MIN: Final = 8
+"""Digits of a digest that are enough to mean one namespace."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "flush",
+        help="drop blocks from host memory and all tiers",
+        description="Drop the blocks of a namespace, or all, and wait until what was there can "
+        "be served no more, by host memory or any tier. What engines store meanwhile stays, and "
+        "what an engine has in its own GPU cache it may store again: restart engines first if "
+        "their blocks are wrong.",
+        epilog="Exit status: 0 nothing can be served again, 1 a tier may still have blocks, or no "
+        "daemon answers, 2 wrong usage.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--namespace",
+        metavar="DIGEST",
+        help=f"namespaces whose digest begins so (at least {PREFIX_MIN} digits); see tierd status",
+    )
+    which.add_argument("--all", action="store_true", help="all namespaces")
+    parser.add_argument(
+        "--tier",
+        action="append",
+        metavar="NAME",
+        help=f"only this tier, or {HOST} for host memory; may be repeated",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="wait no longer; the flush goes on all the same"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_socket(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Flush and wait; the exit status."""
+    prefix = "" if args.all else args.namespace.lower()
+    if not args.all and not re.fullmatch(
+        rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", prefix, re.ASCII
+    ):
+        raise ConfigError(
+            f"--namespace takes {PREFIX_MIN} to {2 * DIGEST_BYTES} digits of a digest"
+        )
+    try:
+        with Operator(args.socket, "tierd flush") as operator:
+            status = operator.status()
+            host, numbers = _chosen(args.tier, status)
+            if not args.yes and not _confirmed(prefix, host, numbers, status):
+                return 1
+            return _flush(args, operator, prefix, host, numbers)
+    except ConfigError:
+        raise
+    except TimeoutError:
+        print("tierd: the flush goes on; blocks may still be served", file=sys.stderr)
+    except TierdError as error:
+        print(f"tierd: {error}", file=sys.stderr)
+    return 1
+
+
+def _flush(
+    args: argparse.Namespace, operator: Operator, prefix: str, host: bool, numbers: list[int]
+) -> int:
+    progress = Progress()
+    result: dict[str, object] = {}
+    try:
+        for result in operator.flush(prefix, host=host, tiers=numbers, timeout_s=args.timeout):
+            progress.say(_summary(result))
+    finally:
+        progress.clear()
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print("\n".join(_lines(result)))
+    for tier in tables(result["tiers"]):
+        if not tier["empty"]:
+            print(
+                f"tierd: {printable(tier['name'])} may still serve blocks: "
+                f"{printable(tier['why'])}; flush again once it is well",
+                file=sys.stderr,
+            )
+    return 0 if result["complete"] else 1
+
+
+def _chosen(names: list[str] | None, status: dict[str, object]) -> tuple[bool, list[int]]:
+    """Whether host memory is flushed, and which tiers, by their numbers."""
+    known = [str(tier["name"]) for tier in tables(status["storage"])]
+    if names is None:
+        return True, list(range(len(known)))
+    for name in names:
+        if name != HOST and name not in known:
+            raise ConfigError(f"no tier is named {name!r}; there are {', '.join([HOST, *known])}")
+    return HOST in names, [number for number, name in enumerate(known) if name in names]
+
+
+def _confirmed(prefix: str, host: bool, numbers: list[int], status: dict[str, object]) -> bool:
+    """Ask on the terminal."""
+    if not sys.stdin.isatty():
+        raise ConfigError("say --yes where nobody can be asked")
+    tiers = [tier for number, tier in enumerate(tables(status["storage"])) if number in numbers]
+    spaces = [s for s in tables(status["namespaces"]) if str(s["digest"]).startswith(prefix)]
+    where = [HOST] * host + [printable(tier["name"]) for tier in tiers]
+    print(f"Flush from {', '.join(where)}:", file=sys.stderr)
+    for space in spaces:
+        what = f"{space['digest']}: {printable(space['model'])}, rank {space['tp_rank']}"
+        print(f"  {what}, {space['blocks']} blocks in host memory", file=sys.stderr)
+    if not prefix:
+        print("  and every other namespace that a tier has", file=sys.stderr)
+    elif not spaces:
+        print(f"  {prefix}..., which host memory does not know", file=sys.stderr)
+    for tier in tiers:
+        if tier["shared"]:
+            print(
+                f"{printable(tier['name'])} is shared: other nodes lose its blocks too, but keep "
+                "what their own host memory has.",
+                file=sys.stderr,
+            )
+    print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _summary(result: dict[str, object]) -> str:
+    parts = [f"{HOST} {table(result['host'])['blocks']}"]
+    parts += [f"{printable(tier['name'])} {tier['blocks']}" for tier in tables(result["tiers"])]
+    return f"flushing, blocks so far: {', '.join(parts)}"
+
+
+def _lines(result: dict[str, object]) -> Iterator[str]:
+    host = table(result["host"])
+    if host["flushed"]:
+        leased = f", of which {host['leased']} are leased for a while" if host["leased"] else ""
+        yield f"{HOST}: {host['blocks']} blocks dropped{leased}"
+    for tier in tables(result["tiers"]):
+        shared = ", for other nodes too" if tier["shared"] else ""
+        yield f"{printable(tier['name'])}: {tier['blocks']} blocks dropped{shared}"
+    for digest, count in table(result["namespaces"]).items():
+        if whole(count):
+            yield f"  namespace {digest}: {count} copies"

@@ -1,0 +1,152 @@
+"""An operator's session with the daemon: orders that take their time, followed to their end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from tierd.client import DEFAULT_SOCKET
+from tierd.errors import DisconnectedError, RefusedError, RemoteProtocolError
+from tierd.types import Namespace
+from tierd.wire import messages as m
+from tierd.wire.session import Role, WireSession, encode
+
+ANSWER_S: Final = 10.0
+"""How long a daemon may say nothing; it tells of an order several times a second."""
+
+
+class Operator:
+    """A session at `path`, one call at a time. Raises DisconnectedError if no daemon is there."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._arrived: deque[m.Message] = deque()
+        self._wire = WireSession(Role.CLIENT, lambda message, _: self._arrived.append(message))
+        self._calls = 0
+        self._path = path
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(ANSWER_S)
+        try:
+            self._sock.connect(path)
+        except OSError as error:
+            self._sock.close()
+            raise self._away(error) from error
+        self._send(m.Hello(m.PROTOCOL_VERSION, name))
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+
+    def status(self) -> dict[str, object]:
+        """The daemon's status."""
+        for reply in self._call(m.Status(self._next_call())):
+            if isinstance(reply, m.StatusReply):
+                return reply.body
+        raise RemoteProtocolError("STATUS was not answered by one")
+
+    def describe(self, digest: bytes) -> Namespace:
+        """The namespace of a digest. Raises RefusedError if the daemon does not know it."""
+        for reply in self._call(m.Describe(self._next_call(), digest)):
+            if isinstance(reply, m.Described):
+                return Namespace.from_fields(reply.namespace)
+        raise RemoteProtocolError("DESCRIBE was not answered by it")
+
+    def flush(
+        self, prefix: str, *, host: bool, tiers: list[int], timeout_s: float | None
+    ) -> Iterator[dict[str, object]]:
+        """What a flush tells of its progress, and its result last.
+
+        Raises TimeoutError while it goes on, RefusedError if it is not begun.
+        """
+        return self._follow(m.Flush(self._next_call(), prefix, host, tiers), timeout_s)
+
+    def scrub(self, tiers: list[int], bytes_per_s: int) -> Iterator[dict[str, object]]:
+        """The same of a scrub."""
+        return self._follow(m.Scrub(self._next_call(), tiers, bytes_per_s), None)
+
+    def stop_scrub(self) -> Iterator[dict[str, object]]:
+        """Have the scrub that is going on end, whoever began it."""
+        return self._follow(m.StopScrub(self._next_call()), None)
+
+    def _follow(
+        self, order: m.Flush | m.Scrub | m.StopScrub, timeout_s: float | None
+    ) -> Iterator[dict[str, object]]:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for reply in self._call(order):
+            if isinstance(reply, m.Progress | m.Done):
+                yield reply.body
+            if isinstance(reply, m.Done):
+                return
+            if end_s is not None and time.monotonic() >= end_s:
+                raise TimeoutError
+
+    def _call(
+        self, message: m.Status | m.Describe | m.Flush | m.Scrub | m.StopScrub
+    ) -> Iterator[m.Message]:
+        """Send a call; its replies for as long as anybody wants them."""
+        self._send(message)
+        while True:
+            while self._arrived:
+                reply = self._arrived.popleft()
+                if isinstance(reply, m.Error):
+                    if reply.call == message.call:
+                        raise RefusedError(reply.reason)
+                    raise self._away(reply.reason)
+                if getattr(reply, "call", None) == message.call:
+                    yield reply
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(1 << 18)
+        except OSError as error:
+            raise self._away(error) from error
+        if not data:
+            raise self._away("it closed the session")
+        self._wire.receive(data)
+
+    def _send(self, message: m.FromClient) -> None:
+        try:
+            self._sock.sendall(encode(message))
+        except OSError as error:
+            raise self._away(error) from error
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _away(self, why: object) -> DisconnectedError:
+        return DisconnectedError(f"no answer from {self._path}: {why}")
+
+
+def add_socket(parser: argparse.ArgumentParser) -> None:
+    """Add --socket."""
+    parser.add_argument(
+        "--socket",
+        default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
+        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+    )
+
+
+def table(value: object) -> dict[str, object]:
+    """A map of an answer."""
+    assert isinstance(value, dict)
+    return value
+
+
+def tables(value: object) -> list[dict[str, object]]:
+    """A list of maps of an answer."""
+    assert isinstance(value, list)
+    return [table(entry) for entry in value]
+
+
+def whole(value: object) -> int:
+    """A number of an answer."""
+    assert isinstance(value, int)
+    return value

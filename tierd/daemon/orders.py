@@ -1,0 +1,113 @@
+"""What operators have a session do: flush, scrub, and tell of a namespace.
+
+The work belongs to the node and goes on when the session that asked for it has ended; a session
+follows one piece of work at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from tierd.daemon.flush import Flush
+from tierd.daemon.node import Node
+from tierd.daemon.scrub import Scrub
+from tierd.errors import RefusedError, RemoteProtocolError
+from tierd.wire import messages as m
+
+PROGRESS_S: Final = 0.25
+"""How often whoever follows is told how far it has got."""
+
+RATE_MIN: Final = 1 << 16
+"""Bytes a second of the slowest scrub: a batch of 8 MiB in two minutes."""
+
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+class Orders:
+    """The orders of one session."""
+
+    def __init__(self, node: Node, send: Callable[[m.FromDaemon], None]) -> None:
+        self._node = node
+        self._send = send
+        self._following: asyncio.Task[None] | None = None
+
+    def flush(self, message: m.Flush) -> None:
+        """Begin a flush and follow it."""
+        if not _HEX.issuperset(message.prefix):
+            raise RemoteProtocolError("FLUSH has a prefix that is not in hex")
+        self._check_numbers(message.tiers)
+        flushes = self._node.flushes
+        try:
+            self._check_free()
+            flush = flushes.begin(message.prefix, host=message.host, numbers=message.tiers)
+        except RefusedError as error:
+            self._send(m.Error(message.call, str(error)))
+            return
+        self._node.spawn(partial(flushes.run, flush), "flush")
+        self._follow(message.call, flush)
+
+    def scrub(self, message: m.Scrub) -> None:
+        """Begin a scrub and follow it."""
+        self._check_numbers(message.tiers)
+        scrubs = self._node.scrubs
+        try:
+            self._check_free()
+            scrub = scrubs.begin(message.tiers, max(RATE_MIN, message.bytes_per_s))
+        except RefusedError as error:
+            self._send(m.Error(message.call, str(error)))
+            return
+        self._node.spawn(partial(scrubs.run, scrub), "scrub")
+        self._follow(message.call, scrub)
+
+    def stop_scrub(self, message: m.StopScrub) -> None:
+        """Have the scrub that is going on end, and follow it to there."""
+        scrub = self._node.scrubs.current
+        if scrub is None:
+            self._send(m.Error(message.call, "no scrub is going on"))
+            return
+        scrub.stop.set()
+        if self._following is None:
+            self._follow(message.call, scrub)
+        else:
+            self._send(m.Done(message.call, scrub.status()))
+
+    def describe(self, message: m.Describe) -> None:
+        """Tell a namespace's fields, whole."""
+        space = self._node.host.spaces.get(message.digest)
+        if space is None:
+            self._send(m.Error(message.call, "this tierd does not know that namespace"))
+        else:
+            self._send(m.Described(message.call, space.namespace.to_fields()))
+
+    def close(self) -> None:
+        """The session has ended; the work goes on."""
+        if self._following is not None:
+            self._following.cancel()
+
+    def _check_free(self) -> None:
+        if self._following is not None:
+            raise RefusedError("this session follows another order already")
+
+    def _check_numbers(self, numbers: Sequence[int]) -> None:
+        if any(number >= len(self._node.tiers) for number in numbers):
+            raise RemoteProtocolError(f"there are {len(self._node.tiers)} storage tiers")
+
+    def _follow(self, call: int, work: Flush | Scrub) -> None:
+        task = self._node.spawn(partial(self._tell, call, work), "order")
+        self._following = task
+        task.add_done_callback(self._followed)
+
+    def _followed(self, _: asyncio.Task[None]) -> None:
+        self._following = None
+
+    async def _tell(self, call: int, work: Flush | Scrub) -> None:
+        while not work.done.is_set():
+            self._send(m.Progress(call, work.status()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PROGRESS_S):
+                    await work.done.wait()
+        self._send(m.Done(call, work.status()))

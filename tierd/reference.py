@@ -1,0 +1,144 @@
+"""What keys the configuration has, and where the value of each comes from.
+
+The reference in README.md, `tierd config docs` and `tierd config show` are made from here.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from tierd.config import (
+    NOT_SCALARS,
+    AdminConfig,
+    Config,
+    CopyConfig,
+    HostConfig,
+    LogConfig,
+    PrefetchConfig,
+    Size,
+    StorageConfig,
+    variable,
+)
+
+TABLES: Final[dict[str, type[msgspec.Struct]]] = {
+    "": Config,
+    "host": HostConfig,
+    "prefetch": PrefetchConfig,
+    "copy": CopyConfig,
+    "admin": AdminConfig,
+    "log": LogConfig,
+}
+"""The tables of the file, in the order of the reference; [[storage]] comes after them."""
+
+_SECRET: Final = re.compile(r"pass|secret|token|credential|auth|(^|_)key$")
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/@]*@")
+
+
+class Key(NamedTuple):
+    """A key as the reference has it."""
+
+    path: str
+    default: str
+    """As the file would have it; empty if there must be one."""
+    about: str
+
+
+def keys() -> Iterator[Key]:
+    """All keys but those of a backend's type."""
+    for table, cls in TABLES.items():
+        yield from _described(f"{table}." if table else "", cls)
+    yield from _described("storage.", StorageConfig)
+
+
+def options(kind: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
+    """The keys of one backend type."""
+    yield from _described(f"storage ({kind}).", cls)
+
+
+def reference() -> str:
+    """The configuration reference, as Markdown table rows, for README.md."""
+    return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *map(_row, keys())])
+
+
+def options_reference(kind: str, cls: type[msgspec.Struct]) -> str:
+    """Table rows for the keys of one backend type."""
+    return "\n".join(map(_row, options(kind, cls)))
+
+
+def origins(raw: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
+    """Where the values of a file's tables come from, if it is not the default: "file", or the
+    name of a variable. Keys are as in "host.capacity" and "storage (file).deadline_ms"; what they
+    come from has been checked."""
+    found = {}
+    for name, cls in TABLES.items():
+        table = raw.get(name, {}) if name else raw
+        fields = [field.name for field in msgspec.structs.fields(cls)]
+        for key in (key for key in fields if key not in NOT_SCALARS):
+            path = f"{name}.{key}" if name else key
+            if variable(path) in environ:
+                found[path] = variable(path)
+            elif isinstance(table, Mapping) and key in table:
+                found[path] = "file"
+    tables = raw.get("storage", [])
+    assert isinstance(tables, list), "it has been checked"
+    for table in tables:
+        name = table.get("name", table["type"])
+        found |= {f"storage ({name}).{key}": "file" for key in table}
+        prefix = variable(f"storage.{name}") + "_"
+        for variable_name in (text for text in environ if text.startswith(prefix)):
+            key = variable_name.removeprefix(prefix).lower()
+            found[f"storage ({name}).{key}"] = variable_name
+    return found
+
+
+def shown(key: str, value: object) -> object:
+    """A value, plain, as the file would have it; what may be a secret is not shown.
+
+    `key` is the last part of its path.
+    """
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Size):
+        return size_text(value)
+    if isinstance(value, str):
+        if value and _SECRET.search(key) and not key.endswith("_file"):
+            return "(not shown)"
+        return _CREDENTIALS.sub("***@", value)
+    if isinstance(value, list | tuple):
+        return [shown(key, part) for part in value]
+    return value
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes as a size in the file, exactly."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes and size_bytes % (1 << power) == 0:
+            return f"{size_bytes >> power}{unit}"
+    return str(size_bytes)
+
+
+def _described(prefix: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
+    for field in msgspec.structs.fields(cls):
+        if field.name in NOT_SCALARS and not prefix.startswith("storage ("):
+            continue
+        kind = msgspec.inspect.type_info(field.type)
+        about = ""
+        if isinstance(kind, msgspec.inspect.Metadata):
+            about = str((kind.extra_json_schema or {}).get("description", ""))
+        default = ""
+        if field.default is not msgspec.NODEFAULT:
+            plain = field.default.value if isinstance(field.default, enum.Enum) else field.default
+            default = f"{plain!r}".replace("'", '"')
+        elif field.default_factory is not msgspec.NODEFAULT:
+            default = f"{field.default_factory()!r}"
+        yield Key(prefix + field.encode_name, default, about)
+
+
+def _row(key: Key) -> str:
+    default = f"`{key.default}`" if key.default else "required"
+    return f"| `{key.path}` | {default} | {key.about} |"
