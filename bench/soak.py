@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -118,6 +118,11 @@ class Engine:
                 self.step()
 
     def step(self) -> None:
+        if not self.client.connected or not self.handle.ready:
+            # What would miss at once is no call that counts.
+            self.client.poll()
+            time.sleep(0.005)
+            return
         # Some chains are asked for far more often than others.
         hashes, parents = self.chains[int(CHAINS * self.chance.random() ** 3)]
         if self.chance.random() < FRESH_SHARE:
@@ -229,6 +234,7 @@ class Day:
         self.clients = [self.start_client(number) for number in range(CLIENTS)]
         stack.callback(self.end_clients)
         self.happened: Counter[str] = Counter()
+        self.took: dict[str, float] = defaultdict(float)
         self.series: dict[str, list[float]] = {name: [] for name in BOUNDS}
         self.lives = 1
         self.faults: list[Callable[[], None]] = [
@@ -257,7 +263,9 @@ class Day:
                 event = deck.pop()
                 if hour >= self.steady_from and event in self.ends:
                     event = self.chance.choice(self.faults)
+                began = time.monotonic()
                 event()
+                self.took[event.__name__] += time.monotonic() - began
                 self.happened[event.__name__] += 1
             self.wait_calls(self.operations * (hour + 1) // self.hours)
             self.look()
@@ -489,6 +497,7 @@ def main() -> None:
             "grown": grown,
         }
         assert day.daemon.stop() == 0
+    print(dict(day.took))
     print({name: value for name, value in results.items() if name != "grown"})
     if arguments.operations >= OPERATIONS:
         write_result("soak", results)

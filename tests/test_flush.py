@@ -13,7 +13,7 @@ import pytest
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, key, run
-from tierd.backend import BlockHeader, checksum, pack_header
+from tierd.backend import BlockHeader, GetRequest, GetResult, checksum, pack_header
 from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon import flush as flush_module
@@ -33,6 +33,13 @@ class SlowTier(Tier):
         self.delete_takes_s = 0.0
         self.delete_fails = 0
         self.deleting = False
+        self.late_s = 0.0
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        late_s = self.late_s
+        results = await super().get_into(namespace, requests)
+        await asyncio.sleep(late_s)
+        return results
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         self.deleting = True
@@ -149,25 +156,65 @@ def test_a_namespace_that_only_a_tier_knows() -> None:
 def test_a_promotion_under_way_is_not_published() -> None:
     """A slow read that ends after the flush would put a flushed block back (11)."""
 
+    raw = SlowTier()
+
     async def test(bench: Bench) -> None:
         hashes = bench.store(40)
         await bench.backed_up()
         bench.forget()
-        (raw,) = bench.raw
-        raw.takes_s = 0.5
+        raw.late_s = 0.5
         acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
         await until(lambda: raw.calls("get") >= 1)
-        raw.takes_s = 0.0
+        raw.late_s = 0.0
+        again = asyncio.create_task(bench.acquire(hashes, 8.0))  # It joins what is under way.
+        await asyncio.sleep(0)
         work = await flush(bench)
         assert work.status()["complete"]
         assert bench.node.promotions.under_way  # It still reads.
-        assert await acquire == 0
-        assert await bench.acquire(hashes) == 0
+        assert len(raw.blocks) == 0
+        new = bench.store(4, "new")
+        assert await bench.acquire(new) == 4
+        assert await acquire == await again == 0
         await until(lambda: not bench.node.promotions.under_way)
         assert await bench.acquire(hashes) == 0
+        # The second batch of each had not begun, and the tier below was not asked.
+        assert raw.calls("get") == 1
+        assert bench.raw[1].calls("get") == 0
+        await bench.backed_up()
         bench.check_nothing_is_left()
 
-    run(test, config("tier", read_batches=1))
+    below = Tier()
+    run(
+        test,
+        config("tier", read_batches=1),
+        config("below"),
+        raw=[raw, below],
+        blocks_in_l2=1024,
+    )
+
+
+def test_nobody_joins_a_promotion_that_has_become_void() -> None:
+    """What an engine stores after a flush would not be had while an old read still hangs."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(8)
+        await bench.backed_up()
+        bench.forget()
+        raw.late_s = 1.5
+        acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
+        await until(lambda: raw.calls("get") >= 1)
+        raw.late_s = 0.0
+        await flush(bench)
+        plant(raw, SPACE, hashes[0])
+        raw._index.insert(900, SPACE.digest + hashes[0], SPACE.digest + blocks.ROOT)
+        began_s = bench.loop.time()
+        await bench.acquire(hashes[:1], 8.0)
+        assert bench.loop.time() - began_s < 0.1
+        assert await acquire == 0
+        assert await bench.acquire(hashes) == 1
+
+    run(test, config("tier"), raw=[raw])
 
 
 def test_nothing_is_brought_while_it_goes_on() -> None:
@@ -318,6 +365,27 @@ def test_write_back_does_not_write_what_leaves() -> None:
         assert await bench.acquire(hashes) == 0
         await bench.backed_up()
         assert not raw.blocks
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_what_was_leaving_cannot_stay_after_all() -> None:
+    """A block that was being written as it left L2, and is asked for, would be in L2 again."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        hashes = bench.store(32)
+        raw.takes_s = 0.5
+        bench.forget()
+        await until(lambda: raw.calls("put"))
+        assert bench.space.leaving
+        work = begin(bench)
+        await asyncio.sleep(0.1)
+        assert await bench.acquire(hashes, 0.1) == 0
+        await work.done.wait()
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
         bench.check_nothing_is_left()
 
     run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))

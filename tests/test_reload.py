@@ -180,7 +180,6 @@ async def waits_for_the_tier(scene: Scene) -> object:
 
 async def spent(scene: Scene) -> object:
     budget = scene.queue.writes.budget
-    budget.resize(86_400 * PAGE)
     budget.pass_time(0)
     return budget.spend_on(10_000, PAGE)
 
@@ -250,6 +249,7 @@ def observe(key: str, running: Config, new: Config | None) -> object:
 
     async def test(bench: Bench) -> None:
         scene = Scene(bench, running)
+        scene.queue.writes.budget.resize(86_400 * PAGE)
         take_effect(running, bench.node, scene.server)
         if new is not None:
             take_over(running, new)

@@ -16,6 +16,7 @@ from tests.blocks import chain, namespace, payload
 from tests.redis_servers import RedisServer
 from tests.systemd_machine import SITE, Machine, wait_running
 from tests.traffic import BLOCK_BYTES, Traffic, wait_until
+from tierd.hashing import KeyStyle, hash_blocks, root_hash
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +61,7 @@ def config(redis_url: str, **keys: str) -> str:
         {lines}
         [[storage]]
         type = "file"
-        path = "/var/lib/tierd/kv"
+        path = "/srv/kv"
         capacity = "256MiB"
         reserve_free = "0"
         write_policy = "write_back"
@@ -96,6 +97,14 @@ class Service:
         finally:
             client.close()
         return status
+
+    def wait_for_tiers(self) -> None:
+        """Until all are ready: the sandbox lets a disk and a network be used."""
+        wait_until(
+            lambda: {tier["state"] for tier in self.status()["storage"]} == {"ready"},
+            10,
+            "a tier cannot be opened",
+        )
 
     def main_pid(self) -> int:
         [pid] = self.show("MainPID")
@@ -159,6 +168,7 @@ def machine(
         machine.write("/etc/tierd/tierd.toml", config(redis_server.url))
         [users] = [line for line in told.splitlines() if "systemd-sysusers" in line]
         machine.run("sh", "-ec", users)
+        machine.run("install", "--directory", "--owner=tierd", "/srv/kv", "/srv/k2")
         yield machine
 
 
@@ -169,6 +179,7 @@ def service(machine: Machine, redis_server: RedisServer) -> Service:
     service.configure(service.good)
     service.systemctl("reset-failed")
     service.systemctl("start", "tierd.socket", "tierd.service")
+    service.wait_for_tiers()
     return service
 
 
@@ -208,15 +219,6 @@ def test_start_waits_until_engines_are_served(service: Service) -> None:
     assert state == "running"
     assert "serving" in status_text
     assert service.status()["storage"][0]["state"] == "ready"
-
-
-def test_the_sandbox_lets_tiers_work(service: Service) -> None:
-    """A tier that runs in a terminal does not under systemd."""
-    wait_until(
-        lambda: [tier["state"] for tier in service.status()["storage"]] == ["ready", "ready"],
-        10,
-        "a tier cannot be opened",
-    )
 
 
 def test_limits_reach_the_process(service: Service) -> None:
@@ -323,7 +325,7 @@ def test_stop_drains(service: Service) -> None:
 @pytest.mark.parametrize("shared", ["socket", "directory"])
 def test_a_second_daemon_is_refused(service: Service, shared: str) -> None:
     """Two daemons write into one directory, or systemd starts the refused one for ever."""
-    text = service.good if shared == "directory" else service.good.replace("tierd/kv", "tierd/k2")
+    text = service.good if shared == "directory" else service.good.replace("/srv/kv", "/srv/k2")
     if shared == "directory":
         text = f'socket = "/run/tierd/second.sock"\n{text}'
     service.machine.write("/etc/tierd/second.toml", text)
@@ -332,7 +334,8 @@ def test_a_second_daemon_is_refused(service: Service, shared: str) -> None:
     unit = unit.replace("tierd.toml", "second.toml").replace("tierd.socket", "")
     service.machine.write("/run/systemd/system/second.service", unit)
     service.systemctl("daemon-reload")
-    assert service.systemctl("start", "second.service", check=False).returncode != 0
+    began = service.systemctl("start", "second.service", check=False)
+    assert began.returncode != 0, service.machine.journal()
     told = service.machine.show("second", "ExecMainStatus", "NRestarts", "ActiveState")
     assert told == ["2", "0", "failed"]
     assert service.status()["host"]["capacity_bytes"], "the first goes on"
@@ -346,6 +349,26 @@ def test_a_bad_file_ends_the_start(service: Service, traffic: Traffic) -> None:
     assert service.show("ExecMainStatus", "NRestarts") == ["2", "0"]
     service.configure(service.good)
     service.systemctl("start", "tierd.service")
+
+
+def test_warm_runs_after_a_start(service: Service) -> None:
+    """Prefixes that were to be in host memory are not, or a node without a list cannot start."""
+    service.systemctl("start", "tierd-warm.service")
+    assert service.machine.show("tierd-warm", "ConditionResult") == ["no"]
+    tokens = [1, 2, 3, 4] * 16
+    space = namespace(BLOCK_BYTES, hash_scheme=KeyStyle.TAGGED.value, hash_root=root_hash())
+    fields = {**space.to_fields(), "hash_root": space.hash_root.hex()}
+    prompts = [{"tokens": tokens, "namespace": fields}, {"tokens": tokens[1:], "namespace": fields}]
+    service.machine.write("/etc/tierd/warm.jsonl", "".join(f"{json.dumps(p)}\n" for p in prompts))
+    client = service.machine.client("store")
+    hashes = hash_blocks(tokens, space.block_tokens, parent=space.hash_root)
+    parents = [space.hash_root, *hashes]
+    blocks = [(h, p, payload(space, h)) for h, p in zip(hashes, parents, strict=False)]
+    client.put(client.register(space), blocks)
+    client.close()
+    service.systemctl("start", "tierd-warm.service")
+    assert service.machine.show("tierd-warm", "Result") == ["success"]
+    assert "2 prompts: 4 of 7 blocks in host memory" in service.machine.journal()
 
 
 def test_journal_has_fields(service: Service) -> None:

@@ -234,7 +234,7 @@ class _Check:
             self._report.read_bytes += got
         sound = []
         for place, entry in enumerate(run):
-            raw = buffer[place * each : min((place + 1) * each, got)]
+            raw = buffer[place * each : (place + 1) * each]
             kind = self._judge(raw, entry.header)
             if kind is None:
                 sound.append(entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Final, NamedTuple
@@ -462,11 +462,13 @@ class HostTier:
         slots_per_segment: int,
         live: Sequence[bool],
         blocks: Sequence[Adopted],
+        leased: Container[int],
     ) -> Space | None:
         """Take a namespace over as a life before left it; the one used last comes last.
 
-        Its blocks are READY, unproven, and held until `end_leases_before`; whatever else is in
-        its live segments is doubtful until `end_writes_before`. None if no slot of it fits the
+        Its blocks are READY and unproven, and those in `leased` slots held until
+        `end_leases_before`; whatever else is in its live segments is doubtful until
+        `end_writes_before`. None if no slot of it fits the
         capacity. What exceeds the capacity goes when the arena shrinks.
         """
         assert namespace.digest not in self.spaces
@@ -491,7 +493,7 @@ class HostTier:
             space.generations[slot] = generation
             space.backed_up[slot] = backed_up
             self._next_id = max(self._next_id, generation)
-        held = list(space.unproven)
+        held = [slot for slot in space.unproven if slot in leased]
         self.hold(space, held)
         self._leased_before.append((space, held))
         segments = [range(at, at + slots_per_segment) for at in range(0, total, slots_per_segment)]

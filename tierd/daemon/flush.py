@@ -118,8 +118,6 @@ class Flushes:
         self._backups = backups
         self._promotions = promotions
         self._tiers = tiers
-        self.generation = 0
-        """Flushes begun: what was read before one must not be written after it."""
         self._current: Flush | None = None
 
     def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> Flush:
@@ -136,7 +134,6 @@ class Flushes:
     async def run(self, flush: Flush) -> None:
         """Until nothing that was there can be served again, or a tier will not do it."""
         assert flush is self._current
-        self.generation += 1
         self._memory.counters["flushes_total"] += 1
         self._backups.barred = self._promotions.barred = flush.covers
         try:

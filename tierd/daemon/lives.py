@@ -20,7 +20,7 @@ import msgspec
 from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
-from tierd.core.host import Adopted
+from tierd.core.host import Adopted, Lease
 from tierd.daemon.memory import HostMemory, kept_name
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
@@ -84,31 +84,30 @@ class Lives:
         """
         return None if self._guard is None else self._guard.hold()
 
-    def leased_until(self, expires_ns: int) -> None:
-        """A lease is granted that ends then, CLOCK_MONOTONIC."""
+    def leased(self, lease: Lease) -> None:
+        """A lease is granted. Before its holder hears of it."""
         if self._page is not None:
-            self._page.leased_until_ns = max(expires_ns, self._page.leased_until_ns)
+            for space, slots in lease.parts:
+                self._page.lease(space.digest, slots, lease.expires_ns)
 
     def tick(self) -> None:
         """See what has ended of the lives before; to be called now and then."""
         host = self._memory.host
         if self._page is not None and not host.leases:
-            self._page.leased_until_ns = 0
+            self._page.no_leases()
         now_ns = self._clock.monotonic_ns()
-        read = {n for n, page in self._pages_before.items() if page.leased_until_ns > now_ns}
-        written = {n for n, guard in self._guards_before.items() if guard.held}
-        if not read:
-            host.end_leases_before()
-        if not written:
-            host.end_writes_before()
-        # Both together: to the next life one without the other means that something is lost.
-        for name in list(self._pages_before):
-            other = _GUARD + name.removeprefix(_PAGE)
-            if name not in read and other not in written and other in self._guards_before:
+        for name, page in list(self._pages_before.items()):
+            if page.until_ns <= now_ns:
                 self._manager.forget(name)
-                self._manager.forget(other)
                 self._pages_before.pop(name).close()
-                self._guards_before.pop(other).close()
+        if not self._pages_before:
+            host.end_leases_before()
+        for name, guard in list(self._guards_before.items()):
+            if not guard.held:
+                self._manager.forget(name)
+                self._guards_before.pop(name).close()
+        if not self._guards_before:
+            host.end_writes_before()
 
     def close(self) -> None:
         """Close the descriptors; what the manager has stays there. Idempotent."""
@@ -194,10 +193,13 @@ class Lives:
         self._memory.counters["adoption_dropped_segments_total"] += 1
 
     def _adopt_space(self, segments: dict[int, Segment]) -> None:
+        began_ns = self._clock.monotonic_ns()
         namespace = next(iter(segments.values())).ledger.namespace
         per = next(iter(segments.values())).ledger.slots
         # The masks are worth something only if their bits still mean the same tiers.
-        same_tiers = all(page.tiers == self._tiers for page in self._pages_before.values())
+        if any(page.tiers != self._tiers for page in self._pages_before.values()):
+            for segment in segments.values():
+                segment.ledger.forget_tiers()
         found = [
             (record.last_use, index * per + record.place, record)
             for index, segment in segments.items()
@@ -212,17 +214,21 @@ class Lives:
                 record.parent,
                 record.checksum,
                 record.generation,
-                record.tiers if same_tiers else 0,
+                record.tiers,
             )
             for _, slot, record in found
         ]
+        leased = [page.leased(began_ns) for page in self._pages_before.values()]
+        held = {slot for past in leased for slot in past.slots.get(namespace.digest, ())}
+        if not all(past.complete for past in leased):
+            held = {block.slot for block in blocks}
         live = [index in segments for index in range(max(segments) + 1)]
         try:
             whole = [
                 segments[index] if here else Segment.create(namespace, index, per)
                 for index, here in enumerate(live)
             ]
-            space = self._memory.host.adopt(namespace, per, live, blocks)
+            space = self._memory.host.adopt(namespace, per, live, blocks, held)
             why = "no block fits host.capacity"
         except OSError as error:
             space, why = None, str(error)

@@ -288,7 +288,9 @@ class Node:
             return AcquiredNow(True, None, 0)
         self._leased(spaces, count, prefill_tokens_per_s)
         cut = [(space, slots[:count]) for space, slots in parts]
-        return AcquiredNow(True, self.host.grant(owner, cut, self._expiry_ns()), count)
+        lease = self.host.grant(owner, cut, self._expiry_ns())
+        self.lives.leased(lease)
+        return AcquiredNow(True, lease, count)
 
     def acquire_deadline_ns(
         self, space: Space, missing_blocks: int, *, waited_ms: int, client_ms: int
@@ -341,6 +343,7 @@ class Node:
                 waiter.refresh(self.host, hashes)
             lease = waiter.conclude(self.host, owner, hashes, self._expiry_ns())
             if lease is not None:
+                self.lives.leased(lease)
                 count = len(lease.parts[0][1])
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
                 brought = Counter(map(waiter.brought.get, hashes[:count]))
@@ -464,9 +467,7 @@ class Node:
             self.backups.note_capacities()
 
     def _expiry_ns(self) -> int:
-        expires_ns = self._clock.monotonic_ns() + self.lease_ttl_ns
-        self.lives.leased_until(expires_ns)
-        return expires_ns
+        return self._clock.monotonic_ns() + self.lease_ttl_ns
 
     # --- status ---------------------------------------------------------------------
 

@@ -209,7 +209,6 @@ class _Reading:
         if not headers:
             return
         await self._wait_for_tier()
-        generation = self._scrubs.flushes.generation
         views = self._scratch.views([slot_bytes_for(header.length) for header in headers])
         results = await self._get(headers, views)
         lost = []
@@ -224,7 +223,7 @@ class _Reading:
                 lost.append((header, view))
         self._count(results)
         if lost:
-            await self._repair(lost, generation)
+            await self._repair(lost)
         await self._pace(sum(header.length for header in headers))
 
     async def _get(
@@ -270,14 +269,9 @@ class _Reading:
 
     # --- repair ---------------------------------------------------------------------
 
-    async def _repair(
-        self, lost: Sequence[tuple[BlockHeader, memoryview]], generation: int
-    ) -> None:
-        """Write blocks again that L2 or another tier has, unless they have been flushed since."""
-        flushes = self._scrubs.flushes
-        async with flushes.tiers_alone:
-            if flushes.generation != generation:
-                return
+    async def _repair(self, lost: Sequence[tuple[BlockHeader, memoryview]]) -> None:
+        """Write blocks again that L2 or another tier has now."""
+        async with self._scrubs.flushes.tiers_alone:
             for header, view in lost:
                 if await self._from_host(header) or await self._from_tiers(header, view):
                     self._told.repaired += 1

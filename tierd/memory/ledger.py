@@ -173,6 +173,10 @@ class Ledger:
         """Storage tiers, by their bits, that have these blocks now, and that do not any more."""
         self._tiers[places] = self._tiers[places] & ~np.uint32(remove) | np.uint32(add)
 
+    def forget_tiers(self) -> None:
+        """No storage tier has any of these blocks, as far as is known."""
+        self._tiers[:] = 0
+
     def records(self) -> Iterator[LedgerRecord]:
         """The READY slots whose records are whole."""
         for place in np.flatnonzero(self._states == _READY).tolist():

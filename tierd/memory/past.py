@@ -11,35 +11,60 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from tierd.types import DIGEST_BYTES
 
 _MAGIC: Final = b"TIERDLIF"
-_VERSION: Final = 1
-_PAGE = struct.Struct(f"<8sI4xQ{DIGEST_BYTES}s")
-_LEASED_UNTIL = struct.Struct("<Q")
-_LEASED_UNTIL_AT: Final = 16
+_VERSION: Final = 2
+_HEAD = struct.Struct(f"<8sI4x{DIGEST_BYTES}s")
 _PAGE_BYTES: Final = 4096
+_FIELDS_AT: Final = 64
+
+LOG_BYTES: Final = 16 << 20
+"""The log of leases: those of 4 million blocks within the time that a lease lasts."""
+
+_ENTRY = struct.Struct(f"<QI4x{DIGEST_BYTES}s")
+_TO_START: Final = 0xFFFFFFFF
+_ALIGN: Final = 32
 
 _FLOCK = struct.Struct("hhqqi4x")
 
 
+class Leased(NamedTuple):
+    """Leases of a life that may still last: until when, of which slots by namespace, and whether
+    these are all that there are."""
+
+    until_ns: int
+    slots: dict[bytes, set[int]]
+    complete: bool
+
+
 class LifePage:
-    """A page that says until when leases last, and which storage tiers ledgers speak of."""
+    """Which blocks are leased until when, and which storage tiers ledgers speak of.
+
+    A page, and a log of leases that goes round. An entry counts once `end` is behind it, and until
+    `start` is: whoever reads it later finds whole ones only.
+    """
 
     def __init__(self, fd: int) -> None:
         """Owns `fd`."""
         self.fd = fd
-        self._mapping = mmap.mmap(fd, _PAGE_BYTES)
+        self._mapping = mmap.mmap(fd, _PAGE_BYTES + LOG_BYTES)
+        # Each is stored in one piece, whenever the process is killed.
+        self._fields = np.ndarray((4,), "<u8", self._mapping, _FIELDS_AT)
+        self._start, self._end, self._until_ns, self._lost_until_ns = map(int, self._fields)
 
     @classmethod
     def create(cls, tiers: bytes) -> LifePage:
         """A new one; `tiers` is a digest of what tiers there are, and in which order."""
         fd = os.memfd_create("tierd-life", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, _PAGE_BYTES)
-            os.pwrite(fd, _PAGE.pack(_MAGIC, _VERSION, 0, tiers), 0)
+            os.ftruncate(fd, _PAGE_BYTES + LOG_BYTES)
+            os.pwrite(fd, _HEAD.pack(_MAGIC, _VERSION, tiers), 0)
             return cls(fd)
         except OSError:
             os.close(fd)
@@ -48,31 +73,91 @@ class LifePage:
     @classmethod
     def read(cls, fd: int) -> LifePage | None:
         """The one in `fd`, which it owns then; None if there is none that can be understood."""
-        if os.fstat(fd).st_size != _PAGE_BYTES:
+        if os.fstat(fd).st_size != _PAGE_BYTES + LOG_BYTES:
             return None
-        magic, version, _, _ = _PAGE.unpack(os.pread(fd, _PAGE.size, 0))
+        magic, version, _ = _HEAD.unpack(os.pread(fd, _HEAD.size, 0))
         return cls(fd) if (magic, version) == (_MAGIC, _VERSION) else None
-
-    @property
-    def leased_until_ns(self) -> int:
-        """When the last lease ends, CLOCK_MONOTONIC; 0 if there is none."""
-        until: int = _LEASED_UNTIL.unpack_from(self._mapping, _LEASED_UNTIL_AT)[0]
-        return until
-
-    @leased_until_ns.setter
-    def leased_until_ns(self, until: int) -> None:
-        _LEASED_UNTIL.pack_into(self._mapping, _LEASED_UNTIL_AT, until)
 
     @property
     def tiers(self) -> bytes:
         """What `create` was given."""
-        tiers: bytes = _PAGE.unpack_from(self._mapping)[3]
+        tiers: bytes = _HEAD.unpack_from(self._mapping)[2]
         return tiers
 
+    @property
+    def until_ns(self) -> int:
+        """When the last lease ends, CLOCK_MONOTONIC; 0 if there is none."""
+        return self._until_ns
+
+    def lease(self, digest: bytes, slots: Sequence[int], expires_ns: int) -> None:
+        """Write down that these slots of a namespace are leased until then."""
+        if expires_ns > self._until_ns:
+            self._until_ns = expires_ns
+            self._fields[2] = expires_ns
+        size = _size_of(len(slots))
+        if size > LOG_BYTES // 2:
+            self._lose(expires_ns)
+            return
+        place = self._end % LOG_BYTES
+        if place + size > LOG_BYTES:
+            self._make_room(LOG_BYTES - place)
+            _ENTRY.pack_into(self._mapping, _PAGE_BYTES + place, 0, _TO_START, bytes(DIGEST_BYTES))
+            self._end += LOG_BYTES - place
+            place = 0
+        self._make_room(size)
+        at = _PAGE_BYTES + place
+        _ENTRY.pack_into(self._mapping, at, expires_ns, len(slots), digest)
+        at += _ENTRY.size
+        self._mapping[at : at + 4 * len(slots)] = struct.pack(f"<{len(slots)}I", *slots)
+        self._end += size
+        self._fields[1] = self._end
+
+    def no_leases(self) -> None:
+        """There is none now."""
+        if self._until_ns:
+            self._until_ns = self._lost_until_ns = 0
+            self._start = self._end
+            self._fields[0] = self._start
+            self._fields[2:] = 0
+
+    def leased(self, now_ns: int) -> Leased:
+        """The leases that have not ended by `now_ns`, given back or not."""
+        slots: dict[bytes, set[int]] = {}
+        at, end = self._start, self._end
+        while at < end:
+            place = _PAGE_BYTES + at % LOG_BYTES
+            expires_ns, count, digest = _ENTRY.unpack_from(self._mapping, place)
+            if count == _TO_START:
+                at += LOG_BYTES - at % LOG_BYTES
+                continue
+            if expires_ns > now_ns:
+                found = struct.unpack_from(f"<{count}I", self._mapping, place + _ENTRY.size)
+                slots.setdefault(digest, set()).update(found)
+            at += _size_of(count)
+        return Leased(self._until_ns, slots, self._lost_until_ns <= now_ns)
+
     def close(self) -> None:
-        """Close the descriptor."""
-        self._mapping.close()
+        """Close the descriptor; the mapping goes with this object."""
         os.close(self.fd)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Have the oldest entries go that the next `size_bytes` would be written over."""
+        while self._end + size_bytes - self._start > LOG_BYTES:
+            place = self._start % LOG_BYTES
+            expires_ns, count, _ = _ENTRY.unpack_from(self._mapping, _PAGE_BYTES + place)
+            self._lose(expires_ns)
+            self._start += LOG_BYTES - place if count == _TO_START else _size_of(count)
+        self._fields[0] = self._start
+
+    def _lose(self, expires_ns: int) -> None:
+        if expires_ns > self._lost_until_ns:
+            self._lost_until_ns = expires_ns
+            self._fields[3] = expires_ns
+
+
+def _size_of(count: int) -> int:
+    """Bytes of an entry of so many slots."""
+    return -(-(_ENTRY.size + 4 * count) // _ALIGN) * _ALIGN
 
 
 class Guard:
