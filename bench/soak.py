@@ -46,11 +46,16 @@ STEADY_HOURS = 8
 """The last ones, in which the daemon is not started again."""
 
 FAULTS_PER_HOUR = 5
+FAULTS_PER_HOUR_SHORT = 3
 CLIENTS = 3
 BLOCK_BYTES = 8 << 10
 CHAIN_BLOCKS = 8
 CHAINS = 400
 """25 MiB: three times L2, and more than either tier holds."""
+
+SKEW = 6
+"""How unevenly chains are asked for: half of the requests are for a 64th of them. Three quarters of
+the blocks are found in L2 then, and a tenth in the tiers."""
 
 FRESH_SHARE = 0.02
 """Of the chains asked for, those that nobody has asked for before."""
@@ -124,7 +129,7 @@ class Engine:
             time.sleep(0.005)
             return
         # Some chains are asked for far more often than others.
-        hashes, parents = self.chains[int(CHAINS * self.chance.random() ** 3)]
+        hashes, parents = self.chains[int(CHAINS * self.chance.random() ** SKEW)]
         if self.chance.random() < FRESH_SHARE:
             hashes, parents = chain(CHAIN_BLOCKS, (self.seed, self.chance.random()))
         draw = self.chance.random()
@@ -252,13 +257,13 @@ class Day:
 
     def run(self) -> None:
         deck: list[Callable[[], None]] = []
-        per_hour = max(FAULTS_PER_HOUR, -(-(len(self.faults) + 2) // self.hours))
+        per_hour = FAULTS_PER_HOUR if self.hours == HOURS else FAULTS_PER_HOUR_SHORT
         for hour in range(self.hours):
             for number in range(per_hour):
                 part = (hour * per_hour + number) / (self.hours * per_hour)
                 self.wait_calls(int(self.operations * part))
                 if not deck:
-                    deck = [*self.faults, *self.ends, *self.ends]
+                    deck = [*self.faults, *self.ends]
                     self.chance.shuffle(deck)
                 event = deck.pop()
                 if hour >= self.steady_from and event in self.ends:
@@ -405,7 +410,8 @@ class Day:
         return f"hour {hour + 1}/{self.hours}: {self.calls()} calls, {self.lives} lives, {shown}"
 
     def judge(self) -> dict[str, Json]:
-        """The fitted growth of each number; AssertionError if one grows more than its bound."""
+        """The fitted growth of each number; AssertionError if one grows more than its bound in a
+        whole day. Less of one says nothing: tiers fill, and pools get what they will have."""
         rows: dict[str, Json] = {}
         grown = []
         for name, bound in BOUNDS.items():
@@ -418,7 +424,7 @@ class Day:
                 "fitted_growth": round(growth, 3),
                 "bound": bound.growth_max,
             }
-            if growth > bound.growth_max:
+            if growth > bound.growth_max and self.hours == HOURS:
                 grown.append(f"{name} by {growth:.2f}: {values}")
         assert not grown, grown
         return rows

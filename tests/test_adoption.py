@@ -25,9 +25,8 @@ def manager(tmp_path: Path) -> Iterator[ServiceManager]:
         yield manager
 
 
-def daemon_in(tmp_path: Path, manager: ServiceManager, **settings: str) -> DaemonProcess:
-    given = {"capacity": "64MiB", "storage": "", **settings}
-    return DaemonProcess(tmp_path / "d", manager=manager, **given)
+def daemon_in(tmp_path: Path, manager: ServiceManager, *, capacity: str = "64MiB") -> DaemonProcess:
+    return DaemonProcess(tmp_path / "d", capacity=capacity, storage="", manager=manager)
 
 
 def put(client: Client, handle: Handle, hashes: list[bytes]) -> int:
@@ -244,12 +243,10 @@ def test_what_cannot_be_read_is_dropped_and_told(tmp_path: Path, manager: Servic
         handle = client.register(namespace())
         put(client, handle, chain("a", 300))
         wait_summed(client, 300)
-        arena = sorted({name for name, _ in manager.kept if name.startswith("arena-")})
+        arena = sorted({name for name, _ in manager.kept if "-" not in name})
         assert len(arena) >= 3
         ledgers = [
-            fd
-            for name, fd in manager.kept
-            if name.startswith("arena-") and os.pread(fd, 8, 0) == b"TIERDLDG"
+            fd for name, fd in manager.kept if "-" not in name and os.pread(fd, 8, 0) == b"TIERDLDG"
         ]
         os.pwrite(ledgers[0], (99).to_bytes(4, "little"), 8)
         os.pwrite(ledgers[1], b"\xff", 40)
@@ -259,13 +256,12 @@ def test_what_cannot_be_read_is_dropped_and_told(tmp_path: Path, manager: Servic
         manager.kept.remove(gone)
         os.close(gone[1])
         restart(daemon, (client, handle))
-        status = client.status()
         assert counters(client)["adoption_dropped_segments_total"] == 3
         text = daemon.log.read_text(encoding="utf-8")
         assert "its format is 99" in text
         assert "a descriptor is missing" in text
         assert "its head is damaged" in text
-        assert status["host"]["blocks"] == counters(client)["adopted_blocks_total"]
+        assert host_of(client)["blocks"] == counters(client)["adopted_blocks_total"]
         assert put(client, handle, chain("z", 300)) == 300
         assert got(client, handle, chain("z", 300)) == 300
         client.close()
@@ -280,14 +276,14 @@ def test_the_manager_keeps_no_more_than_there_is(tmp_path: Path, manager: Servic
         put(client, handle, chain("a", 40))
         wait_summed(client, 40)
 
-        def names(*kinds: str) -> set[str]:
-            return {name for name in manager.names() if name.partition("-")[0] in kinds}
+        def names(*, lives: bool) -> set[str]:
+            return {name for name in manager.names() if ("-" in name) == lives}
 
-        before = names("arena")
+        before = names(lives=False)
         for _ in range(3):
             restart(daemon, (client, handle))
-            wait_until(lambda: len(names("life", "guard")) == 2, 20, "old lives are not forgotten")
-        assert names("arena") == before
+            wait_until(lambda: len(names(lives=True)) == 2, 20, "old lives are not forgotten")
+        assert names(lives=False) == before
         assert got(client, handle, chain("a", 40)) == 40
         client.close()
 
@@ -297,7 +293,7 @@ def test_a_stopped_engine_does_not_hold_up_the_others(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """One frozen engine would take memory from all, for as long as it is frozen."""
-    with daemon_in(tmp_path, manager, capacity="4MiB", extra="") as daemon:
+    with daemon_in(tmp_path, manager, capacity="4MiB") as daemon:
         client = daemon.client()
         handle = client.register(namespace())
         hashes = chain("a", 100)

@@ -269,7 +269,7 @@ def test_what_no_slot_fits_is_let_go(keeper: Keeper) -> None:
     life.end()
     life = OneLife(keeper, capacity=16 << 10)
     assert life.counters["adoption_dropped_segments_total"] == 1
-    assert not [name for name in keeper.names() if name.startswith("arena-")]
+    assert not [name for name in keeper.names() if "-" not in name]
     life.end()
 
 
@@ -365,5 +365,6 @@ def test_effects_name_segments(keeper: Keeper) -> None:
     effects = life.host.make_room_ahead(space, 0)
     assert any(isinstance(effect, NewSegment) for effect in effects)
     life.memory._apply(effects)
-    assert keeper.names().count(f"arena-{space.digest.hex()}-0") == 2
+    [segment] = life.memory.arena.segments(space)
+    assert keeper.names().count(segment.kept_as) == 2
     life.end()

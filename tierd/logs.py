@@ -29,7 +29,7 @@ from tierd.config import LogConfig, LogFormat, LogLevel
 
 JOURNAL: Final = Path("/run/systemd/journal/socket")
 
-REPEATS_MAX: Final = 10
+REPEATS_MAX: Final = 50
 PERIOD_S: Final = 10.0
 """So many lines of one place in the code are shown in this time; the others are counted."""
 

@@ -630,7 +630,7 @@ class HostTier:
             ahead = min(ahead, int(slots * LEAVING_SHARE_MAX))
         else:
             ahead = min(int(slots * EVICT_AHEAD_SHARE), count)
-        short = ahead - len(space.free) - len(space.leaving)
+        short = ahead - free - len(space.leaving)
         if short > 0:
             self._evict(space, short, Evicted.AHEAD, effects)
         return effects

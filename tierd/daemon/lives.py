@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -21,7 +22,7 @@ from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
 from tierd.core.host import Adopted, Lease
-from tierd.daemon.memory import HostMemory, kept_name
+from tierd.daemon.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
 from tierd.memory.past import Guard, LifePage
@@ -31,7 +32,7 @@ log = logging.getLogger("tierd")
 
 _PAGE: Final = "life-"
 _GUARD: Final = "guard-"
-_ARENA: Final = "arena-"
+_ARENA: Final = re.compile("[0-9a-f]{1,8}")
 
 
 class Lives:
@@ -133,7 +134,7 @@ class Lives:
         began_ns = self._clock.monotonic_ns()
         pairs: dict[str, list[int]] = {}
         for name, fd in self._manager.take_kept():
-            if name.startswith(_ARENA):
+            if _ARENA.fullmatch(name):
                 pairs.setdefault(name, []).append(fd)
             elif not self._take_past(name, fd):
                 os.close(fd)
@@ -153,6 +154,8 @@ class Lives:
                 segments = by_space.setdefault(ledger.namespace.digest, {})
                 if any(other.ledger.slots != ledger.slots for other in segments.values()):
                     raise LedgerError("other segments of its namespace have another size")
+                if ledger.index in segments:
+                    raise LedgerError("there are two of it")
                 segments[ledger.index] = segment
             except (LedgerError, OSError, ValueError) as error:
                 self._drop(name, fds, str(error))
@@ -235,9 +238,8 @@ class Lives:
         if space is not None:
             self._memory.adopt(space, whole)
             return
-        for index, segment in segments.items():
-            fds = [segment.fd, segment.ledger.fd]
-            self._drop(kept_name(namespace.digest, index), fds, why)
+        for segment in segments.values():
+            self._drop(segment.kept_as, [segment.fd, segment.ledger.fd], why)
         segments.clear()
 
 
@@ -250,8 +252,7 @@ def _segment(name: str, fds: Sequence[int]) -> Segment:
         raise LedgerError("it has no ledger")
     [fd] = set(fds).difference(ledgers)
     segment = Segment.adopt(fd, ledgers[0])
-    if name != kept_name(segment.ledger.namespace.digest, segment.ledger.index):
-        raise LedgerError("it is not what it is called")
+    segment.kept_as = name
     return segment
 
 

@@ -38,11 +38,6 @@ INTERNAL: Final = 0
 _T = TypeVar("_T")
 
 
-def kept_name(digest: bytes, index: int) -> str:
-    """What a segment and its ledger are called where the service manager keeps them."""
-    return f"arena-{digest.hex()}-{index}"
-
-
 SegmentListener = Callable[[Space, int, Segment], None]
 
 
@@ -71,6 +66,10 @@ class HostMemory:
         self._unpopulated: deque[tuple[Space, int]] = deque()
         self._populate_ready = asyncio.Event()
         self._in_thread: dict[object, int] = {}
+        # A segment and its ledger have one name where the service manager keeps them. All names
+        # together are one variable of the next life's environment, at most 128 KiB: they say
+        # nothing, and are short.
+        self._names = 0
 
     async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
         """What `call` returns, run off the loop."""
@@ -153,6 +152,7 @@ class HostMemory:
             places = range(space.slots_per_segment)
             segment.ledger.forget_all_but([p for p in places if space.is_readable(first + p)])
             if space.live[index]:
+                self._names = max(self._names, int(segment.kept_as, 16) + 1)
                 self._unpopulated.append((space, index))
         self._populate_ready.set()
 
@@ -200,7 +200,7 @@ class HostMemory:
                     self._new_segment(space, index)
                 case HollowSegment(space, index):
                     self.hollowed(self.arena.segments(space)[index])
-                    self.manager.forget(kept_name(space.digest, index))
+                    self.manager.forget(self.arena.segments(space)[index].kept_as)
                     self.arena.hollow(space, index)
                 case Forget(space, slots):
                     self.arena.forget(space, slots)
@@ -219,7 +219,9 @@ class HostMemory:
             log.error("cannot make a memory segment: %s", error)
             self.host.lose_segment(space, index)
             return
-        self.manager.keep(kept_name(space.digest, index), (segment.fd, segment.ledger.fd))
+        segment.kept_as = f"{self._names:x}"
+        self._names += 1
+        self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
         self._unpopulated.append((space, index))
         self._populate_ready.set()
         # A copy: telling a client that has gone ends its session, and its listening.

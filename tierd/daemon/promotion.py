@@ -223,7 +223,7 @@ class Promotions:
     async def _run(self, batch: Promotion) -> None:
         try:
             for number in range(batch.first, len(self._tiers)):
-                if not batch.left or not batch.waiters or batch.void:
+                if not batch.left or not batch.waiters:
                     break
                 if self._tiers[number].reads_allowed:
                     batch.keep(await self._bring(batch, number, batch.left))

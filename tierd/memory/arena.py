@@ -27,13 +27,15 @@ _SEALS = 0x1 | 0x2 | 0x4
 class Segment:
     """One memfd and this process's mapping of it, with its part of the ledger. Owns all."""
 
-    __slots__ = ("fd", "ledger", "mapping", "pins")
+    __slots__ = ("fd", "kept_as", "ledger", "mapping", "pins")
 
     def __init__(self, fd: int, size_bytes: int, ledger: Ledger) -> None:
         """Raises OSError or ValueError (it is too short); `fd` is the caller's then."""
         self.fd = fd
         self.mapping = SharedMapping(fd, size_bytes)
         self.ledger = ledger
+        self.kept_as = ""
+        """Its name where descriptors are kept for another life."""
         self.pins = 0
         """Processes that may have it pinned: pages that a device keeps would no longer be the
         file's once they were given back, and what it writes be lost."""

@@ -177,7 +177,8 @@ class Life:
                 del self.leases[lease_id]
                 continue
             for space, slot, block_hash in lease.slots:
-                assert space.chain.items.get(block_hash) == slot, "a leased slot was reused"
+                in_place = space.chain.items.get(block_hash) == slot or slot in space.dropped
+                assert in_place, "a leased slot was reused"
                 assert space.refs[slot] > 0, "a leased slot is not held"
 
     def _check_writers(self) -> None:
@@ -228,6 +229,23 @@ class Life:
             backend.plan = NO_FAULTS
         self.world.down.clear()
 
+    async def flush(self, prefix: str) -> None:
+        """Flush what begins so, and see that it is gone."""
+        world, flushes = self.world, self.node.flushes
+        flush = flushes.begin(prefix, host=True, numbers=range(len(self.backends)))
+        world.begin_flush(flush.covers)
+        await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
+        complete = flush.status()["complete"]
+        for number, told in enumerate(flush.tiers):
+            if told.empty:
+                world.check_flushed(number, flush.covers)
+        for space in self.node.host.spaces.values():
+            for block_hash in space.chain.items:
+                key = BlockKey(space.digest, block_hash)
+                if complete and flush.covers(space.digest) and key not in world.stored:
+                    world.fail("a flushed block is still in L2")
+        world.counts["complete_flushes" if complete else "other_flushes"] += 1
+
     def check_back(self, number: int) -> None:
         """A tier whose outage is over, and that has no other faults, must be in use again."""
         if not self.accepting or self.plans[number].faults.chances.keys() - {Fault.LINGER}:
@@ -277,7 +295,7 @@ class Life:
 
 def _past(keeper: Keeper) -> list[str]:
     """Of lives, what is kept besides their memory."""
-    return [name for name in keeper.names() if not name.startswith("arena-")]
+    return [name for name in keeper.names() if "-" in name]
 
 
 class Referee:
@@ -443,10 +461,11 @@ class Referee:
     def _committed(self, committed: m.Committed, evicted_before: int) -> None:
         """Note which blocks the daemon has taken on to back up."""
         granted = self._committing.pop(committed.call, None)
-        if granted is None or self.over:
+        if granted is None:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
+            self._world.stored.add(BlockKey(space.digest, block_hash))
             if space.chain.items.get(block_hash) != slot:
                 # What came in the same read may have evicted it since.
                 if self._life.node.host.evicted_blocks == evicted_before:

@@ -43,6 +43,9 @@ ROT_CHANCE: Final = 0.1
 PATIENT_MS: Final = 60_000
 """Deadline of storage calls that never pass it."""
 
+FLUSH_CHANCE: Final = 0.3
+"""Worlds in which an operator flushes."""
+
 _ROT: Final = (
     Fault.FLIP_PAYLOAD,
     Fault.FLIP_HEADER,
@@ -229,6 +232,7 @@ async def _lives(world: World, plan: Plan) -> None:
         group.create_task(_restart(world, plan, over))
         for number, tier in enumerate(plan.tiers):
             group.create_task(_outages(world, number, tier, over))
+        group.create_task(_flushes(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
@@ -265,6 +269,20 @@ async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Even
         await asyncio.sleep(plan.back_within_s)
         if world.life is not None:
             world.life.check_back(number)
+
+
+async def _flushes(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """Flush a namespace, or all, now and then, in some of the worlds."""
+    # Of its own: what else happens in a world of this seed must not change.
+    random = Random(f"flushes of {world.seed}")
+    if random.random() > FLUSH_CHANCE:
+        return
+    for _ in range(random.randint(1, 3)):
+        await _sleep_until(over, random.expovariate(1 / 0.2))
+        life = world.life
+        if life is not None and life.accepting:
+            digest = random.choice(random.choice(plan.engines)).digest
+            await life.flush(digest.hex() if random.random() < 0.7 else "")
 
 
 async def _sleep_until(over: asyncio.Event, seconds: float) -> None:

@@ -80,6 +80,15 @@ class WatchedBackend(MemoryBackend):
                 self.world.counts["promoted_blocks"] += 1
         return results
 
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        if self._number in self.world.down:
+            raise BackendError("simulated: the server is away")
+        dropped = await super().delete_many(namespace, hashes)
+        gone = {BlockKey(namespace, block_hash) for block_hash in hashes}
+        self.kept -= gone
+        self.promoted -= gone
+        return dropped
+
     async def _reach(self, what: str) -> None:
         """Reach the server, which may be away."""
         world, loop = self.world, asyncio.get_running_loop()

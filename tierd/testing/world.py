@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Final
@@ -104,6 +105,8 @@ class World:
     disks: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
     down: set[int] = field(default_factory=set)
     promised: dict[BlockKey, int] = field(default_factory=dict)
+    stored: set[BlockKey] = field(default_factory=set)
+    """Blocks that engines have stored since the last flush began."""
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
@@ -164,6 +167,17 @@ class World:
     def kept(self, key: BlockKey, tiers: int) -> int:
         """Those bits of `tiers` whose disks have the block."""
         return tiers & sum(1 << number for number, disk in enumerate(self.disks) if key in disk)
+
+    def begin_flush(self, covers: Callable[[bytes], bool]) -> None:
+        """What there is now of some namespaces is not to be found again."""
+        self.stored.clear()
+        self.promised = {k: bits for k, bits in self.promised.items() if not covers(k.namespace)}
+
+    def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
+        """A flushed tier has nothing but what was stored since."""
+        for key in self.disks[number]:
+            if covers(key.namespace) and key not in self.stored:
+                self.fail("a flushed block is still in a tier")
 
     def check_promises(self) -> None:
         """Blocks whose commit was acknowledged must be on the disks that were to get them."""
