@@ -12,8 +12,10 @@ from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, damage, key, run
 from tierd.cli.main import main
+from tierd.cli.operator import Operator
 from tierd.daemon.scrub import AWAY_S_MAX, Scrub
 from tierd.errors import RefusedError
+from tierd.wire import messages as m
 
 FAST = 1 << 40
 
@@ -259,7 +261,7 @@ def test_a_shared_tier_is_read_only_when_it_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_command(tmp_path, capsys) -> None:
+def test_command(tmp_path, capsys, monkeypatch) -> None:
     """Rot on a real disk would stay, or the exit status would not tell."""
     storage = (
         f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{tmp_path}/store"\n'
@@ -291,6 +293,18 @@ def test_command(tmp_path, capsys) -> None:
 
         assert command("--stop") == 1
         assert "no scrub is going on" in capsys.readouterr().err
+        follow = Operator._follow
+
+        def interrupted(self, order, timeout_s):
+            for told in follow(self, order, timeout_s):
+                yield told
+                if isinstance(order, m.Scrub):
+                    raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Operator, "_follow", interrupted)
+            assert command("--rate", "70kB/s") == 3
+        assert "it was stopped" in capsys.readouterr().out
         assert command("--rate", "70kB/s", "--detach") == 0
         assert command("--stop") == 0
         assert "it was stopped" in capsys.readouterr().out

@@ -281,6 +281,7 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             terminal.wait_for(r"\x1b\[\?1049l")
             assert terminal.process.wait(WAIT_S) == 0
             assert termios.tcgetattr(terminal.slave) == terminal.before
+        daemon.wait_tier("file", "ready")
         command = ["top", "--interval", "0.1", "--socket", daemon.socket]
         assert main(command) == 0
         frame = capsys.readouterr().out

@@ -622,14 +622,14 @@ class HostTier:
         effects: list[Effect] = []
         # What is doubtful is free as a rule, and before long.
         free = len(space.free) + len(space.doubtful)
-        if free <= space.slots_per_segment // 4 and self._grow(space, effects):
-            return effects
         slots = space.live_segments * space.slots_per_segment
         if self.claims_all:
             ahead = max(int(slots * LEAVING_AHEAD_SHARE), count)
             ahead = min(ahead, int(slots * LEAVING_SHARE_MAX))
         else:
             ahead = min(int(slots * EVICT_AHEAD_SHARE), count)
+        if free <= max(space.slots_per_segment // 4, ahead) and self._grow(space, effects):
+            return effects
         short = ahead - free - len(space.leaving)
         if short > 0:
             self._evict(space, short, Evicted.AHEAD, effects)

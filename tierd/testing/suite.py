@@ -482,6 +482,20 @@ class BackendSuite:
         async with self.reopened(backend) as again:
             assert sorted([header async for header in again.scan()]) == truth
 
+    async def test_delete_while_scanning(self, backend: Backend) -> None:
+        """A flush, which drops what a scan shows, would leave blocks behind."""
+        blocks = [*self.chain("scanned", 40), *self.chain("scanned", 40, OTHER_NAMESPACE)]
+        for namespace in (NAMESPACE, OTHER_NAMESPACE):
+            mine = [block for block in blocks if block.key.namespace == namespace]
+            assert await put(backend, mine) == [Outcome.STORED] * len(mine)
+        await indexed(backend)
+        seen = 0
+        async for header in backend.scan():
+            seen += 1
+            await backend.delete_many(header.key.namespace, [header.key.block_hash])
+        assert seen == len(blocks)
+        assert [header async for header in backend.scan()] == []
+
     async def test_stats(self, backend: Backend) -> None:
         """The operator would be told of a tier that is not the one he has."""
         assert backend.stats().blocks == 0
