@@ -768,6 +768,18 @@ def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
     host.check()
 
 
+def test_room_made_ahead_is_new_memory_while_there_is_any() -> None:
+    """An arena with a third of its memory in use throws blocks away."""
+    host, space = tier(512, segment_slots=16)
+    host.claims_all = True
+    hashes = store(host, space, 150, "some")
+    for _ in range(3):
+        effects = host.make_room_ahead(space, 150)
+        assert not any(isinstance(effect, Forget) for effect in effects)
+    assert len(host.prefix(space, hashes)) == 150
+    host.check()
+
+
 def test_room_made_ahead_spares_what_is_leased() -> None:
     """A block would be evicted under the engine that copies it, before anybody needs its slot."""
     host, space = tier(256, segment_slots=16)

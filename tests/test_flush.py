@@ -18,9 +18,11 @@ from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon import flush as flush_module
 from tierd.daemon.flush import Flush
-from tierd.errors import BackendError, RefusedError
+from tierd.daemon.orders import Orders
+from tierd.errors import BackendError, RefusedError, RemoteProtocolError
 from tierd.testing.backend import StoredBlock
 from tierd.types import BlockKey, Namespace
+from tierd.wire import messages as m
 
 OTHER = blocks.namespace(PAGE, model="other")
 
@@ -510,6 +512,44 @@ def test_blocks_that_other_nodes_write() -> None:
     run(test, raw=[Shared()])
 
 
+def test_the_flush_outlives_who_asked_for_it() -> None:
+    """Ctrl-C, or an operator's lost terminal, would leave a flush half done."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(20)
+        await bench.backed_up()
+        raw.delete_takes_s = 0.6
+        said: list[m.FromDaemon] = []
+        orders = Orders(bench.node, said.append)
+        orders.flush(m.Flush(1, "", True, [0]))
+        orders.flush(m.Flush(2, "", True, [0]))
+        with pytest.raises(RemoteProtocolError):
+            orders.flush(m.Flush(3, "", True, [1]))
+        with pytest.raises(RemoteProtocolError):
+            orders.flush(m.Flush(4, "../..", True, [0]))
+        await until(lambda: raw.deleting)
+        orders.close()
+        other = Orders(bench.node, said.append)
+        other.flush(m.Flush(5, "", True, [0]))
+        refused = [(each.call, each.reason) for each in said if isinstance(each, m.Error)]
+        assert refused == [
+            (2, "this session follows another order already"),
+            (5, "a flush is going on already"),
+        ]
+        await until(lambda: not raw.blocks)
+        await until(lambda: all(task.done() for task in bench.node._tasks))
+        assert not any(isinstance(each, m.Done) for each in said)
+        assert await bench.acquire(hashes) == 0
+        other.flush(m.Flush(6, "", True, [0]))
+        await until(lambda: isinstance(said[-1], m.Done))
+        done = said[-1]
+        assert isinstance(done, m.Done)
+        assert (done.call, done.body["complete"]) == (6, True)
+
+    run(test, config("tier"), raw=[raw])
+
+
 # The command, and a real daemon with a tier on disk.
 
 
@@ -588,6 +628,8 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         ):
             assert scene.flush(*words) == 2
             assert named in capsys.readouterr().err
+        assert scene.flush("--all", "--yes", "--timeout", "0") == 1
+        assert "the flush goes on" in capsys.readouterr().err
         daemon.stop()
         assert scene.flush("--all", "--yes") == 1
         assert "no answer from" in capsys.readouterr().err

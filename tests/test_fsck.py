@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 from tests import test_file_backend as disk
-from tests.test_file_backend import BLOCK_BYTES, SLOT_BYTES, get, make_chain, put, running
+from tests.test_file_backend import BLOCK_BYTES, SLOT_BYTES, running
 from tierd.backend import Outcome
 from tierd.cli.main import main
 from tierd.errors import ConfigError
-from tierd.testing.suite import NAMESPACE, OTHER_NAMESPACE
+from tierd.testing.suite import NAMESPACE, OTHER_NAMESPACE, get, make_chain, put
 from tierd.types import PAGE_BYTES
 from tierd_backends import _directory, _fsck
 from tierd_backends._fsck import check_store
