@@ -52,7 +52,7 @@ class ServiceManager:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *details: object) -> None:
         stop = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with stop:
             stop.sendto(b"", self.address)

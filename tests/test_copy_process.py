@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from tests import blocks
 from tierd.daemon.copy_process import CopyProcess
 from tierd.daemon.copying import SessionCopies, _Attachment
 from tierd.device import frames
@@ -24,7 +25,6 @@ from tierd.device.frames import Reply
 from tierd.exports import HOST_UUID, ExportKind, Run, pack_runs
 from tierd.gate import make_gate
 from tierd.memory.arena import Segment
-from tierd.memory.ledger import Ledger
 from tierd.wire import messages as m
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def test_memory_that_is_hollow_by_then_is_not_pinned_when_the_device_is_open() -
     """A device would keep pages that are no longer the arena's, and copy to and from them."""
 
     async def test(rig: Rig) -> None:
-        ledger = Ledger(bytes(32), 0, 16, SEGMENT_BYTES // 16)
-        hollow, live = (Segment("test", SEGMENT_BYTES, ledger) for _ in range(2))
+        space = blocks.namespace(SEGMENT_BYTES // 16)
+        hollow, live = (Segment.create(space, index, 16) for index in range(2))
         for segment in (hollow, live):
             rig.process.share(segment)
         rig.process.unpin(hollow)

@@ -161,6 +161,8 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(HostTier, "grant", too_long)
     monkeypatch.setattr("tierd.testing.life.Life._check_leases", lambda self: None)
+    # The next life would wait for such a lease to end.
+    monkeypatch.setattr("tierd.daemon.lives.Lives.leased", lambda self, lease: None)
     assert "loaded wrong bytes" in caught()
 
 
@@ -312,6 +314,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
         requests=0,
         restarts=0,
         kills=False,
+        keeps=False,
     )
 
     async def scenario(loop: SimulationLoop) -> None:

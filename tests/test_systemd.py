@@ -21,6 +21,7 @@ from tierd.hashing import KeyStyle, hash_blocks, root_hash
 pytestmark = pytest.mark.slow
 
 UNITS = ("tierd.service", "tierd.socket", "tierd-warm.service")
+ENGINE_UID = 54321
 BLOCKS = 600
 KEPT = 0.99
 ANSWER_S = 5.0
@@ -54,6 +55,7 @@ def config(redis_url: str, **keys: str) -> str:
     host = {"capacity": '"128MiB"', **keys}
     lines = "\n".join(f"{key} = {value}" for key, value in host.items())
     return f"""
+        allow_uids = [0, {ENGINE_UID}]
         [prefetch]
         min_tokens = 0
         break_even = false
@@ -232,6 +234,17 @@ def test_limits_reach_the_process(service: Service) -> None:
     assert os.stat(f"/proc/{pid}").st_uid != 0
     # In a container systemd may lower neither, and says nothing.
     assert service.show("LimitMEMLOCK", "OOMScoreAdjust") == ["infinity", "-900"]
+
+
+def test_engines_of_other_users_are_served(service: Service) -> None:
+    """An engine that is not root's gets nothing, or every user of the node gets KV."""
+
+    def status_as(uid: int) -> int:
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+        return service.machine.run(*user, "/opt/tierd/bin/tierd", "status", check=False).returncode
+
+    assert status_as(ENGINE_UID) == 0
+    assert status_as(ENGINE_UID + 1) == 1
 
 
 def test_kill_keeps_l2(service: Service, traffic: Traffic) -> None:

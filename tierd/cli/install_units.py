@@ -142,7 +142,7 @@ def unit_texts(command: str, version: int) -> dict[str, str]:
     if version >= 254:
         unit = unit.replace(
             "FileDescriptorStoreMax=",
-            "# Over a stop, too: `systemctl clean --what=fdstore tierd` gives the memory back.\n"
+            "# Over a stop and a failure, too: `systemctl clean --what=fdstore tierd` empties it.\n"
             "FileDescriptorStorePreserve=yes\nFileDescriptorStoreMax=",
         )
     texts["tierd.service"] = unit
