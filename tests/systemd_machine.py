@@ -161,7 +161,9 @@ class Machine:
         binds = [f"--bind-ro={sysconfig.get_path('purelib')}:/opt/packages"]
         if not sys.base_prefix.startswith("/usr"):
             binds.append(f"--bind-ro={sys.base_prefix}:/opt/python")
-        boot = ["unshare", "--mount", "--propagation=private", "sh", "-euc", _BOOT, "sh", str(top)]
+        # It ends with the tests, even if those are killed.
+        boot = ["setpriv", "--pdeathsig=TERM"]
+        boot += ["unshare", "--mount", "--propagation=private", "sh", "-euc", _BOOT, "sh", str(top)]
         with self._console.open("wb") as console:
             self._process = subprocess.Popen(
                 [*boot, *binds],

@@ -146,7 +146,7 @@ def test_memory_that_is_hollow_by_then_is_not_pinned_when_the_device_is_open() -
         assert not hollow.pins
         for segment in (hollow, live):
             os.close(segment.fd)
-        os.close(ledger.fd)
+            os.close(segment.ledger.fd)
 
     run(test)
 

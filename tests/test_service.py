@@ -24,6 +24,7 @@ from tests.tier_scene import table
 from tests.traffic import wait_until
 from tierd.client import Client
 from tierd.clock import SystemClock
+from tierd.daemon import telling
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
 from tierd.daemon.listening import engine_socket
@@ -152,6 +153,28 @@ def node(executor: ThreadPoolExecutor | None = None) -> Node:
         epoch=bytes(8),
         executor=executor,
     )
+
+
+async def test_a_slow_start_asks_for_time_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start that takes longer than TimeoutStartSec would be killed, and tried again for ever."""
+    monkeypatch.setattr(telling, "HURRY_S", 0.005)
+    made = node()
+    admin, health = Admin(made), Health(made.memory)
+    with heard(tmp_path) as (manager, ear):
+        ear.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        async def asked() -> bool:
+            return b"EXTEND_TIMEOUT_USEC=" in await loop.sock_recv(ear, 4096)
+
+        async with asyncio.timeout(WAIT_S), Teller(manager, made, admin, health).telling():
+            assert all([await asked() for _ in range(5)])
+            admin.phase = Phase.SERVING
+            while await asked():
+                pass
+    made.memory.arena.close()
 
 
 # --- signs of life ----------------------------------------------------------------------

@@ -50,17 +50,15 @@ while os.path.exists(tasks):
 """
 
 
-def config(redis_url: str, **keys: str) -> str:
+def config(redis_url: str, tierd_uid: str) -> str:
     """A configuration with every kind of tier that runs here."""
-    host = {"capacity": '"128MiB"', **keys}
-    lines = "\n".join(f"{key} = {value}" for key, value in host.items())
     return f"""
-        allow_uids = [0, {ENGINE_UID}]
+        allow_uids = [0, {tierd_uid}, {ENGINE_UID}]
         [prefetch]
         min_tokens = 0
         break_even = false
         [host]
-        {lines}
+        capacity = "128MiB"
         [[storage]]
         type = "file"
         path = "/srv/kv"
@@ -163,13 +161,10 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def machine(
-    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
-) -> Iterator[Machine]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """A machine on which the printed steps of `tierd install-units` were followed."""
     with Machine(tmp_path_factory.mktemp("machine")) as machine:
         told = machine.run("/opt/tierd/bin/tierd", "install-units", "--gpu").stdout
-        machine.write("/etc/tierd/tierd.toml", config(redis_server.url))
         [users] = [line for line in told.splitlines() if "systemd-sysusers" in line]
         machine.run("sh", "-ec", users)
         machine.run("install", "--directory", "--owner=tierd", "/srv/kv", "/srv/k2")
@@ -179,7 +174,8 @@ def machine(
 @pytest.fixture
 def service(machine: Machine, redis_server: RedisServer) -> Service:
     """tierd, started if it was not running."""
-    service = Service(machine, config(redis_server.url))
+    uid = machine.run("id", "--user", "tierd").stdout.strip()
+    service = Service(machine, config(redis_server.url, uid))
     service.configure(service.good)
     service.systemctl("reset-failed")
     service.systemctl("start", "tierd.socket", "tierd.service")
