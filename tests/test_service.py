@@ -159,7 +159,8 @@ async def test_a_slow_start_asks_for_time_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start that takes longer than TimeoutStartSec would be killed, and tried again for ever."""
-    monkeypatch.setattr(telling, "HURRY_S", 0.005)
+    for pause in ("HURRY_S", "STATUS_S"):
+        monkeypatch.setattr(telling, pause, 0.005)
     made = node()
     admin, health = Admin(made), Health(made.memory)
     with heard(tmp_path) as (manager, ear):

@@ -77,9 +77,11 @@ class ServiceManager:
         """The listening sockets that it has passed; the caller's from now on."""
         found = []
         for name, fd in list(self._passed):
+            copy = os.dup(fd)
             try:
-                sock = socket.socket(fileno=os.dup(fd))
+                sock = socket.socket(fileno=copy)
             except OSError:
+                os.close(copy)
                 continue
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not listening:
