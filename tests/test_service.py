@@ -155,6 +155,18 @@ def node(executor: ThreadPoolExecutor | None = None) -> Node:
     )
 
 
+def test_looking_for_sockets_leaves_the_rest_alone() -> None:
+    """Each start would leak a descriptor a segment that is kept, until there are no more."""
+    fds = [os.memfd_create("kept") for _ in range(5)]
+    manager = ServiceManager(passed=[("kept", fd) for fd in fds])
+    before = len(os.listdir("/proc/self/fd"))
+    assert manager.take_listeners() == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [fd for _, fd in manager.take_kept()] == fds
+    for fd in fds:
+        os.close(fd)
+
+
 async def test_a_slow_start_asks_for_time_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
