@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.page_engine import ROOT, chain, content, namespace, parents_of
+from tests.tier_bench import Bench, Tier, config, run
 from tierd.backend import checksum
 from tierd.clock import SystemClock
-from tierd.config import StorageConfig
+from tierd.config import StorageConfig, WritePolicy
 from tierd.core.host import HostTier, NewSegment, Space
 from tierd.daemon.lives import Lives
 from tierd.daemon.memory import INTERNAL, HostMemory
@@ -356,6 +357,67 @@ def test_a_ledger_belongs_to_one_segment() -> None:
     with pytest.raises(LedgerError, match="another segment"):
         Ledger.read(ledger.fd, 78)
     os.close(ledger.fd)
+
+
+def test_what_was_not_adopted_does_not_turn_up_later(keeper: Keeper) -> None:
+    """A record that one life would not believe would be believed by the one after it."""
+    life = OneLife(keeper)
+    space = life.space()
+    slots = life.store(space, chain("a", 3))
+    # As long as no block of this namespace is.
+    [segment] = life.memory.arena.segments(space)
+    [record] = [r for r in segment.ledger.records() if r.place == slots[2]]
+    segment.ledger.ready(record._replace(length=record.length - 1))
+    life.end()
+    life = OneLife(keeper)
+    assert len(life.space().chain) == 2
+    life.memory.check()
+    life.end()
+
+
+def test_leases_that_the_log_forgets_keep_everything() -> None:
+    """Under the highest load the log goes round before leases end, and would lose the first."""
+    page = LifePage.create(bytes(16))
+    count = LOG_BYTES // 4 // 5
+    for number in range(8):
+        page.lease(bytes([number]) * 16, range(count), 100 + number)
+    told = page.leased(50)
+    assert not told.complete
+    assert len(told.slots) == 4
+    assert page.leased(103).complete, "those that were lost have ended"
+    page.close()
+
+
+@pytest.mark.parametrize("rotten", [False, True])
+def test_what_was_adopted_is_proven_before_it_is_written(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, rotten: bool
+) -> None:
+    """Damaged bytes would be stored with a checksum of their own, and served as sound ones; or a
+    stop soon after a start would lose what only host memory has."""
+    tier = config("tier", write_policy=WritePolicy.WRITE_BACK)
+    raw = Tier()
+
+    async def before(bench: Bench) -> None:
+        bench.store(8)
+        while bench.space.proven_blocks < 8:
+            await asyncio.sleep(0.01)
+        if rotten:
+            slot = next(iter(bench.space.chain.items.values()))
+            bench.node.memory.payload(bench.space, slot)[7] ^= 1
+
+    async def after(bench: Bench) -> None:
+        assert len(bench.space.unproven) == 8
+        assert await bench.node.drain(60.0) == 0
+
+    run(before, tier, raw=[raw], manager=keeper)
+    assert not raw.blocks
+
+    async def nothing(self: Proofs) -> None:
+        """Nobody proves what nobody asks for."""
+
+    monkeypatch.setattr(Proofs, "run", nothing)
+    run(after, tier, raw=[raw], manager=keeper)
+    assert len(raw.blocks) == (7 if rotten else 8)
 
 
 def test_effects_name_segments(keeper: Keeper) -> None:

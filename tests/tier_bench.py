@@ -11,6 +11,7 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.host import Effect, Evicted, Lease, Space
 from tierd.daemon.node import Node
+from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier, opened
 from tierd.storage.breaker import PROBE_NAMESPACE
 from tierd.testing.backend import MemoryBackend, StoredBlock
@@ -176,6 +177,7 @@ def run(
     *configs: StorageConfig,
     blocks_in_l2: int = 256,
     raw: Sequence[Tier] = (),
+    manager: ServiceManager | None = None,
 ) -> None:
     """Run a test on a node with these tiers; two of them if none is named."""
 
@@ -191,7 +193,9 @@ def run(
             clock=VirtualClock(loop),
             epoch=b"test",
             segment_bytes=blocks_in_l2 // 8 * PAGE,
+            manager=manager,
         )
+        node.lives.begin()
 
         async def ready() -> None:
             await test(Bench(loop, node, tiers, backends, node.register(SPACE)))
@@ -200,6 +204,7 @@ def run(
             async with opened(tiers):
                 await node.run(ready)
         finally:
+            node.lives.close()
             node.memory.arena.close()
 
     run_simulation(0, scenario)
