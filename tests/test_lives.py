@@ -407,6 +407,11 @@ def test_what_was_adopted_is_proven_before_it_is_written(
 
     async def after(bench: Bench) -> None:
         assert len(bench.space.unproven) == 8
+        # Were one to leave L2 now: nobody has looked at it.
+        slot = next(iter(bench.space.chain.items.values()))
+        bench.node.backups.leaving(bench.space, [slot], 8)
+        await bench.backed_up()
+        assert not raw.blocks
         assert await bench.node.drain(60.0) == 0
 
     run(before, tier, raw=[raw], manager=keeper)
