@@ -34,17 +34,17 @@ SITE = f"/opt/tierd/lib/{PYTHON}/site-packages"
 # Mounts are of a namespace of the container's own, so nothing is left whatever ends first.
 _BOOT = """
 mount -t tmpfs -o mode=755 tmpfs "$1"
-mkdir "$1/upper" "$1/work" "$1/root"
-mount -t overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" overlay "$1/root"
-cat > "$1/root/etc/systemd/system/tierd-machine.target" <<END
+mkdir "$1/upper" "$1/work" "$1/machine"
+mount -t overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" overlay "$1/machine"
+cat > "$1/machine/etc/systemd/system/tierd-machine.target" <<END
 [Unit]
 Requires=basic.target dbus.service
 After=basic.target dbus.service
 AllowIsolate=yes
 END
 # Nothing of this machine is to run in it by itself.
-ln -s /dev/null "$1/root/etc/systemd/system/timers.target"
-at=$1/root
+ln -s /dev/null "$1/machine/etc/systemd/system/timers.target"
+at=$1/machine
 shift
 exec systemd-nspawn -q -D "$at" --boot --register=no --keep-unit --console=pipe --link-journal=no \
   --hostname=tierd-machine "$@" -- --unit=tierd-machine.target

@@ -109,6 +109,20 @@ def test_blocks_outlive_the_daemon(tmp_path: Path, manager: ServiceManager, end:
 
 
 @pytest.mark.slow
+def test_no_child_of_an_engine_inherits_the_guard(tmp_path: Path, manager: ServiceManager) -> None:
+    """A program that an engine has started would keep slots unused for as long as it runs."""
+    with daemon_in(tmp_path, manager) as daemon:
+        client = daemon.client()
+        handle = client.register(namespace())
+        assert put(client, handle, chain("a", 1)) == 1
+        [guard] = client._guards.values()
+        assert not os.get_inheritable(guard)
+        client.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(guard)
+
+
+@pytest.mark.slow
 def test_a_client_keeps_its_mappings(tmp_path: Path, manager: ServiceManager) -> None:
     """Each restart would have every engine fault its memory in again, seconds for each GiB."""
     with daemon_in(tmp_path, manager) as daemon:

@@ -75,8 +75,8 @@ def test_an_old_systemd_is_refused() -> None:
 
 def test_what_the_service_cannot_see_is_refused(tmp_path: Path) -> None:
     """The service cannot start, for a reason that no log names."""
-    with pytest.raises(ConfigError, match="/root/venv/bin/tierd is hidden from the service"):
-        check_visible([Path("/usr/bin/python3"), Path("/root/venv/bin/tierd")])
+    with pytest.raises(ConfigError, match="/home/venv/bin/tierd is hidden from the service"):
+        check_visible([Path("/usr/bin/python3"), Path("/home/venv/bin/tierd")])
     with pytest.raises(ConfigError, match="without special characters"):
         own_command(_with_script(tmp_path / "a b"))
     assert own_command(_with_script(tmp_path)) == f"{tmp_path}/tierd"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -423,6 +424,26 @@ def test_what_was_adopted_is_proven_before_it_is_written(
     monkeypatch.setattr(Proofs, "run", nothing)
     run(after, tier, raw=[raw], manager=keeper)
     assert len(raw.blocks) == (7 if rotten else 8)
+
+
+def test_a_life_that_cannot_leave_anything_still_serves(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a descriptor to spare tierd would not start, or not stop, or leave some behind."""
+
+    def none_left(self: Guard) -> int:
+        raise OSError(24, "Too many open files")
+
+    # A record would keep the error, and with it whatever its frames have.
+    caplog.set_level(logging.CRITICAL, "tierd")
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Guard, "hold", none_left)
+        life = OneLife(keeper)
+    assert not life.lives.kept
+    assert life.lives.guard() is None
+    life.end()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_effects_name_segments(keeper: Keeper) -> None:

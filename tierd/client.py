@@ -45,6 +45,7 @@ HINT_MS_MAX: Final = 1 << 40
 """Far beyond what any daemon grants."""
 
 _DONT_WAIT: Final = int(socket.MSG_DONTWAIT)
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_BYTES: Final = 256 << 10
 _POPULATE_BYTES_MAX: Final = 1 << 62
@@ -821,6 +822,7 @@ class Client:
             self._set_receive_timeout(sock, wait_s)
         try:
             if self._map_segments:
+                flags |= _CLOSE_ON_EXEC
                 count, control, _, _ = sock.recvmsg_into([self._buffer], _CMSG_SPACE, flags)
             else:
                 count, control = sock.recv_into(self._buffer, 0, flags), []

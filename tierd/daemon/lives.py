@@ -8,6 +8,7 @@ can be on it; one that did not is used again once nobody of a life before can be
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -62,16 +63,21 @@ class Lives:
             return
         self._adopt()
         try:
-            self._page = LifePage.create(self._tiers)
-            self._guard = Guard.create()
-            # Children may write to slots until they have ended, which may be after us.
-            self._hold = self._guard.hold()
-            child.keep_open(self._hold)
+            with contextlib.ExitStack() as undo:
+                page = LifePage.create(self._tiers)
+                undo.callback(page.close)
+                guard = Guard.create()
+                undo.callback(guard.close)
+                self._hold = guard.hold()
+                undo.pop_all()
         except OSError as error:
             log.error("host memory will not outlive this process: %s", error)
             return
-        self._manager.keep(_PAGE + self._name, [self._page.fd])
-        self._manager.keep(_GUARD + self._name, [self._guard.fd])
+        self._page, self._guard = page, guard
+        # Children may write to slots until they have ended, which may be after us.
+        child.keep_open(self._hold)
+        self._manager.keep(_PAGE + self._name, [page.fd])
+        self._manager.keep(_GUARD + self._name, [guard.fd])
 
     @property
     def kept(self) -> bool:
