@@ -446,6 +446,31 @@ def test_a_life_that_cannot_leave_anything_still_serves(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_request_does_not_wait_for_proofs_beyond_its_deadline(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after a restart, on a busy machine, requests would hang instead of being computed."""
+    stored: list[bytes] = []
+
+    async def before(bench: Bench) -> None:
+        stored.extend(bench.store(8))
+        while bench.space.proven_blocks < 8:
+            await asyncio.sleep(0.01)
+
+    async def after(bench: Bench) -> None:
+        assert await bench.acquire(stored, 0.5) == 0
+        monkeypatch.undo()
+        assert await bench.acquire(stored, 0.5) == 8
+
+    async def never(self: Proofs, *_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    run(before, config("tier"), manager=keeper)
+    monkeypatch.setattr(Proofs, "run", never)
+    monkeypatch.setattr(Proofs, "prove", never)
+    run(after, config("tier"), manager=keeper)
+
+
 def test_effects_name_segments(keeper: Keeper) -> None:
     """A segment whose descriptors are not kept is lost at the next restart."""
     life = OneLife(keeper)
