@@ -178,6 +178,8 @@ class FakeDaemon:
     blocks: dict[tuple[bytes, bytes], int] = field(default_factory=dict)
     parents: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
     slots: dict[int, bytearray] = field(default_factory=dict)
+    owners: dict[int, bytes] = field(default_factory=dict)
+    """Of slots that were reserved: the namespace, outside which their numbers mean nothing."""
     leases: dict[int, FakeLease] = field(default_factory=dict)
     waiting: list[tuple[FakePending, list[FakeHandle], list[bytes]]] = field(default_factory=list)
     lookups: int = 0
@@ -364,7 +366,8 @@ class FakeClient:
         event: int = NO_EVENT,
         value: int = 0,
     ) -> PendingCopy:
-        began = attachment.ready and epoch == self.epoch
+        owned = self._owned(attachment.handle, slots)
+        began = attachment.ready and epoch == self.epoch and owned
         pairs = [
             (block, self.daemon.slots[slot]) for block, slot in zip(blocks, slots, strict=True)
         ]
@@ -436,6 +439,7 @@ class FakeClient:
                     continue
                 slot = next(self.daemon.ids)
                 self.daemon.slots[slot] = bytearray(handle.namespace.slot_bytes)
+                self.daemon.owners[slot] = handle.namespace.digest
                 slots.append(slot)
                 views.append(memoryview(self.daemon.slots[slot]))
         return FakeReservation(
@@ -466,9 +470,13 @@ class FakeClient:
     def lease_views(
         self, handle: FakeHandle, epoch: bytes, slots: Sequence[int]
     ) -> list[memoryview] | None:
-        if epoch != self.daemon.epoch:
+        if epoch != self.daemon.epoch or not self._owned(handle, slots):
             return None
         return [memoryview(self.daemon.slots[slot]) for slot in slots]
+
+    def _owned(self, handle: FakeHandle, slots: Sequence[int]) -> bool:
+        digest = handle.namespace.digest
+        return all(self.daemon.owners.get(slot, digest) == digest for slot in slots)
 
     def populate(self, budget_bytes: int) -> bool:
         return False

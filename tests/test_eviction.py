@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.traces import BLOCK_TOKENS, trace_lines
 from tierd.chain import ChainIndex
 from tierd.eviction import POLICIES, make_policy, survival
-from tierd.eviction.hazard import HOLDS, WARM_REQUESTS
+from tierd.eviction.hazard import HOLDS
 from tierd.eviction.policy import Ghosts, Request
-from tierd.eviction.reuse import SLICE, USES_MAX, Reuse
+from tierd.eviction.reuse import LEARNED_REQUESTS, SLICE, USES_MAX, Reuse
 from tierd.replay.trace import Trace, parse_trace
+from tierd.types import NEVER
 
 ROOT = b"R" * 32
 CAPACITY = 60
@@ -306,7 +307,7 @@ def test_hazard_takes_the_least_worth_of_the_oldest(seed: int) -> None:
     checked = 0
     for request in generated(seed, 700).requests:
         cache.serve(request)
-        if reuse.requests < WARM_REQUESTS or reuse.requests % 3:
+        if reuse.requests < LEARNED_REQUESTS or reuse.requests % 3:
             continue
         index, tables = cache.index, reuse.survival.tables
         inner = {index.parent_of(item) for item in index.items.values()}
@@ -435,6 +436,76 @@ def test_uses_are_counted_up_to_a_bound() -> None:
     for number in range(USES_MAX + 5):
         assert reuse.uses(block(0)) == min(number, USES_MAX)
         reuse.use(Request([block(0)], float(number)))
+
+
+def test_what_is_taught_counts_where_it_is_more() -> None:
+    """A snapshot of an hour ago would make what is hot now look cold, or be of no use."""
+    reuse = Reuse()
+    reuse.use(Request([block(0), block(1)], 100.0))
+    reuse.teach([block(i) for i in range(4)], [1, 9, 3, 99], [500, 20, 300, NEVER], 110_000)
+    assert [reuse.uses(block(i)) for i in range(4)] == [1, 9, 3, 0]
+    assert [use and use[1] for use in map(reuse.last_use, map(block, range(4)))] == [
+        100_000,
+        100_000,
+        -190_000,  # Before the machine was booted.
+        None,
+    ]
+    assert reuse.worth(block(0)) > reuse.worth(block(2)) > reuse.worth(block(3)) == 0
+    reuse.use(Request([block(2)], 111.0))
+    assert (reuse.uses(block(2)), reuse.last_use(block(2))[1]) == (4, 111_000)  # type: ignore[index]
+    reuse.teach([block(2)], [10**9], [0], 112_000)
+    assert reuse.uses(block(2)) == USES_MAX
+    reuse.check()
+
+
+def test_the_book_is_taught_no_more_than_it_holds() -> None:
+    """A client that teaches endless hashes would take the node's memory."""
+    reuse = Reuse(100)
+    for at in range(0, 1000, 50):
+        hashes = [block(at + i) for i in range(50)]
+        reuse.teach(hashes, [2] * 50, [0] * 50, at)
+        reuse.check()
+    assert reuse.uses(block(999)) == 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_taught_decides_who_goes_first(again: bool) -> None:
+    """After a restart what was hot before it would go as soon as what was not."""
+    cache = Cache(40, "hazard")
+    cache.reuse.pass_time(50.0)
+    hot, cold = ([block(base + i) for i in range(20)] for base in (0, 100))
+    for chain in (hot, cold):
+        for at, block_hash in enumerate(chain):
+            cache.index.insert(cache.free.pop(), block_hash, chain[at - 1] if at else ROOT)
+    if again:
+        # They have a place among the leaves by then.
+        cache.policy.victim()
+        cache.index.evict(0, bool)
+    cache.reuse.teach(cold + hot, [1] * 20 + [9] * 20, [9000] * 20 + [3600] * 20, 50_000)
+    cache.policy.taught(cache.index.items.values())
+    cache.index.check()
+    assert len(cache.index.evict(20, lambda _: False)) == 20
+    assert set(cache.index.items) == set(hot)
+    cache.index.check()
+
+
+def test_teaching_at_any_time_keeps_the_books() -> None:
+    """A leaf would never come up again, or be found twice, and the arena fill up with it."""
+    rng = random.Random(5)
+    cache = Cache(CAPACITY, "hazard")
+    for number, request in enumerate(generated(4).requests):
+        cache.serve(request)
+        known = rng.sample(sorted(cache.index.items), min(8, len(cache.index)))
+        cache.reuse.teach(
+            known,
+            [rng.randint(0, 30) for _ in known],
+            [rng.choice([0, 5, 10**6, NEVER]) for _ in known],
+            cache.reuse.now_ms,
+        )
+        cache.policy.taught([cache.index.items[block_hash] for block_hash in known])
+        if number % 10 == 0:
+            cache.index.check()
+    assert len(cache.index.evict(CAPACITY, lambda _: False)) == CAPACITY
 
 
 def test_counting_in_slices_comes_to_the_same() -> None:

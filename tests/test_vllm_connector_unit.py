@@ -428,9 +428,9 @@ def test_blocks_are_stored_once_as_they_fill() -> None:
     request = FakeRequest("a", 14)
     bench.side.add(request)
     first = bench.run(request, 0, 6, [1, 2], new=True)
-    assert first == [(block_hash(0), ROOT, 1)]
+    assert first == [StoreItem(block_hash(0), ROOT, 1)]
     second = bench.run(request, 6, 8, [3, 4], new=False)
-    assert second == [(block_hash(i), block_hash(i - 1), i + 1) for i in (1, 2)]
+    assert second == [StoreItem(block_hash(i), block_hash(i - 1), i + 1) for i in (1, 2)]
     for step in range(1, 6):
         # One token was sampled since; its KV is computed in the next step.
         request.num_tokens = 14 + step
@@ -935,6 +935,8 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse({"transfer": "host_ipc"}).transfer is Transfer.HOST_IPC
     assert not parse({}).layerwise
     assert parse({"layerwise": True}).layerwise
+    assert parse({"loras": {"sql": "a=b"}}).loras == {"sql": "a=b"}
+    assert parse({}).loras == {}
     with pytest.raises(ConfigError, match="did you mean 'prefetch_deadline_ms'"):
         parse({"prefetch_deadlin_ms": 3})
     for wrong in (
@@ -945,6 +947,13 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         {"transfer": "gpu"},
         {"transfer": ["shm"]},
         {"layerwise": 1},
+        {"loras": ["sql"]},
+        {"loras": {"sql": 1}},
+        {"loras": {"sql": ""}},
+        {"loras": {"": "1"}},
+        {"loras": {"a=b": "1"}},
+        {"loras": {"a" * 257: "1"}},
+        {"loras": {f"a{i}": "1" for i in range(33)}},
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             parse(wrong)

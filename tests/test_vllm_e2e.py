@@ -3,7 +3,8 @@
 All of it with the engine's worker as the one that copies, and with the daemon.
 
 Greedy tokens of a float32 model with random weights are compared: they change when one
-element of the KV is wrong. Each test starts few engines, because each takes long.
+element of the KV is wrong. Engines are shared, because each takes long to start: one without
+tierd says what is right, and one for each way of copying stays while daemons come and go.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cbor2
@@ -39,25 +40,60 @@ def block_hashes(tokens: list[int]) -> list[bytes]:
     return hashes
 
 
-@pytest.fixture(params=["shm", "host_ipc"])
-def transfer(request: pytest.FixtureRequest) -> str:
-    chosen: str = request.param
-    return chosen
+ENGINE_BLOCKS = 180
+"""Room in an engine for what the tests but one ask at once; `CROWD` needs twice as much."""
+
+LENGTHS = (330, 331, 352, 500)
+PROMPTS = [prompt(length, length) for length in LENGTHS]
+EIGHT = [prompt(400 + 40 * i, i) for i in range(8)]
+LONG = [prompt(700 + 40 * i, i) for i in range(6)]
+CROWD = [prompt(40 + 9 * i, i) for i in range(32)]
+CROWD_TOKENS = 120
 
 
-@pytest.fixture
-def start(tmp_path: Path, transfer: str) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, and stops those that a failed test left behind."""
-    started: list[Engine] = []
+class Node:
+    """An engine, and the directory of whatever daemon it meets on its socket."""
 
-    def begin(socket: str, *, layerwise: bool = False, **settings: object) -> Engine:
-        extra = {"transfer": transfer, "layerwise": layerwise}
-        started.append(Engine(tmp_path, socket, extra=extra, **settings))
-        return started[-1]
+    def __init__(self, directory: Path, **extra: object) -> None:
+        self.directory = directory
+        self.transfer = extra["transfer"]
+        self.engine = Engine(
+            directory,
+            str(directory / "tierd.sock"),
+            extra=extra,
+            llm={"num_gpu_blocks_override": ENGINE_BLOCKS, "max_model_len": 4096},
+        )
 
-    yield begin
-    for engine in started:
-        engine.kill_if_running()
+    def daemon(
+        self, storage: str | None = "", manager: ServiceManager | None = None
+    ) -> DaemonProcess:
+        """A daemon on the engine's socket, not started; the last one must have ended."""
+        return DaemonProcess(self.directory, storage=storage, manager=manager)
+
+
+class Gold:
+    """What an engine without tierd answers."""
+
+    def __init__(self, directory: Path) -> None:
+        with Engine(directory, "") as engine:
+            self.prompts = engine.generate(PROMPTS, tokens=12)["tokens"]
+            self.eight = engine.generate(EIGHT)["tokens"]
+            self.long = engine.generate(LONG, tokens=8)["tokens"]
+            self.crowd = engine.generate(CROWD, tokens=CROWD_TOKENS)["tokens"]
+
+
+@pytest.fixture(scope="module")
+def gold(tmp_path_factory: pytest.TempPathFactory) -> Gold:
+    return Gold(tmp_path_factory.mktemp("gold"))
+
+
+@pytest.fixture(scope="module", params=["shm", "host_ipc"])
+def node(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Node]:
+    node = Node(tmp_path_factory.mktemp("node"), transfer=request.param)
+    yield node
+    node.engine.kill_if_running()
 
 
 def find_records(store: Path) -> dict[bytes, tuple[Path, int, int]]:
@@ -95,62 +131,53 @@ def flip(record: tuple[Path, int, int]) -> None:
         file.write(bytes([byte ^ 4]))
 
 
-def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start, transfer) -> None:
+def test_tokens_are_the_same_from_every_tier(node: Node, gold: Gold) -> None:
     """A user would get another answer because a prefix was cached, moved, damaged or lost."""
-    lengths = (330, 331, 352, 500)
-    prompts = [prompt(length, length) for length in lengths]
-    full = [whole_blocks(length) for length in lengths]
-    stored = sum(length // BLOCK_TOKENS for length in lengths)
+    engine = node.engine
+    full = [whole_blocks(length) for length in LENGTHS]
+    stored = sum(length // BLOCK_TOKENS for length in LENGTHS)
 
-    with start("") as engine:
-        gold = engine.generate(prompts, tokens=12)["tokens"]
-
-    with start(daemon.socket) as engine:
-        cold = engine.generate(prompts, tokens=12)
-        assert (cold["tokens"], cold["cached"]) == (gold, [0] * 4)
+    def run() -> tuple[list[list[int]], list[int]]:
         engine.reset()
-        loaded = engine.generate(prompts, tokens=12)
-        assert (loaded["tokens"], loaded["cached"]) == (gold, full)
+        result = engine.generate(PROMPTS, tokens=12)
+        return result["tokens"], result["cached"]
+
+    def again() -> None:
+        daemon.start()
+        engine.reset()
+        engine.wait_connected(daemon)
+
+    with node.daemon(storage=None) as daemon:
+        engine.wait_connected(daemon)
+        assert run() == (gold.prompts, [0] * 4)
+        assert run() == (gold.prompts, full)
         stats = engine.settled()
         assert stats["loaded_tokens"] == sum(full)
         assert stats["store_blocks"] >= stored
         assert stats["load_failures"] == 0
         copied = daemon.status()["counters"].get("copy_load_blocks_total", 0) * BLOCK_TOKENS
-        assert copied == (sum(full) if transfer == "host_ipc" else 0), "who copies"
-        engine.reset()
+        assert copied == (sum(full) if node.transfer == "host_ipc" else 0), "who copies"
         engine.call("fail_loads", count=3)
-        assert engine.generate(prompts, tokens=12)["tokens"] == gold, "after failed loads"
+        assert run()[0] == gold.prompts, "after failed loads"
         assert engine.settled()["load_failures"] == 3
-        engine.reset()
-        loaded = engine.generate(prompts, tokens=12)
-        assert (loaded["tokens"], loaded["cached"]) == (gold, full), "they are offered again"
+        assert run() == (gold.prompts, full), "they are offered again"
         # Another tenant's salt must not find them.
-        salted = engine.generate(prompts[:1], tokens=12, salts=["tenant"])
+        salted = engine.generate(PROMPTS[:1], tokens=12, salts=["tenant"])
         assert salted["cached"] == [0]
 
-    daemon.wait_backed_up()
-    with start(daemon.socket) as engine:
-        again = engine.generate(prompts, tokens=12)
-        assert (again["tokens"], again["cached"]) == (gold, full), "from memory, after a restart"
+        daemon.wait_backed_up()
         daemon.stop()
-        daemon.start()
-        engine.reset()
-        engine.wait_connected(daemon)
-        again = engine.generate(prompts, tokens=12)
-        assert (again["tokens"], again["cached"]) == (gold, full), "from storage"
+        again()
+        assert run() == (gold.prompts, full), "from storage"
         daemon.wait_backed_up()
 
         daemon.stop()
         records = find_records(daemon.store)
-        chains = [block_hashes(tokens) for tokens in prompts]
+        chains = [block_hashes(tokens) for tokens in PROMPTS]
         flip(records[chains[0][5]])
         swap(records[chains[1][3]], records[chains[1][7]])
-        daemon.start()
-        engine.reset()
-        engine.wait_connected(daemon)
-        damaged = engine.generate(prompts, tokens=12)
-        assert damaged["tokens"] == gold
-        assert damaged["cached"] == [5 * 32, 3 * 32, full[2], full[3]]
+        again()
+        assert run() == (gold.prompts, [5 * 32, 3 * 32, full[2], full[3]]), "damaged"
         assert daemon.status()["storage"][0]["counters"]["corrupt_total"] >= 2
         daemon.wait_backed_up()
 
@@ -158,11 +185,8 @@ def test_tokens_are_the_same_from_every_tier(daemon: DaemonProcess, start, trans
         for slab in daemon.store.glob("*/*.slab"):
             with slab.open("r+b") as file:
                 file.truncate(slab.stat().st_size // 2 + 1)
-        daemon.start()
-        engine.reset()
-        engine.wait_connected(daemon)
-        cut = engine.generate(prompts, tokens=12)
-        assert cut["tokens"] == gold
+        again()
+        assert run()[0] == gold.prompts, "cut"
         engine.settled()
 
 
@@ -172,15 +196,20 @@ def proven(daemon: DaemonProcess) -> int:
     return count
 
 
-def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
+def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold: Gold) -> None:
     """tierd absent, killed in a load or a store, or restarted would lose or change answers."""
     manager = ServiceManager(tmp_path / "manager")
-    daemon = DaemonProcess(tmp_path / "tierd", storage="", manager=manager)
-    prompts = [prompt(400 + 40 * i, i) for i in range(8)]
-    full = [whole_blocks(len(tokens)) for tokens in prompts]
+    daemon, engine = node.daemon(manager=manager), node.engine
+    full = [whole_blocks(len(tokens)) for tokens in EIGHT]
+
+    def run() -> tuple[list[list[int]], list[int]]:
+        engine.reset()
+        result = engine.generate(EIGHT)
+        return result["tokens"], result["cached"]
+
     try:
-        with manager, start(daemon.socket) as engine:
-            gold = engine.generate(prompts)["tokens"]
+        with manager:
+            assert run() == (gold.eight, [0] * 8), "absent"
             daemon.start()
             engine.wait_connected(daemon)
             source = random.Random(7)
@@ -188,37 +217,32 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
                 # Empty at first, so these are stores; from the second half on loads of what
                 # the life before had.
                 engine.reset()
-                engine.call("start", prompts=prompts, tokens=16)
+                engine.call("start", prompts=EIGHT, tokens=16)
                 time.sleep(source.random() * 0.4)
                 daemon.kill()
                 result = engine.call("join")
-                assert result["tokens"] == gold, f"killed in turn {turn}"
+                assert result["tokens"] == gold.eight, f"killed in turn {turn}"
                 assert set(result["finish"]) == {"length"}
                 if turn < 5:
                     manager.lose()
                 daemon.start()
                 if turn % 2:
                     engine.wait_connected(daemon)
-                    engine.reset()
-                    assert engine.generate(prompts)["tokens"] == gold
+                    assert run()[0] == gold.eight
             # Connected, and silent: requests wait for one deadline at most.
             assert daemon.process is not None
             daemon.process.send_signal(signal.SIGSTOP)
             for _ in range(3):
-                engine.reset()
-                assert engine.generate(prompts)["tokens"] == gold
+                assert run()[0] == gold.eight
             daemon.process.send_signal(signal.SIGCONT)
             daemon.kill()
             daemon.start()
             for steps in (1, 2, 3, 5, 8):
                 engine.reset()
                 engine.wait_connected(daemon)
-                assert engine.call("abort", prompts=prompts, steps=steps)["left"] == 0
-            engine.reset()
-            engine.generate(prompts)
-            engine.reset()
-            last = engine.generate(prompts)
-            assert (last["tokens"], last["cached"]) == (gold, full), "it works as before"
+                assert engine.call("abort", prompts=EIGHT, steps=steps)["left"] == 0
+            run()
+            assert run() == (gold.eight, full), "it works as before"
             wait_until(
                 lambda: proven(daemon) == daemon.status()["host"]["blocks"], 20, "no checksums"
             )
@@ -226,91 +250,90 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, start) -> None:
             daemon.start()
             engine.reset()
             engine.wait_connected(daemon)
-            again = engine.generate(prompts)
-            assert (again["tokens"], again["cached"]) == (gold, full), "memory outlives the daemon"
+            assert run() == (gold.eight, full), "memory outlives the daemon"
             assert engine.call("reset", external=True)["reset"]
-            fresh = engine.generate(prompts)
-            assert (fresh["tokens"], fresh["cached"]) == (gold, [0] * 8), "a reset is a reset"
+            fresh = engine.generate(EIGHT)
+            assert (fresh["tokens"], fresh["cached"]) == (gold.eight, [0] * 8), "a reset is a reset"
             engine.settled()
             assert daemon.status()["host"]["leases"] == 0
     finally:
         daemon.stop()
 
 
-def test_preemption_under_pressure(l2_daemon: DaemonProcess, start) -> None:
+def crowd(node: Node, gold: Gold, turns: int) -> dict[str, int]:
+    """Twice as many blocks as the engine has room for; what its counters rose by.
+
+    A daemon must be there.
+    """
+    before = node.engine.settled()
+    for _ in range(turns):
+        came = node.engine.generate(CROWD, tokens=CROWD_TOKENS)
+        assert came["tokens"] == gold.crowd
+    after = node.engine.settled()
+    names = ("preemptions", "loaded_tokens", "store_blocks", "load_early_starts")
+    return {name: after[name] - before[name] for name in names}
+
+
+def test_preemption_under_pressure(node: Node, gold: Gold) -> None:
     """Blocks that change owner while they are stored would be published with others' KV."""
-    prompts = [prompt(40 + 9 * i, i) for i in range(10)]
-    with start("") as engine:
-        gold = engine.generate(prompts, tokens=160)["tokens"]
-    with start(
-        l2_daemon.socket, llm={"num_gpu_blocks_override": 24, "max_model_len": 512}
-    ) as engine:
-        for _ in range(3):
-            assert engine.generate(prompts, tokens=160)["tokens"] == gold
-        stats = engine.settled()
-        assert stats["preemptions"] > 0
-        assert stats["loaded_tokens"] > 0
-        assert stats["store_blocks"] > 0
+    node.engine.reset()
+    with node.daemon() as daemon:
+        node.engine.wait_connected(daemon)
+        rose = crowd(node, gold, turns=3)
+        assert rose["preemptions"] > 0
+        assert rose["loaded_tokens"] > 0
+        assert rose["store_blocks"] > 0
 
 
-def test_layer_by_layer(tmp_path: Path) -> None:
+def test_layer_by_layer(tmp_path: Path, gold: Gold) -> None:
     """Layers that compute while later ones load would read KV that is not there, or leave it in
     the engine's cache, above all when the daemon dies then or the request's blocks are taken."""
-    extra = {"transfer": "host_ipc", "layerwise": True}
-    prompts = [prompt(700 + 40 * i, i) for i in range(6)]
-    full = [whole_blocks(len(tokens)) for tokens in prompts]
-    crowd = [prompt(40 + 9 * i, i) for i in range(10)]
-    with Engine(tmp_path, "") as engine:
-        gold = engine.generate(prompts, tokens=8)["tokens"]
-        crowd_gold = engine.generate(crowd, tokens=100)["tokens"]
-    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    full = [whole_blocks(len(tokens)) for tokens in LONG]
+    node = Node(tmp_path, transfer="host_ipc", layerwise=True)
+    engine, daemon = node.engine, node.daemon()
     daemon.start()
     try:
-        with Engine(tmp_path, daemon.socket, extra=extra) as engine:
-            source = random.Random(7)
-            for turn in range(5):
-                engine.wait_connected(daemon)
-                assert engine.generate(prompts, tokens=8)["tokens"] == gold
-                engine.wait_stored(daemon, sum(full) // BLOCK_TOKENS)
-                engine.reset()
-                engine.call("start", prompts=prompts, tokens=8)
-                time.sleep(source.random() * 0.06)
-                daemon.kill()
-                assert engine.call("join")["tokens"] == gold, f"killed in turn {turn}"
-                # What is left of the loads in the engine's own cache.
-                assert engine.generate(prompts, tokens=8)["tokens"] == gold
-                daemon.start()
+        source = random.Random(7)
+        for turn in range(5):
             engine.wait_connected(daemon)
-            engine.generate(prompts)
+            assert engine.generate(LONG, tokens=8)["tokens"] == gold.long
             engine.wait_stored(daemon, sum(full) // BLOCK_TOKENS)
-            for steps in (1, 2, 3, 5):
-                engine.reset()
-                assert engine.call("abort", prompts=prompts, steps=steps)["left"] == 0
-                assert engine.generate(prompts, tokens=8)["tokens"] == gold
             engine.reset()
-            last = engine.generate(prompts, tokens=8)
-            assert (last["tokens"], last["cached"]) == (gold, full)
-            stats = engine.settled()
-            assert stats["load_early_starts"] > 0
-            assert stats["load_failures"] == 0
-        llm = {"num_gpu_blocks_override": 24, "max_model_len": 512}
-        with Engine(tmp_path, daemon.socket, extra=extra, llm=llm) as engine:
-            for _ in range(2):
-                assert engine.generate(crowd, tokens=100)["tokens"] == crowd_gold
-            stats = engine.settled()
-            assert stats["preemptions"] > 0
-            assert stats["load_early_starts"] > 0
+            engine.call("start", prompts=LONG, tokens=8)
+            time.sleep(source.random() * 0.06)
+            daemon.kill()
+            assert engine.call("join")["tokens"] == gold.long, f"killed in turn {turn}"
+            # What is left of the loads in the engine's own cache.
+            assert engine.generate(LONG, tokens=8)["tokens"] == gold.long
+            daemon.start()
+        engine.wait_connected(daemon)
+        engine.generate(LONG)
+        engine.wait_stored(daemon, sum(full) // BLOCK_TOKENS)
+        for steps in (1, 2, 3, 5):
+            engine.reset()
+            assert engine.call("abort", prompts=LONG, steps=steps)["left"] == 0
+            assert engine.generate(LONG, tokens=8)["tokens"] == gold.long
+        engine.reset()
+        last = engine.generate(LONG, tokens=8)
+        assert (last["tokens"], last["cached"]) == (gold.long, full)
+        stats = engine.settled()
+        assert stats["load_early_starts"] > 0
+        assert stats["load_failures"] == 0
+        rose = crowd(node, gold, turns=2)
+        assert rose["preemptions"] > 0
+        assert rose["load_early_starts"] > 0
     finally:
+        engine.kill_if_running()
         daemon.stop()
 
 
-def test_two_ranks(l2_daemon: DaemonProcess, start) -> None:
+def test_two_ranks(l2_daemon: DaemonProcess, tmp_path: Path) -> None:
     """A rank would load the other's half, or a block that only one of them stored."""
     prompts = [prompt(100 + 40 * i, i) for i in range(2)]
     full = [whole_blocks(len(tokens)) for tokens in prompts]
-    with start(
-        l2_daemon.socket, layerwise=True, processes=True, llm={"tensor_parallel_size": 2}
-    ) as engine:
+    extra = {"transfer": "host_ipc", "layerwise": True}
+    two = {"tensor_parallel_size": 2}
+    with Engine(tmp_path, l2_daemon.socket, extra=extra, processes=True, llm=two) as engine:
         cold = engine.generate(prompts, tokens=6)
         assert cold["cached"] == [0, 0]
         engine.wait_stored(l2_daemon, 2 * sum(length // BLOCK_TOKENS for length in full))

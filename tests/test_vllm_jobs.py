@@ -31,7 +31,7 @@ from tierd_connectors.vllm_layout import (
 )
 from tierd_connectors.vllm_mover import Mover
 from tierd_connectors.vllm_queues import HostOrder
-from tierd_connectors.vllm_work import Load, StoreItem, of_generation
+from tierd_connectors.vllm_work import NO_ADAPTER, Load, StoreItem, of_adapters, of_generation
 
 if TYPE_CHECKING:
     from tierd.client import Client
@@ -42,7 +42,13 @@ BLOCKS = SIZES["B"]
 class Rig:
     """A mover, worked by hand, whose engine's memory a fake daemon maps."""
 
-    def __init__(self, layout: str = "LBHNC", *, layerwise: bool = False) -> None:
+    def __init__(
+        self,
+        layout: str = "LBHNC",
+        *,
+        layerwise: bool = False,
+        loras: dict[str, str] | None = None,
+    ) -> None:
         shape = [SIZES[axis] for axis in layout]
         self.memory = HostExport(int(np.prod(shape)) * 4)
         array = np.frombuffer(self.memory.view, np.float32).reshape(shape)
@@ -61,6 +67,7 @@ class Rig:
         self.blocks = blocks_of(views, BLOCKS)
         self.pages = PageMap(self.blocks, views)
         self.namespace = namespace(block_bytes=self.blocks.block_bytes)
+        self.namespaces = of_adapters(self.namespace, loras or {})
         self.daemon = FakeDaemon(copying=False)
         self.client = FakeClient(self.daemon)
         self.boundary = Boundary()
@@ -76,6 +83,7 @@ class Rig:
             self.boundary,
             HostOrder(),
             self.layerwise,
+            loras,
         )
 
     def way(self) -> Shown:
@@ -110,11 +118,11 @@ class Rig:
         self.pages.gather(block, slot)
         return bytes(slot)
 
-    def item(self, block: int, name: bytes = b"") -> StoreItem:
-        return StoreItem(name or block_hash(block), ROOT, block)
+    def item(self, block: int, name: bytes = b"", adapter: str = NO_ADAPTER) -> StoreItem:
+        return StoreItem(name or block_hash(block), ROOT, block, adapter)
 
-    def stored(self, name: bytes) -> bytes | None:
-        slot = self.daemon.blocks.get((self.namespace.digest, name))
+    def stored(self, name: bytes, adapter: str = NO_ADAPTER) -> bytes | None:
+        slot = self.daemon.blocks.get((self.namespaces[adapter].digest, name))
         return None if slot is None else bytes(self.daemon.slots[slot][: self.blocks.block_bytes])
 
     def store(self, blocks: list[int]) -> list[bytes]:
@@ -125,10 +133,17 @@ class Rig:
         assert [self.stored(block_hash(block)) for block in blocks] == contents
         return contents
 
-    def load(self, blocks: list[int], into: list[int], life_ms: int = 60_000) -> Load:
-        slots = [self.daemon.blocks[self.namespace.digest, block_hash(b)] for b in blocks]
+    def load(
+        self,
+        blocks: list[int],
+        into: list[int],
+        life_ms: int = 60_000,
+        adapter: str = NO_ADAPTER,
+    ) -> Load:
+        digest = self.namespaces[adapter].digest
+        slots = [self.daemon.blocks[digest, block_hash(b)] for b in blocks]
         expires_ns = time.monotonic_ns() + life_ms * 1_000_000
-        load = Load(f"r{into}", self.daemon.epoch, expires_ns, into, [slots])
+        load = Load(f"r{into}", self.daemon.epoch, expires_ns, into, [slots], adapter)
         self.mover.submit_load(load)
         return load
 
@@ -539,6 +554,8 @@ def test_a_reset_at_any_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Non
     def reset_meanwhile() -> bool:
         monkeypatch.undo()
         rig.mover.use(fresh)
+        # As if the slots were the new namespace's, which has none yet.
+        rig.daemon.owners.clear()
         rig.load([1], [4])
         rig.mover.submit_stores([rig.item(3)])
         assert not rig.mover._begin()
@@ -598,9 +615,10 @@ class Troubles:
 
     def __init__(self, seed: int, *, layerwise: bool = False) -> None:
         self.chance = random.Random(seed)
-        self.rig = Rig(layerwise=layerwise)
+        self.rig = Rig(layerwise=layerwise, loras={"one": "1", "two": "1"})
         self.rig.attach()
         self.late: list[FakeJob] = []
+        self.adapters = {n.digest: adapter for adapter, n in self.rig.namespaces.items()}
 
     def advance(self) -> None:
         """Some job of some daemon, dead sessions' too, goes on by a step."""
@@ -631,7 +649,7 @@ class World(Troubles):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.truth: dict[bytes, bytes] = {}
+        self.truth: dict[tuple[bytes, bytes], bytes] = {}
         self.shadow = [self.rig.write(block) for block in range(BLOCKS)]
         self.loading: dict[str, tuple[list[int], list[bytes]]] = {}
         self.names = 0
@@ -667,13 +685,18 @@ class World(Troubles):
             self.shadow[block] = self.rig.write(block)
             if self.chance.random() < 0.8:
                 self.names += 1
-                name = block_hash(self.names, salt=7)
-                self.truth[name] = self.shadow[block]
-                items.append(self.rig.item(block, name))
+                # The same names for all adapters.
+                name = block_hash(self.names // 3, salt=7)
+                digest, adapter = self.chance.choice(list(self.adapters.items()))
+                if (digest, name) not in self.truth:
+                    self.truth[digest, name] = self.shadow[block]
+                    items.append(self.rig.item(block, name, adapter))
         self.rig.mover.submit_stores(items)
 
     def load(self) -> None:
-        free, held = self.free(), list(self.rig.daemon.blocks.items())
+        digest, adapter = self.chance.choice(list(self.adapters.items()))
+        held = [block for block in self.rig.daemon.blocks.items() if block[0][0] == digest]
+        free = self.free()
         if not held or not free or not self.rig.daemon.up:
             return
         count = min(len(free), len(held), self.chance.randrange(1, 4))
@@ -683,8 +706,10 @@ class World(Troubles):
         request = f"r{self.names}"
         expires_ns = time.monotonic_ns() + 60_000_000_000
         slots = [slot for _, slot in taken]
-        self.loading[request] = into, [self.truth[name] for (_, name), _ in taken]
-        self.rig.mover.submit_load(Load(request, self.rig.daemon.epoch, expires_ns, into, [slots]))
+        self.loading[request] = into, [self.truth[key] for key, _ in taken]
+        self.rig.mover.submit_load(
+            Load(request, self.rig.daemon.epoch, expires_ns, into, [slots], adapter)
+        )
 
     def work(self) -> None:
         self.rig.mover._work()
@@ -703,9 +728,9 @@ class World(Troubles):
                     self.shadow[block] = content
         for block in self.free():
             assert self.rig.content(block) == self.shadow[block], "a page was written late"
-        for (_, name), slot in self.rig.daemon.blocks.items():
+        for key, slot in self.rig.daemon.blocks.items():
             held = bytes(self.rig.daemon.slots[slot][: self.rig.blocks.block_bytes])
-            assert held == self.truth[name], "a stale block was committed"
+            assert held == self.truth[key], "a stale block, or another adapter's, was committed"
 
     def end(self) -> None:
         """Nothing is left, once every job has come to its end."""

@@ -457,7 +457,7 @@ class World(Troubles):
         self.layerwise._cond = Turns(self)  # type: ignore[assignment]
         self.content = [self.rig.write(block) for block in range(BLOCKS)]
         self.names = 0
-        self.truth: dict[bytes, bytes] = {}
+        self.truth: dict[tuple[bytes, bytes], bytes] = {}
         self.asked: dict[str, dict[int, bytes]] = {}
         self.told: dict[str, set[int]] = {}
         self.compared = 0
@@ -525,9 +525,12 @@ class World(Troubles):
         for block in new:
             self.content[block] = self.rig.content(block)
             self.names += 1
-            name_of = block_hash(self.names, salt=7)
-            self.truth[name_of] = self.content[block]
-            items.append(self.rig.item(block, name_of))
+            # The same names for all adapters.
+            name_of = block_hash(self.names // 3, salt=7)
+            digest, adapter = self.chance.choice(list(self.adapters.items()))
+            if (digest, name_of) not in self.truth:
+                self.truth[digest, name_of] = self.content[block]
+                items.append(self.rig.item(block, name_of, adapter))
         self.rig.mover.submit_stores(items)
 
     def free(self) -> list[int]:
@@ -550,7 +553,8 @@ class World(Troubles):
 
     def load(self) -> None:
         free = self.free()
-        held = list(self.rig.daemon.blocks.items())
+        digest, adapter = self.chance.choice(list(self.adapters.items()))
+        held = [block for block in self.rig.daemon.blocks.items() if block[0][0] == digest]
         if not held or not free:
             return
         count = min(len(free), len(held), self.chance.randrange(1, 4))
@@ -560,10 +564,10 @@ class World(Troubles):
         request = f"r{self.names}"
         epoch, slots = self.rig.daemon.epoch, [slot for _, slot in taken]
         self.asked[request] = {
-            block: self.truth[name] for block, ((_, name), _) in zip(into, taken, strict=True)
+            block: self.truth[key] for block, (key, _) in zip(into, taken, strict=True)
         }
         expires_ns = time.monotonic_ns() + 60_000_000_000
-        self.rig.mover.submit_load(Load(request, epoch, expires_ns, into, [slots]))
+        self.rig.mover.submit_load(Load(request, epoch, expires_ns, into, [slots], adapter))
 
     # What others do meanwhile
 
@@ -571,9 +575,9 @@ class World(Troubles):
         common = [*[self.rig.mover._work] * 16, *[self.advance] * 16]
         rare = [self.lose_session, self.kill, self.fail, self.lose_patience]
         self.chance.choice([*common, *rare])()
-        for (_, name), slot in self.rig.daemon.blocks.items():
+        for key, slot in self.rig.daemon.blocks.items():
             held = bytes(self.rig.daemon.slots[slot][: self.rig.blocks.block_bytes])
-            assert held == self.truth[name], "a stale block was committed"
+            assert held == self.truth[key], "a stale block, or another adapter's, was committed"
 
     def lose_patience(self) -> None:
         """Every load takes too long, also one that is being written."""

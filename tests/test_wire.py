@@ -68,6 +68,13 @@ SAMPLES: list[m.Message] = [
     m.Progress(10, {"complete": False}),
     m.Done(10, {"complete": True}),
     m.Described(13, {"model": "m"}),
+    m.Warm(14, 0, b"h" * 64, 1, 60_000, 1 << 30, 3_600_000, True),
+    m.Teach(0, b"h" * 32, m.pack_slots([7]), m.pack_slots([60])),
+    m.Explain(15, b"n" * 16, b"h" * 32),
+    m.Inventory(16, b"n" * 16, 0),
+    m.Warmed(14, bytes([m.Warmth.HERE, m.Warmth.NOWHERE]), {"bytes": 0}),
+    m.Explained(15, {"blocks": []}),
+    m.Listed(16, False, b"h" * 32, b"p" * 32, m.pack_slots([7]), m.pack_slots([m.NEVER])),
 ]
 
 

@@ -13,6 +13,7 @@ from tierd.core.writes import (
     DEMAND_MAX,
     HORIZON_S_MAX,
     RATE_BURST_S,
+    Miss,
     Missed,
     Moment,
     WriteBudget,
@@ -158,11 +159,11 @@ def test_a_bound_that_would_not_bind_is_refused() -> None:
 def test_each_refusal_costs_one_hit() -> None:
     """The price of a budget would be counted again each time that a block comes back."""
     missed, hashes = Missed(), chain(4)
-    missed.add(SPACE, hashes[:3], refused=True)
-    missed.add(SPACE, hashes[3:], refused=False)
+    missed.add(SPACE, hashes[:3], Miss.REFUSED)
+    missed.add(SPACE, hashes[3:], Miss.FULL)
     assert missed.lost(SPACE, hashes) == 3, "what a full queue cost is no refusal"
     assert missed.lost(SPACE, hashes) == 0
-    missed.add(SPACE, hashes[:1], refused=True)
+    missed.add(SPACE, hashes[:1], Miss.REFUSED)
     assert missed.lost(b"m" * 16, hashes) == 0
     assert missed.lost(SPACE, hashes) == 1, "refused again"
 
@@ -170,7 +171,7 @@ def test_each_refusal_costs_one_hit() -> None:
 def test_a_block_that_was_written_after_all_is_no_loss() -> None:
     """A hit of the tier would count as one that its policy cost."""
     missed, hashes = Missed(), chain(2)
-    missed.add(SPACE, hashes, refused=True)
+    missed.add(SPACE, hashes, Miss.REFUSED)
     assert missed.remove(SPACE, hashes[0])
     assert not missed.remove(SPACE, hashes[0])
     assert missed.lost(SPACE, hashes) == 1
@@ -180,7 +181,7 @@ def test_what_was_missed_is_remembered_up_to_a_bound() -> None:
     """The memory of what was refused would outgrow what it is about; the latest counts."""
     missed = Missed(limit=64)
     for number in range(50):
-        missed.add(SPACE, chain(5, number), refused=True)
+        missed.add(SPACE, chain(5, number), Miss.REFUSED)
         assert len(missed) <= 64
     assert missed.lost(SPACE, chain(5, 49)) == 5
     assert missed.lost(SPACE, chain(5, 0)) == 0

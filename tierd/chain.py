@@ -60,6 +60,14 @@ class ChainIndex:
         self.hash_of(item)
         return self._parent[item]
 
+    def part(self, start: int, count: int) -> list[tuple[bytes, bytes]] | None:
+        """Hash and parent of the resident ones among `count` items; None past the last one."""
+        if start >= len(self._hash):
+            return None
+        end = start + count
+        pairs = zip(self._hash[start:end], self._parent[start:end], strict=True)
+        return [pair for pair in pairs if pair[0]]
+
     def insert(self, item: int, block_hash: bytes, parent: bytes) -> None:
         """Add an item. Neither item nor hash may be present."""
         assert block_hash
@@ -171,11 +179,17 @@ class ChainIndex:
         """Whether an eviction has passed over leaves because they are kept."""
         return bool(self.policy.leaves.parked)
 
-    def evict(self, count: int, busy: Callable[[int], bool]) -> list[int]:
+    def evict(
+        self,
+        count: int,
+        busy: Callable[[int], bool],
+        spare: Callable[[bytes], bool] | None = None,
+    ) -> list[int]:
         """Remove up to `count` leaves that are not busy, the least valuable first, and return them.
 
         `busy` is asked of an item just before it would leave, while it is still in the index.
-        A parent that becomes a leaf meanwhile takes its turn in the same call.
+        A parent that becomes a leaf meanwhile takes its turn in the same call. `spare` is asked
+        of a hash before that, and ends it all where it says so: what comes later is worth no less.
         """
         taken: list[int] = []
         policy, kept, hashes = self.policy, self.kept, self._hash
@@ -190,6 +204,8 @@ class ChainIndex:
                 if hashes[item] in kept and self._stays(item):
                     policy.park(item)
                     continue
+                if spare is not None and spare(hashes[item]):
+                    break
                 if busy(item):
                     policy.set_aside(item)
                     continue

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tierd import __version__
 from tierd.attaching import Attachment, Attachments, PendingCopy, Probe
 from tierd.errors import DisconnectedError, NamespaceError, RemoteProtocolError
 from tierd.exports import NO_EVENT, Export, PageLayout
@@ -682,7 +683,7 @@ class Client:
         self._outbound.clear()
         self._outbound_bytes = 0
         self._receive_timeout_s = None
-        self._send(m.Hello(m.PROTOCOL_VERSION, self._name))
+        self._send(m.Hello(m.PROTOCOL_VERSION, f"{self._name} (tierd {__version__})"))
         for handle in self._handles:
             self._send_register(handle)
         return self._sock is not None

@@ -1,4 +1,4 @@
-"""Sizes as operators write them: "100GiB", "1.5GB", "5%" or a number of bytes."""
+"""Sizes and times as operators write them: "100GiB", "1.5GB", "5%"; "90", "30m", "1.5h"."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tierd.errors import ConfigError
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd]?)", re.ASCII)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
@@ -39,3 +41,11 @@ def parse_size_of(value: int | str, whole_bytes: int) -> int:
     if percent > 100:
         raise ConfigError(f"{value!r} is more than the whole")
     return int(percent * whole_bytes / 100)
+
+
+def parse_time(value: str) -> float:
+    """Seconds in a number, or in one with s, m, h or d. Raises ConfigError that quotes it."""
+    match = _TIME.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(f"{value!r} is not a time; write seconds, or a number with s, m, h or d")
+    return float(Fraction(match[1]) * _SECONDS[match[2]])

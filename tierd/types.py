@@ -25,6 +25,9 @@ DIGEST_BYTES = 16
 CHECKSUM_BYTES = 16
 """Length of an xxh3-128 checksum."""
 
+NEVER = 0xFFFF_FFFF
+"""The age, in seconds, of the last use of a block of which no use is known."""
+
 PAGE_BYTES = 4096
 """Slots are multiples of this and aligned to it, so that O_DIRECT can fill them."""
 

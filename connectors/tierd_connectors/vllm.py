@@ -55,7 +55,14 @@ from tierd_connectors.vllm_queues import FinishedLoad, HostOrder, Order
 from tierd_connectors.vllm_scheduler import SchedulerSide, scheduled_requests
 from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
 from tierd_connectors.vllm_torch import StreamOrder, TorchPages
-from tierd_connectors.vllm_work import Load, RankInfo, StepWork, StoreItem, of_generation
+from tierd_connectors.vllm_work import (
+    Load,
+    RankInfo,
+    StepWork,
+    StoreItem,
+    adapter_of,
+    of_generation,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +171,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             )
         order: Order = StreamOrder(None) if on_gpu else HostOrder()
         pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
-        self._mover = Mover(client, namespace, pages, index, self.boundary, order, self._layerwise)
+        self._mover = Mover(
+            client,
+            namespace,
+            pages,
+            index,
+            self.boundary,
+            order,
+            self._layerwise,
+            self._options.loras,
+        )
         self._mover.attach(self._ways(blocks, tensors))
         self._info = RankInfo(namespace)
         if not on_gpu:
@@ -333,6 +349,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             namespaces,
             deadline_ms=self._options.prefetch_deadline_ms,
             boundary=self.boundary,
+            loras=self._options.loras,
         )
         client.wait(START_WAIT_S)
         logger.info(
@@ -348,13 +365,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
         """Start to look the request up."""
-        if self._scheduler is None or self.boundary.off or not self._serves(request):
+        adapter = adapter_of(request.lora_request, self._options.loras)
+        if self._scheduler is None or self.boundary.off or adapter is None:
+            return
+        if not self._serves(request):
             return
         if not self._root_checked:
             self._check_root()
         if not self.boundary.off:
             params = getattr(request, "kv_transfer_params", None)
-            self._scheduler.add(request, self._hints.read(params))
+            self._scheduler.add(request, self._hints.read(params), adapter)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
@@ -509,14 +529,12 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def _serves(self, request: Request) -> bool:
         """Whether the request's hashes name its KV for certain, and it wants a cache at all.
 
-        A LoRA is named in the hash by name and path, and both can stay while its weights
-        change. A resumable session can take back tokens that it had computed. vLLM before
-        0.31, known by its untagged keys, leaves all images but the last one out of a
-        block that generated tokens complete.
+        A resumable session can take back tokens that it had computed. vLLM before 0.31,
+        known by its untagged keys, leaves all images but the last one out of a block that
+        generated tokens complete.
         """
         return not (
-            request.lora_request is not None
-            or (self._untagged and getattr(request, "mm_features", None))
+            (self._untagged and getattr(request, "mm_features", None))
             or getattr(request, "resumable", False)
             or getattr(request, "skip_reading_prefix_cache", False)
         )

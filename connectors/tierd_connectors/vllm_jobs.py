@@ -79,8 +79,10 @@ class Jobs:
         self._shown = shown
         self._layer_ends = layer_ends
         self._probe = probe
-        self._attachment: Attachment | None = None
+        self._handle: Handle | None = None
+        self._attachments: dict[Handle, Attachment] = {}
         self._told = False
+        self._refused: set[Handle] = set()
         self._gate: Gate | None = None
         self._gate_fd = -1
         self._next_job = 0
@@ -92,13 +94,20 @@ class Jobs:
     # The attachment
 
     def attach(self, handle: Handle) -> None:
-        """Ask the daemon to copy for this namespace from now on. Raises OSError."""
+        """Ask the daemon to copy for this namespace from now on. Raises OSError.
+
+        `ready_for` adds others. All share the gate, since no two loads have one number.
+        """
         assert not self.under_way
         self.detach()
         self._gate_fd = make_gate()
         self._gate = Gate(self._gate_fd)
         self._next_job = 0
-        self._attachment = self._client.attach(
+        self._handle = handle
+        self._attach(handle)
+
+    def _attach(self, handle: Handle) -> None:
+        self._attachments[handle] = self._client.attach(
             handle,
             self._shown.exports,
             self._shown.layout,
@@ -109,11 +118,10 @@ class Jobs:
         )
 
     def detach(self) -> None:
-        """Let the daemon forget the engine's memory. Waits at most a call's timeout."""
+        """Let the daemon forget the engine's memory. Waits at most a call's timeout for each."""
         assert not self.under_way
-        if self._attachment is not None:
-            self._client.detach(self._attachment)
-            self._attachment = None
+        while self._attachments:
+            self._client.detach(self._attachments.popitem()[1])
         if self._gate is not None:
             self._gate.close()
             os.close(self._gate_fd)
@@ -122,17 +130,38 @@ class Jobs:
     @property
     def ready(self) -> bool:
         """Whether copies can be asked for now. Logs how, each time that the answer changes."""
-        ready = self._attachment is not None and self._attachment.ready
+        attachment = self._first
+        ready = attachment is not None and attachment.ready
         if ready and not self._told:
-            assert self._attachment is not None
-            logger.info("tierd: the daemon copies for this engine: %s", self._attachment.how)
+            assert attachment is not None
+            logger.info("tierd: the daemon copies for this engine: %s", attachment.how)
         self._told = ready
         return ready
+
+    def ready_for(self, handle: Handle) -> bool:
+        """Whether copies can be asked for in this namespace now. The first time that one is
+        asked about it is attached, at pages that are in use by then."""
+        attachment = self._attachments.get(handle)
+        if attachment is None:
+            self._attach(handle)
+            return False
+        if attachment.refusal and handle not in self._refused:
+            self._refused.add(handle)
+            logger.warning(
+                "tierd: the daemon does not copy for a LoRA adapter, the engine's worker does: %s",
+                attachment.refusal,
+            )
+        return attachment.ready
 
     @property
     def refusal(self) -> str:
         """Why the daemon will not copy for this engine; empty unless it has said so."""
-        return (self._attachment.refusal or "") if self._attachment is not None else ""
+        attachment = self._first
+        return (attachment.refusal or "") if attachment is not None else ""
+
+    @property
+    def _first(self) -> Attachment | None:
+        return None if self._handle is None else self._attachments.get(self._handle)
 
     # Asking
 
@@ -149,9 +178,8 @@ class Jobs:
     def room_for_store(self) -> bool:
         return len(self.stores) < STORES_MAX
 
-    def begin_load(self, load: Load, slots: Sequence[int], mark: Mark) -> None:
+    def begin_load(self, handle: Handle, load: Load, slots: Sequence[int], mark: Mark) -> None:
         """Ask for a load; `ended_loads` tells its end. There must be room for it."""
-        assert self._attachment is not None
         assert self._gate is not None
         # Never a number again, lest a daemon that was stopped finds the message of a load that
         # was taken back; and not the place in the gate of one that is still under way.
@@ -161,7 +189,7 @@ class Jobs:
         job, self._next_job = self._next_job, self._next_job + 1
         self._gate.prepare(job)
         copy = self._client.begin_load(
-            self._attachment,
+            self._attachments[handle],
             load.epoch,
             slots,
             load.blocks,
@@ -172,11 +200,12 @@ class Jobs:
         )
         self.loads.append(LoadUnderWay(load, mark, job, copy, time.monotonic()))
 
-    def begin_store(self, chunk: Chunk, reservation: Reservation, blocks: list[int]) -> None:
+    def begin_store(
+        self, handle: Handle, chunk: Chunk, reservation: Reservation, blocks: list[int]
+    ) -> None:
         """Ask for the granted blocks of a chunk; `ended_stores` tells their end."""
-        assert self._attachment is not None
         copy = self._client.begin_store(
-            self._attachment,
+            self._attachments[handle],
             reservation,
             blocks,
             event=chunk.mark.event,

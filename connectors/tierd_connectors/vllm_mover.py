@@ -15,7 +15,7 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +27,7 @@ from tierd_connectors.vllm_jobs import SETTLE_S, EndedLoad, Jobs
 from tierd_connectors.vllm_layerwise import Finishing, Layerwise
 from tierd_connectors.vllm_layout import LayoutError, Pages
 from tierd_connectors.vllm_queues import Chunk, Mark, Order, Queues
-from tierd_connectors.vllm_work import Load
+from tierd_connectors.vllm_work import NO_ADAPTER, Load, of_adapters
 
 if TYPE_CHECKING:
     from tierd.client import Client, Handle, Reservation
@@ -70,13 +70,18 @@ class Mover(Queues):
         boundary: Boundary,
         order: Order,
         layerwise: Layerwise | None = None,
+        loras: Mapping[str, str] | None = None,
     ) -> None:
-        """`attach` may follow, and `start` must. With `layerwise` loads are reported early."""
+        """`attach` may follow, and `start` must. With `layerwise` loads are reported early.
+
+        `loras` are the revisions of adapters by name.
+        """
         super().__init__(order)
         self._layerwise = layerwise
         self.boundary = boundary
         self._client = client
-        self._handle: Handle = client.register(namespace)
+        self._loras = loras or {}
+        self._handles = self._register(namespace)
         self._pages = pages
         self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
@@ -84,13 +89,17 @@ class Mover(Queues):
         self._next_namespace: Namespace | None = None
         self._in_use = False
         self._probed = 0
+        # Without a number's topmost bits it is finite in every format. Always the same, lest
+        # an attachment overwrites what the daemon has been told of another.
+        random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
+        self._probe_content = bytearray((random & 0x3F).tobytes())
         self._populating = True
         self._thread: threading.Thread | None = None
 
     @property
     def epoch(self) -> bytes:
         """The life of the daemon that has accepted this rank's namespace; empty if none has."""
-        return self._client.epoch if self._handle.ready else b""
+        return self._client.epoch if self._handles[NO_ADAPTER].ready else b""
 
     @property
     def _busy(self) -> bool:
@@ -101,6 +110,11 @@ class Mover(Queues):
         """Whether the daemon copies for this engine now."""
         jobs = self._jobs
         return jobs is not None and jobs.ready
+
+    def _register(self, namespace: Namespace) -> dict[str, Handle]:
+        """Handles by adapter; all at once, since nothing is stored before the daemon knows one."""
+        namespaces = of_adapters(namespace, self._loras)
+        return {adapter: self._client.register(n) for adapter, n in namespaces.items()}
 
     # The engine's side
 
@@ -114,7 +128,7 @@ class Mover(Queues):
             for shown in ways:
                 ends = self._layerwise.ends if self._layerwise is not None else ()
                 jobs = Jobs(self._client, shown, self._probe, ends)
-                jobs.attach(self._handle)
+                jobs.attach(self._handles[NO_ADAPTER])
                 refusal = self._await_attached(jobs)
                 if not refusal:
                     self._jobs, self._order = jobs, shown.order
@@ -134,7 +148,7 @@ class Mover(Queues):
     def _await_attached(self, jobs: Jobs) -> str:
         """Why the daemon refuses; empty if it does not, or has not answered."""
         began_s = time.monotonic()
-        while not (jobs.ready or jobs.refusal or self._handle.refusal):
+        while not (jobs.ready or jobs.refusal or self._handles[NO_ADAPTER].refusal):
             waited_s = time.monotonic() - began_s
             if self._client.fileno() < 0:
                 break
@@ -156,11 +170,8 @@ class Mover(Queues):
         """
         count = self._pages.blocks.count
         self._probed = 0 if self._in_use or not first else secrets.randbelow(count)
-        # Without a number's topmost bits it is finite in every format.
-        random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
-        content = bytearray((random & 0x3F).tobytes())
-        self._pages.scatter_many([memoryview(content)], [self._probed])
-        return self._probed, hashlib.sha256(content).digest()
+        self._pages.scatter_many([memoryview(self._probe_content)], [self._probed])
+        return self._probed, hashlib.sha256(self._probe_content).digest()
 
     def start(self) -> None:
         """Begin to work; from now on the engine may be using its pages. Again does nothing."""
@@ -213,10 +224,10 @@ class Mover(Queues):
         self._next_namespace = self._take_namespace() or self._next_namespace
         if self._next_namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
-        self._handle = self._client.register(self._next_namespace)
+        self._handles = self._register(self._next_namespace)
         self._next_namespace = None
         if self._jobs is not None:
-            self._jobs.attach(self._handle)
+            self._jobs.attach(self._handles[NO_ADAPTER])
 
     def _collect(self) -> bool:
         """End what the daemon has done; whether that was anything."""
@@ -265,7 +276,8 @@ class Mover(Queues):
             if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
                 continue
             # Held from now on: the client forgets a daemon's life when there have been others.
-            views = self._client.lease_views(self._handle, load.epoch, load.slots[self._rank])
+            handle = self._handles[load.adapter]
+            views = self._client.lease_views(handle, load.epoch, load.slots[self._rank])
             if views is not None:
                 progress = functools.partial(jobs.progress, job)
                 layerwise.add(job, Finishing(load, views, progress))
@@ -287,10 +299,9 @@ class Mover(Queues):
         if taken is None:
             return False
         load, mark = taken
-        if jobs is None:
-            self._loaded(load, failed=not self._copy_in(load, mark))
-        elif not self._ask_load(jobs, load, mark):
-            self._loaded(load, failed=True)
+        filled = self._ask_load(jobs, load, mark)
+        if filled is not None:
+            self._loaded(load, failed=not filled)
         return True
 
     def _store(self, jobs: Jobs | None) -> bool:
@@ -302,9 +313,13 @@ class Mover(Queues):
         return True
 
     @guarded(lambda: False)
-    def _ask_load(self, jobs: Jobs, load: Load, mark: Mark) -> bool:
-        jobs.begin_load(load, load.slots[self._rank], mark)
-        return True
+    def _ask_load(self, jobs: Jobs | None, load: Load, mark: Mark) -> bool | None:
+        """Ask for a load, or else make it here; then whether its blocks are filled."""
+        handle = self._handles[load.adapter]
+        if jobs is None or not jobs.ready_for(handle):
+            return self._copy_in(load, mark)
+        jobs.begin_load(handle, load, load.slots[self._rank], mark)
+        return None
 
     @guarded(lambda: False)
     def _copy_in(self, load: Load, mark: Mark) -> bool:
@@ -312,7 +327,7 @@ class Mover(Queues):
         slots = load.slots[self._rank]
         give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
         while True:
-            views = self._client.lease_views(self._handle, load.epoch, slots)
+            views = self._client.lease_views(self._handles[load.adapter], load.epoch, slots)
             if views is not None:
                 break
             if time.monotonic() >= give_up_s or load.expired:
@@ -336,8 +351,11 @@ class Mover(Queues):
     def _copy_out(self, jobs: Jobs | None, chunk: Chunk) -> bool:
         """Store a chunk, or have it stored; False if none of it was or will be."""
         began_s = time.monotonic()
+        handle = self._handles[chunk.adapter]
+        if jobs is not None and not jobs.ready_for(handle):
+            jobs = None
         reservation = self._client.reserve(
-            self._handle,
+            handle,
             [item.block_hash for item in chunk.items],
             [item.parent for item in chunk.items],
         )
@@ -351,7 +369,7 @@ class Mover(Queues):
                     blocks.append(item.block)
                     views.append(view)
             if blocks and jobs is not None:
-                jobs.begin_store(chunk, reservation, blocks)
+                jobs.begin_store(handle, chunk, reservation, blocks)
                 undo.pop_all()
                 return True
             chunk.mark.wait()
@@ -413,7 +431,7 @@ class Mover(Queues):
             return _SETTLE_POLL_S if soon else _BUSY_POLL_S
         if not self._client.connected:
             return _AWAY_POLL_S
-        if self._populating or not (self._handle.ready or self._handle.refusal):
+        if self._populating or not all(h.ready or h.refusal for h in self._handles.values()):
             return _BUSY_POLL_S
         return _IDLE_POLL_S
 

@@ -6,13 +6,20 @@ import difflib
 import enum
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import TypeGuard
 
 from tierd.errors import ConfigError
 
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 DEFAULT_DEADLINE_MS = 2000
 DEADLINE_MS_MAX = 600_000
+
+LORAS_MAX = 32
+"""Adapters that are offloaded: each has a namespace a rank, and an attachment."""
+
+LORA_CHARS_MAX = 256
+"""Of an adapter's name, and of its revision."""
 
 
 class Transfer(enum.Enum):
@@ -55,6 +62,10 @@ class Options:
     layer then waits for its own. It pays for long prefixes on a GPU, and takes the place of
     full CUDA graphs by piecewise ones. Only where the daemon copies."""
 
+    loras: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters whose requests are offloaded, by name, each with a revision of its weights.
+    The revision must change whenever they do. Requests with any other adapter are left alone."""
+
 
 def parse(given: Mapping[str, object]) -> Options:
     """Settings from the extra config. Raises ConfigError that names the key and the remedy."""
@@ -85,10 +96,27 @@ def parse(given: Mapping[str, object]) -> Options:
     layerwise = given.get("layerwise", False)
     if type(layerwise) is not bool:
         raise ConfigError("kv_connector_extra_config 'layerwise' must be true or false")
+    loras = given.get("loras", {})
+    if not _are_loras(loras):
+        raise ConfigError(
+            "kv_connector_extra_config 'loras' must name a revision for each adapter, as in "
+            f'{{"NAME": "REVISION"}}: at most {LORAS_MAX}, none empty or longer than '
+            f"{LORA_CHARS_MAX} characters, and no name with '='"
+        )
     return Options(
         socket=socket,
         prefetch_deadline_ms=deadline_ms,
         weights=weights,
         transfer=Transfer(transfer),
         layerwise=layerwise,
+        loras=loras,
     )
+
+
+def _are_loras(given: object) -> TypeGuard[dict[str, str]]:
+    if not isinstance(given, dict) or len(given) > LORAS_MAX:
+        return False
+    texts = [text for pair in given.items() for text in pair]
+    if any(not isinstance(text, str) or not 0 < len(text) <= LORA_CHARS_MAX for text in texts):
+        return False
+    return not any("=" in name for name in given)

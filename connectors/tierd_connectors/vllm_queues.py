@@ -13,6 +13,7 @@ The engine's threads and the mover's meet here and nowhere else. Order of the pa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -63,11 +64,15 @@ class FinishedLoad(NamedTuple):
 
 
 class Chunk:
-    """Blocks that are stored together. `fenced` is the queues' and guarded by their lock."""
+    """Blocks of one adapter that are stored together.
 
-    __slots__ = ("fenced", "items", "mark")
+    `fenced` is the queues' and guarded by their lock.
+    """
 
-    def __init__(self, items: list[StoreItem], mark: Mark) -> None:
+    __slots__ = ("adapter", "fenced", "items", "mark")
+
+    def __init__(self, adapter: str, items: list[StoreItem], mark: Mark) -> None:
+        self.adapter = adapter
         self.items = items
         self.mark = mark
         self.fenced: set[int] = set()
@@ -204,11 +209,16 @@ class Queues:
         with self._cond:
             if self._namespace is not None or self._loads or not self._stores:
                 return None
+            first, mark = next(iter(self._stores.values()))
             items: list[StoreItem] = []
-            while self._stores and len(items) < CHUNK_BLOCKS_MAX:
-                item, mark = self._stores.pop(next(iter(self._stores)))
+            for item, its_mark in itertools.islice(self._stores.values(), CHUNK_BLOCKS_MAX):
+                if item.adapter != first.adapter:
+                    break
                 items.append(item)
-            chunk = Chunk(items, mark)
+                mark = its_mark
+            for item in items:
+                del self._stores[item.block]
+            chunk = Chunk(first.adapter, items, mark)
             self._chunks.append(chunk)
             return chunk
 

@@ -18,6 +18,7 @@ is final when it lies below both counts.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
@@ -29,7 +30,15 @@ from tierd.client import request_number
 from tierd_connectors.vllm_guard import Boundary
 from tierd_connectors.vllm_hints import NOTHING, RequestHints
 from tierd_connectors.vllm_speed import PrefillSpeed
-from tierd_connectors.vllm_work import Load, StepWork, StoreItem, Tally, of_generation
+from tierd_connectors.vllm_work import (
+    NO_ADAPTER,
+    Load,
+    StepWork,
+    StoreItem,
+    Tally,
+    of_adapters,
+    of_generation,
+)
 
 if TYPE_CHECKING:
     from tierd.client import Client, Handle, Lease, PendingAcquire
@@ -87,6 +96,7 @@ class _Tracked:
     since_ns: int
     """When it arrived or was preempted: what the daemon's prefetch policy counts from."""
     hints: RequestHints = NOTHING
+    adapter: str = NO_ADAPTER
     pending: PendingAcquire | None = None
     give_up_ns: int = 0
     wanted: bool = False
@@ -118,7 +128,9 @@ class SchedulerSide:
         *,
         deadline_ms: int,
         boundary: Boundary,
+        loras: Mapping[str, str] | None = None,
     ) -> None:
+        """`loras` are the revisions of the adapters whose requests may be added, by name."""
         self.boundary = boundary
         self.tally = Tally()
         self._client = client
@@ -127,7 +139,8 @@ class SchedulerSide:
         self.hash_root = namespaces[0].hash_root
         self._deadline_ms = deadline_ms
         self._generation = ""
-        self._handles: list[Handle] = [client.register(n) for n in namespaces]
+        self._loras = loras or {}
+        self._handles = self._register(namespaces)
         self._tracked: dict[str, _Tracked] = {}
         self._loading: dict[str, _Loading] = {}
         self._begun: list[str] = []
@@ -140,13 +153,23 @@ class SchedulerSide:
         self._connected: bool | None = None
         self._refusals: set[str] = set()
 
+    def _register(self, namespaces: Iterable[Namespace]) -> dict[str, list[Handle]]:
+        """Handles of all ranks, by adapter."""
+        handles: dict[str, list[Handle]] = {}
+        for namespace in namespaces:
+            for adapter, its_own in of_adapters(namespace, self._loras).items():
+                handles.setdefault(adapter, []).append(self._client.register(its_own))
+        return handles
+
     # Lookups
 
-    def add(self, request: EngineRequest, hints: RequestHints = NOTHING) -> None:
+    def add(
+        self, request: EngineRequest, hints: RequestHints = NOTHING, adapter: str = NO_ADAPTER
+    ) -> None:
         """A new request: start to look up its prefix. Its hints are passed on when it ends."""
         self._client.poll()
         waited_ns = max(0, int((time.time() - request.arrival_time) * 1e9))
-        tracked = _Tracked(request, time.monotonic_ns() - waited_ns, hints)
+        tracked = _Tracked(request, time.monotonic_ns() - waited_ns, hints, adapter)
         self._tracked[request.request_id] = tracked
         self._look_up(tracked)
 
@@ -206,7 +229,7 @@ class SchedulerSide:
             self.doom(request_id, blocks)
             return
         slots = [list(rank[wanted.start : wanted.stop]) for rank in lease.slots]
-        load = Load(request_id, lease.epoch, lease.expires_ns, into, slots)
+        load = Load(request_id, lease.epoch, lease.expires_ns, into, slots, tracked.adapter)
         self._loading[request_id] = _Loading(lease, frozenset(into))
         tracked.lease = None
         tracked.loaded = wanted
@@ -300,7 +323,7 @@ class SchedulerSide:
         if tracked is not None:
             self._let_go(tracked)
             if tracked.hints != NOTHING:
-                self._pass_on(tracked.hints, tracked.request.block_hashes)
+                self._pass_on(tracked)
 
     def reset(self) -> None:
         """Forget all that is stored: from now on another namespace is used, empty at first."""
@@ -310,7 +333,7 @@ class SchedulerSide:
         self._tracked.clear()
         self._generation = secrets.token_hex(8)
         fresh = [of_generation(namespace, self._generation) for namespace in self._namespaces]
-        self._handles = [self._client.register(namespace) for namespace in fresh]
+        self._handles = self._register(fresh)
         logger.info(
             "tierd: caches were reset; this engine goes on in a namespace of its own, %s",
             fresh[0].digest.hex(),
@@ -330,7 +353,8 @@ class SchedulerSide:
     @property
     def epoch(self) -> bytes:
         """The life of the daemon that has accepted every rank's namespace; empty if none has."""
-        return self._client.epoch if all(handle.ready for handle in self._handles) else b""
+        ready = all(handle.ready for handle in self._handles[NO_ADAPTER])
+        return self._client.epoch if ready else b""
 
     @property
     def leases_held(self) -> int:
@@ -355,7 +379,7 @@ class SchedulerSide:
         hashes = list(tracked.request.block_hashes[:count])
         tracked.wanted = False
         tracked.pending = self._client.begin_acquire(
-            self._handles,
+            self._handles[tracked.adapter],
             hashes,
             self._deadline_ms,
             request=request_number(tracked.request.request_id),
@@ -381,14 +405,15 @@ class SchedulerSide:
             if life_ns <= 0:
                 self._let_go(tracked)
 
-    def _pass_on(self, hints: RequestHints, hashes: Sequence[bytes]) -> None:
+    def _pass_on(self, tracked: _Tracked) -> None:
         """Tell the daemon what a request said, of its prompt and of what it generated.
 
         Only now are all blocks known. The last may not be stored yet; the daemon does not mind.
         """
+        hints, hashes = tracked.hints, list(tracked.request.block_hashes)
         self._client.hint(
-            self._handles,
-            list(hashes),
+            self._handles[tracked.adapter],
+            hashes,
             pin_ms=int(hints.pin_s * 1000),
             next_use_ms=int(hints.next_use_s * 1000),
             priority=hints.priority,
@@ -438,7 +463,8 @@ class SchedulerSide:
         for index in range(tracked.stored, final):
             if index not in tracked.loaded:
                 parent = hashes[index - 1] if index else self.hash_root
-                work.stores.append(StoreItem(hashes[index], parent, tracked.table[index]))
+                block = tracked.table[index]
+                work.stores.append(StoreItem(hashes[index], parent, block, tracked.adapter))
         tracked.stored = final
 
     def _look_after_client(self, *, idle: bool) -> None:
@@ -446,7 +472,7 @@ class SchedulerSide:
             self._client.wait(IDLE_WAIT_S)
         else:
             self._client.poll()
-        for handle in self._handles:
+        for handle in itertools.chain(*self._handles.values()):
             if handle.refusal is not None and handle.refusal not in self._refusals:
                 self._refusals.add(handle.refusal)
                 logger.warning("tierd: the daemon refuses this engine: %s", handle.refusal)

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tierd.types import Namespace
 
+NO_ADAPTER = ""
+"""In place of a LoRA adapter's name: the model itself."""
+
 
 class StoreItem(NamedTuple):
-    """One block to store: its hash, its parent's hash and the engine's block id."""
+    """One block to store: its hash, its parent's hash, the engine's block id and its adapter."""
 
     block_hash: bytes
     parent: bytes
     block: int
+    adapter: str = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Load:
     expires_ns: int
     blocks: list[int]
     slots: list[list[int]]
+    adapter: str = NO_ADAPTER
 
     @property
     def expired(self) -> bool:
@@ -77,9 +83,40 @@ def of_generation(namespace: Namespace, generation: str) -> Namespace:
     """
     if not generation:
         return namespace
-    values = namespace.to_fields()
-    values["weights"] = f"{namespace.weights}+reset-{generation}"
-    return Namespace.from_fields(values)
+    return _of_weights(namespace, f"{namespace.weights}+reset-{generation}")
+
+
+def of_adapters(namespace: Namespace, revisions: Mapping[str, str]) -> dict[str, Namespace]:
+    """The namespace of each LoRA adapter, by name, and the model's own.
+
+    An adapter changes all KV, so its revision is a part of the weights. Raises NamespaceError
+    if that makes a name that is too long.
+    """
+    namespaces = {NO_ADAPTER: namespace}
+    for name, revision in revisions.items():
+        weights = f"{namespace.weights}+lora:{name}={revision}"
+        namespaces[name] = _of_weights(namespace, weights)
+    return namespaces
+
+
+def adapter_of(lora: object, revisions: Mapping[str, str]) -> str | None:
+    """The name of a request's adapter; None if what its weights are is not known.
+
+    A block's hash has an adapter's name and path, and both can stay while its weights change:
+    its revision must be given, and it not have been replaced in the running engine.
+    """
+    if lora is None:
+        return NO_ADAPTER
+    name = getattr(lora, "lora_name", None)
+    if name not in revisions or getattr(lora, "load_inplace", False):
+        return None
+    return str(name)
+
+
+def _of_weights(namespace: Namespace, weights: str) -> Namespace:
+    changed = replace(namespace, weights=weights)
+    changed.validate()
+    return changed
 
 
 class Tally:

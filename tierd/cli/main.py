@@ -16,7 +16,9 @@ from tierd import __version__
 from tierd.errors import ConfigError
 
 COMMANDS = {
+    "bench": "measure this host's tiers, and say from which prefix length each pays",
     "completion": "print a shell's completion of this command",
+    "doctor": "check this node, and an engine on it, and say what to do",
     "flush": "drop blocks from host memory and all tiers",
     "config": "check, show or explain the configuration",
     "fsck": "check file tiers on disk, with tierd stopped",

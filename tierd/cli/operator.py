@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from tierd.client import DEFAULT_SOCKET
@@ -20,12 +21,22 @@ ANSWER_S: Final = 10.0
 """How long a daemon may say nothing; it tells of an order several times a second."""
 
 
+_Call = (
+    m.Status | m.Register | m.Describe | m.Flush | m.Scrub | m.StopScrub | m.Explain | m.Inventory
+)
+
+
 class Operator:
-    """A session at `path`, one call at a time. Raises DisconnectedError if no daemon is there."""
+    """A session at `path`: one call at a time, and WARMs beside it.
+
+    Raises DisconnectedError if no daemon is there.
+    """
 
     def __init__(self, path: str, name: str) -> None:
         self._arrived: deque[m.Message] = deque()
-        self._wire = WireSession(Role.CLIENT, lambda message, _: self._arrived.append(message))
+        self._warmed: deque[m.Warmed | m.Error] = deque()
+        self._warms: set[int] = set()
+        self._wire = WireSession(Role.CLIENT, lambda message, _: self._take(message))
         self._calls = 0
         self._path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -74,6 +85,84 @@ class Operator:
         """Have the scrub that is going on end, whoever began it."""
         return self._follow(m.StopScrub(self._next_call()), None)
 
+    def register(self, namespace: Namespace) -> int:
+        """A handle of a namespace, without its segments. Raises RefusedError."""
+        call = self._next_call()
+        for reply in self._call(m.Register(call, namespace.to_fields(), want_segments=False)):
+            if isinstance(reply, m.Registered):
+                return reply.handle
+        raise RemoteProtocolError("REGISTER was not answered by it")
+
+    def begin_warm(
+        self,
+        handle: int,
+        hashes: Sequence[bytes],
+        *,
+        target: int = 0,
+        deadline_s: float,
+        bytes_per_s: int = 0,
+        pin_s: float = 0.0,
+        verify: bool = False,
+    ) -> int:
+        """Send a WARM and return its call; `next_warmed` has the answer. Several may go on."""
+        call = self._next_call()
+        ms = max(0, round(1000 * deadline_s))
+        pin_ms = round(1000 * pin_s)
+        self._warms.add(call)
+        self._send(m.Warm(call, handle, b"".join(hashes), target, ms, bytes_per_s, pin_ms, verify))
+        return call
+
+    def cancel(self, call: int) -> None:
+        """Have a WARM that goes on end; its answer comes at once."""
+        self._send(m.Cancel(call))
+
+    def next_warmed(self, timeout_s: float) -> m.Warmed | None:
+        """The next answer to a WARM, of whichever comes first; None if there is none by then.
+
+        Raises RefusedError, with the reason, for one that was not begun.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            if self._warmed:
+                reply = self._warmed.popleft()
+                if isinstance(reply, m.Error):
+                    raise RefusedError(reply.reason)
+                return reply
+            for message in self._arrived:
+                if isinstance(message, m.Error):
+                    raise self._away(message.reason)
+            self._arrived.clear()
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
+                return None
+            self._receive()
+
+    def teach(
+        self, handle: int, hashes: Sequence[bytes], uses: Sequence[int], ages_s: Sequence[int]
+    ) -> None:
+        """Tell of uses that another daemon, or an earlier life, has counted."""
+        for at in range(0, len(hashes), m.TAUGHT_MAX):
+            part = slice(at, at + m.TAUGHT_MAX)
+            blob = b"".join(hashes[part])
+            self._send(m.Teach(handle, blob, m.pack_slots(uses[part]), m.pack_slots(ages_s[part])))
+
+    def explain(self, digest: bytes, hashes: Sequence[bytes]) -> dict[str, object]:
+        """Where blocks are, and why not where they are not. Raises RefusedError."""
+        for reply in self._call(m.Explain(self._next_call(), digest, b"".join(hashes))):
+            if isinstance(reply, m.Explained):
+                return reply.body
+        raise RemoteProtocolError("EXPLAIN was not answered by it")
+
+    def inventory(self, digest: bytes, source: int) -> Iterator[m.Listed]:
+        """Pages of all that L2 (0) or a tier (its number + 1) has. Raises RefusedError."""
+        more = True
+        while more:
+            for reply in self._call(m.Inventory(self._next_call(), digest, source)):
+                if isinstance(reply, m.Listed):
+                    more = reply.more
+                    yield reply
+                    break
+
     def _follow(
         self, order: m.Flush | m.Scrub | m.StopScrub, timeout_s: float | None
     ) -> Iterator[dict[str, object]]:
@@ -86,9 +175,7 @@ class Operator:
             if end_s is not None and time.monotonic() >= end_s:
                 raise TimeoutError
 
-    def _call(
-        self, message: m.Status | m.Describe | m.Flush | m.Scrub | m.StopScrub
-    ) -> Iterator[m.Message]:
+    def _call(self, message: _Call) -> Iterator[m.Message]:
         """Send a call; its replies for as long as anybody wants them."""
         self._send(message)
         while True:
@@ -101,6 +188,14 @@ class Operator:
                 if getattr(reply, "call", None) == message.call:
                     yield reply
             self._receive()
+
+    def _take(self, message: m.Message) -> None:
+        """Answers to WARMs come between those to other calls."""
+        if isinstance(message, m.Warmed | m.Error) and message.call in self._warms:
+            self._warms.remove(message.call)
+            self._warmed.append(message)
+        else:
+            self._arrived.append(message)
 
     def _receive(self) -> None:
         try:

@@ -1,297 +1,331 @@
-"""`tierd warm`: bring prompts' blocks from the tiers into host memory before they are asked for.
-
-Reads a prompt a line, as `tierd hash` does. It asks for each as an engine would, and gives the
-lease back at once: what the tiers have is in host memory then, until something else needs the
-room.
-"""
+"""`tierd warm`: have prefixes in host memory, or in a storage tier, before they are asked for."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
+from tierd.cli.engine import Engine
 from tierd.cli.operator import Operator, add_socket, tables
 from tierd.cli.progress import Progress
-from tierd.cli.text import printable
-from tierd.client import Client, Handle
-from tierd.errors import ConfigError, DisconnectedError, HashInputError, RefusedError
-from tierd.hashing import KeyStyle, Lora, RequestExtras, hash_blocks
-from tierd.types import DIGEST_BYTES, Namespace
-from tierd.wire.messages import KEYS_PER_CALL_MAX
+from tierd.cli.warm_dry import estimate
+from tierd.cli.warm_journal import Done, Journal, still_there
+from tierd.cli.warm_prompts import LocalTokenizer
+from tierd.cli.warm_report import Report
+from tierd.cli.warm_run import Order, Replays, Warmer
+from tierd.cli.warm_sources import Sources, Want
+from tierd.errors import ConfigError, TierdError
+from tierd.sizes import parse_size, parse_time
 
 ALL: Final = 0
-AWAY: Final = 1
+FAILED: Final = 1
+WRONG: Final = 2
 PARTLY: Final = 3
+INTERRUPTED: Final = 130
 """Exit statuses."""
 
-ACQUIRE_S_MAX: Final = 60.0
-"""Longest that one call waits; the daemon's own prefetch policy ends it sooner."""
+HOST: Final = "host memory"
 
 INDEX_S_MAX: Final = 300.0
 """Longest wait for tiers that have just been opened to know what they have."""
 
 INDEX_POLL_S: Final = 0.2
 
-_PROMPT_FIELDS: Final = {"tokens", "salt", "lora", "namespace"}
+SHOW_S: Final = 0.1
+"""How often a terminal's line is written again."""
+
+LINES_S: Final = 10.0
+"""How often a line is written elsewhere."""
+
+REPLAYS_AHEAD: Final = 4
+"""Prompts that wait for each one that the engine computes."""
+
+
+class _DeadlineError(Exception):
+    """The time is up, wherever the command is."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "warm",
-        help="bring prompts' blocks from the tiers into host memory",
-        description="Read a prompt a line and have the daemon bring what its tiers have of it. A "
-        'line is a JSON list of token ids, or an object with "tokens" and, as they apply, "salt", '
-        '"lora" ([name, path]) and "namespace" (fields or digest, or a list of one for each rank).',
-        epilog="Exit status: 0 all blocks are in host memory, 3 some are in no tier or did not "
-        "come in time, 1 no daemon answers, 2 wrong input.",
+        help="bring prefixes into host memory before they are asked for",
+        description="Have the daemon bring prefixes from its tiers into host memory, behind all "
+        "requests. It takes the room of nothing that is leased, kept or worth more. A line of a "
+        'FILE is a JSON list of token ids, an object with "tokens" and, as they apply, "salt", '
+        '"lora" ([name, path]) and "namespace" (fields or digest, or a list of one for each '
+        'rank), or a request of the OpenAI API with "prompt" or "messages".',
+        epilog="Exit status: 0 all blocks are there, 3 some are not (it says which and why), 1 no "
+        "daemon answers, or the engine does not and nothing was warmed, 2 wrong input (what was "
+        "warmed before it stays), 130 interrupted.",
     )
-    parser.add_argument(
-        "file", nargs="?", default="-", metavar="FILE", help="prompts; - (default) reads stdin"
+    source = parser.add_argument_group("what to warm")
+    source.add_argument("file", nargs="*", metavar="FILE", help="prompts; - is stdin")
+    source.add_argument(
+        "--hotset",
+        action="append",
+        default=[],
+        metavar="FILE|URL",
+        help="a hot set, or another node's: http://NODE:PORT/v1/hotset; may be repeated",
     )
-    parser.add_argument(
+    source.add_argument("--from", dest="source", metavar="TIER", help="all that a tier has")
+    source.add_argument("--size", help="with --from: so much of what was used most")
+    source.add_argument(
+        "--if-exists", action="store_true", help="leave out files that are not there"
+    )
+    source.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="go on after a malformed line, and end with 3 (default: stop there)",
+    )
+    meaning = parser.add_argument_group("what it means")
+    meaning.add_argument(
         "--namespace",
         action="append",
         metavar="FILE|DIGEST",
-        help="of lines that name none: a JSON file of its fields, or the digest of one that the "
-        "daemon knows; once for each rank of an engine",
+        help="a JSON file of its fields, or the digest of one that the daemon knows; once for "
+        "each rank of an engine (default: those of the only engine that the daemon knows)",
     )
-    parser.add_argument("--deadline", type=float, metavar="S", help="begin nothing after so long")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    meaning.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="where the engine has the adapter from that requests name as their model",
+    )
+    meaning.add_argument(
+        "--tokenizer", metavar="DIR", help="makes tokens of text; needs transformers"
+    )
+    meaning.add_argument(
+        "--engine",
+        metavar="URL",
+        help="makes tokens of text if there is no --tokenizer, and computes what no tier has",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--to", metavar="TIER", help="bring it there (default: host memory)")
+    how.add_argument("--dry-run", action="store_true", help="say where it is, and do nothing")
+    how.add_argument("--deadline", metavar="TIME", help="end after so long (90, 90s, 5m, 1h)")
+    how.add_argument("--rate", help="bytes read a second at most, as in 200MB/s")
+    how.add_argument(
+        "--concurrency",
+        type=int,
+        default=4,
+        metavar="N",
+        help="prompts that the engine computes at a time (default: %(default)s)",
+    )
+    how.add_argument("--pin", metavar="TIME", help="keep it for so long, as in 30m")
+    how.add_argument(
+        "--verify", action="store_true", help="see the checksums of what is there already"
+    )
+    how.add_argument(
+        "--resume",
+        metavar="JOURNAL",
+        help="do not repeat what this file has as finished, and write there what is",
+    )
+    how.add_argument("--json", action="store_true", help="print JSON")
     add_socket(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Warm; the exit status."""
-    client = Client(args.socket, name="tierd warm", map_segments=False)
+    order = _order(args)
+    run_ = _Run(args, order)
     try:
-        with _opened(args.file) as (source, name):
-            warming = _Warming(client, args.socket, args.deadline)
-            try:
-                warming.wait_for_tiers()
-                warming.use([_given(text) for text in args.namespace or ()])
-                for number, line in enumerate(source, 1):
-                    if not warming.prompt(f"{name}, line {number}", line):
-                        break
-            finally:
-                warming.progress.clear()
-    except (DisconnectedError, RefusedError) as error:
+        with _alarm(order.end_s), ExitStack() as stack:
+            operator = stack.enter_context(Operator(args.socket, "tierd warm"))
+            if args.resume and not args.dry_run:
+                journal = Journal(args.resume, args.to or HOST)
+                run_.journal = stack.enter_context(closing(journal))
+            run_.warm(operator)
+    except _DeadlineError:
+        run_.report.late = True
+    except KeyboardInterrupt:
+        run_.report.interrupted = True
+    except ConfigError:
+        raise
+    except TierdError as error:
+        run_.progress.clear()
         print(f"tierd: {error}", file=sys.stderr)
-        return AWAY
+        return FAILED
     finally:
-        client.close()
-    if args.json:
-        print(json.dumps(warming.counts))
-    else:
-        print("{prompts} prompts: {had} of {blocks} blocks in host memory".format(**warming.counts))
-        if warming.counts["missing"]:
-            print(f"  {warming.counts['missing']} are in no tier, or did not come in time")
-    if warming.late:
-        print("tierd: the deadline has passed; not all prompts were read", file=sys.stderr)
-    return PARTLY if warming.counts["missing"] or warming.late else ALL
+        run_.progress.clear()
+    return run_.end()
+
+
+class _Run:
+    """One command, from its options to its exit status."""
+
+    def __init__(self, args: argparse.Namespace, order: Order) -> None:
+        """Raises ConfigError for options that cannot be right, whatever the daemon says."""
+        self.report = Report()
+        self.progress = Progress(lines_s=LINES_S)
+        self.journal: Journal | None = None
+        self._args = args
+        self._order = order
+        self._adapters = _adapters(args.lora)
+        self._engine = Engine(args.engine) if args.engine else None
+        self._tokenizer = LocalTokenizer(args.tokenizer) if args.tokenizer else self._engine
+        if args.size and not args.source:
+            raise ConfigError("--size goes with --from")
+        self._size_bytes = parse_size(args.size) if args.size else None
+        if args.concurrency < 1:
+            raise ConfigError("--concurrency must be at least 1")
+        self._warmer: Warmer | None = None
+        self._still: Mapping[str, Done] = {}
+        self._told: list[str] = []
+        self._shown_s = 0.0
+
+    def warm(self, operator: Operator) -> None:
+        """Do it. Raises DisconnectedError, RefusedError, ConfigError."""
+        args = self._args
+        names = [str(tier["name"]) for tier in tables(operator.status()["storage"])]
+        for name in filter(None, (args.to, args.source)):
+            if name not in names:
+                known = ", ".join(names) or "none"
+                raise ConfigError(f"no tier is named {name!r}; there are {known}")
+        self._order.target = names.index(args.to) + 1 if args.to else 0
+        self._wait_for_tiers(operator)
+        if self.journal is not None:
+            self._still = still_there(self.journal, operator, self._order.target)
+        sources = Sources(
+            operator,
+            self.report,
+            namespaces=args.namespace or (),
+            adapters=self._adapters,
+            tokenizer=self._tokenizer,
+            engine=self._engine,
+            skip_bad=args.skip_bad,
+            is_done=self._is_done,
+        )
+        wants = self._wants(sources, names)
+        if args.dry_run:
+            found = estimate(operator, wants, self._order.target)
+            told = found.as_json()
+            self._told = [json.dumps(told)] if args.json else [*found.lines(args.to or HOST)]
+            return
+        ahead = REPLAYS_AHEAD * args.concurrency
+        self._warmer = Warmer(
+            operator,
+            self._order,
+            self.report,
+            Replays(self._engine, args.concurrency) if self._engine else None,
+            ahead,
+            on_finished=self._finished,
+            on_progress=lambda: self._show(sources),
+        )
+        self._warmer.run(wants)
+
+    def end(self) -> int:
+        """Tell what it came to; the exit status."""
+        args, report = self._args, self.report
+        error = None if self._warmer is None else self._warmer.wrong
+        if report.late and self._warmer is not None:
+            self._warmer.give_up()
+        if self._told:
+            print("\n".join(self._told))
+            return ALL if report.whole else PARTLY
+        if args.json:
+            print(json.dumps(report.as_json()))
+        else:
+            print("\n".join(report.lines(args.to or HOST)))
+        if report.interrupted:
+            return INTERRUPTED
+        if error is not None:
+            print(f"tierd: {error}", file=sys.stderr)
+            return WRONG
+        if report.engine_away:
+            print(f"tierd: {report.engine_away}", file=sys.stderr)
+        if report.whole:
+            return ALL
+        return FAILED if report.engine_away and not report.had else PARTLY
+
+    def _wants(self, sources: Sources, tiers: list[str]) -> Iterator[Want]:
+        """Of all sources: hot sets first, since they bring along the namespaces of prompts."""
+        args = self._args
+        for name in (*args.hotset, *args.file):
+            if args.if_exists and "://" not in name and name != "-" and not Path(name).exists():
+                continue
+            yield from sources.hot_set(name) if name in args.hotset else sources.prompts(name)
+        if args.source:
+            number = tiers.index(args.source)
+            yield from sources.tier(args.source, number, self._size_bytes)
+        if not (args.file or args.hotset or args.source):
+            yield from sources.prompts("-")
+
+    def _is_done(self, unit: str) -> bool:
+        done = self._still.get(unit)
+        if done is not None:
+            self.report.finished_before(done.blocks)
+        return done is not None
+
+    def _finished(self, want: Want) -> None:
+        if self.journal is not None:
+            last = want.hashes[-1] if want.hashes else b""
+            digests = tuple(rank.digest for rank in want.ranks)
+            self.journal.finish(want.unit, Done(digests, last, len(want.hashes)))
+
+    def _wait_for_tiers(self, operator: Operator) -> None:
+        """Until they know what they have: right after a start a tier would miss it."""
+        end_s = time.monotonic() + INDEX_S_MAX
+        while time.monotonic() < end_s:
+            states = {str(tier["state"]) for tier in tables(operator.status()["storage"])}
+            if not states & {"opening", "indexing"}:
+                return
+            self.progress.say("waiting for the tiers to know what they have")
+            time.sleep(INDEX_POLL_S)
+
+    def _show(self, sources: Sources) -> None:
+        now_s = time.monotonic()
+        if now_s - self._shown_s >= SHOW_S:
+            self._shown_s = now_s
+            self.progress.bar(sources.share, self.report.progress())
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[IO[bytes], str]]:
-    if path == "-":
-        yield sys.stdin.buffer, "stdin"
+def _alarm(end_s: float | None) -> Iterator[None]:
+    """Raise _DeadlineError at a time of time.monotonic(), whatever is being waited for then."""
+    if end_s is None:
+        yield
         return
+
+    def ring(*_: object) -> None:
+        raise _DeadlineError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, end_s - time.monotonic()))
     try:
-        source = Path(path).open("rb")  # noqa: SIM115 (a fault in between is not this file's)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    with source:
-        yield source, path
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
-class _Warming:
-    """One run: what is registered, and what came."""
-
-    def __init__(self, client: Client, socket_path: str, deadline_s: float | None) -> None:
-        self.counts = {"prompts": 0, "blocks": 0, "had": 0, "missing": 0}
-        self.late = False
-        """The deadline has passed before all lines were read."""
-        self.progress = Progress()
-        self._client = client
-        self._socket_path = socket_path
-        self._end_s = None if deadline_s is None else time.monotonic() + deadline_s
-        self._default: list[Handle] = []
-        self._handles: dict[bytes, Handle] = {}
-
-    def wait_for_tiers(self) -> None:
-        """Until they know what they have: right after a start a tier would miss it."""
-        end_s = time.monotonic() + INDEX_S_MAX
-        if self._end_s is not None:
-            end_s = min(end_s, self._end_s)
-        with Operator(self._socket_path, "tierd warm") as operator:
-            while time.monotonic() < end_s:
-                states = {str(tier["state"]) for tier in tables(operator.status()["storage"])}
-                if not states & {"opening", "indexing"}:
-                    return
-                self.progress.say("waiting for the tiers to know what they have")
-                time.sleep(INDEX_POLL_S)
-
-    def use(self, given: list[object]) -> None:
-        """The namespaces of lines that name none."""
-        self._default = [self._handle(each) for each in given]
-
-    def prompt(self, where: str, line: bytes) -> bool:
-        """Bring a line's blocks. False once it is too late for any more.
-
-        Raises ConfigError for a line that is none, DisconnectedError, RefusedError.
-        """
-        if self._end_s is not None and time.monotonic() >= self._end_s:
-            self.late = True
-            return False
-        try:
-            handles, hashes = self._read(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not JSON: {error}") from error
-        except (HashInputError, ConfigError) as error:
-            raise ConfigError(f"{where}: {error}") from error
-        had = self._bring(handles, hashes)
-        self.counts["prompts"] += 1
-        self.counts["blocks"] += len(hashes)
-        self.counts["had"] += had
-        self.counts["missing"] += len(hashes) - had
-        self.progress.say("{prompts} prompts, {had} of {blocks} blocks".format(**self.counts))
-        return True
-
-    def _read(self, line: bytes) -> tuple[list[Handle], list[bytes]]:
-        value = json.loads(line)
-        fields = {"tokens": value} if isinstance(value, list) else value
-        if not isinstance(fields, dict) or "tokens" not in fields:
-            raise ConfigError(
-                f"want a list of token ids, or an object with them, not {value!r:.40}"
-            )
-        if unknown := sorted(fields.keys() - _PROMPT_FIELDS):
-            raise ConfigError(f"unknown field {unknown[0]!r}")
-        handles = self._default
-        if (own := fields.get("namespace")) is not None:
-            handles = [self._handle(each) for each in (own if isinstance(own, list) else [own])]
-        if not handles:
-            raise ConfigError("no namespace: give --namespace, or one in the line")
-        namespace = handles[0].namespace
-        for handle in handles:
-            if handle.namespace.family != namespace.family:
-                raise ConfigError("the namespaces of one prompt must be the ranks of one engine")
-        return handles, _hashes(fields, namespace)
-
-    def _bring(self, handles: list[Handle], hashes: list[bytes]) -> int:
-        """How many of the blocks are in host memory, from the first on."""
-        hashes = hashes[:KEYS_PER_CALL_MAX]
-        had, more = 0, bool(hashes)
-        while more:
-            left_s = ACQUIRE_S_MAX if self._end_s is None else self._end_s - time.monotonic()
-            lease = self._client.acquire(
-                handles, hashes, int(1000 * max(0.0, min(left_s, ACQUIRE_S_MAX)))
-            )
-            self._check(handles)
-            blocks = 0
-            if lease is not None:
-                blocks = lease.blocks
-                self._client.release(lease)
-            # The daemon's policy may have ended the wait while blocks were still coming.
-            more = had < blocks < len(hashes)
-            had = max(had, blocks)
-        return had
-
-    def _check(self, handles: list[Handle]) -> None:
-        """Raise if an answer was none of the daemon's."""
-        for handle in handles:
-            if handle.refusal is not None:
-                raise RefusedError(handle.refusal)
-        if not self._client.connected or not all(handle.ready for handle in handles):
-            raise DisconnectedError(
-                f"no answer from {self._socket_path}: {self._client.last_error}"
-            )
-
-    def _handle(self, given: object) -> Handle:
-        """The registration of a namespace given by its fields or its digest."""
-        if isinstance(given, str):
-            namespace = self._known(given)
-        elif isinstance(given, dict):
-            namespace = _namespace(given)
-        else:
-            raise ConfigError(
-                f"a namespace is an object of its fields or a digest, not {given!r:.40}"
-            )
-        handle = self._handles.get(namespace.digest)
-        if handle is None:
-            handle = self._handles[namespace.digest] = self._client.register(namespace)
-        return handle
-
-    def _known(self, digest: str) -> Namespace:
-        """The namespace of a digest, by the daemon."""
-        try:
-            raw = bytes.fromhex(digest)
-        except ValueError:
-            raw = b""
-        if len(raw) != DIGEST_BYTES:
-            raise ConfigError(
-                f"{digest!r} is neither a file nor a digest of {2 * DIGEST_BYTES} digits"
-            )
-        if raw in self._handles:
-            return self._handles[raw].namespace
-        with Operator(self._socket_path, "tierd warm") as operator:
-            try:
-                return operator.describe(raw)
-            except RefusedError:
-                known = [
-                    f"{space['digest']} ({printable(space['model'])}, rank {space['tp_rank']})"
-                    for space in tables(operator.status()["namespaces"])
-                ]
-        raise ConfigError(
-            f"tierd knows no namespace {digest}; it knows {', '.join(known) or 'none'}"
-        )
-
-
-def _given(text: str) -> object:
-    """A namespace from the command line: the fields in a file, or a digest."""
-    path = Path(text)
-    if not path.is_file():
-        return text
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{text}: {error}") from error
-
-
-def _namespace(fields: dict[str, object]) -> Namespace:
-    """As JSON has it: the root of hashes in hex."""
-    root = fields.get("hash_root")
-    try:
-        raw = bytes.fromhex(root) if isinstance(root, str) else root
-    except ValueError as error:
-        raise ConfigError("namespace field 'hash_root' must be in hex") from error
-    return Namespace.from_fields({**fields, "hash_root": raw} if "hash_root" in fields else fields)
-
-
-def _hashes(fields: dict[str, object], namespace: Namespace) -> list[bytes]:
-    """The hashes of a prompt's full blocks. Raises HashInputError and ConfigError."""
-    try:
-        style = KeyStyle(namespace.hash_scheme)
-    except ValueError:
-        raise ConfigError(
-            f"hashes of {namespace.hash_scheme} are its engine's own and cannot be computed here"
-        ) from None
-    tokens, lora = fields["tokens"], fields.get("lora")
-    if lora is not None and (not isinstance(lora, list) or len(lora) != 2):
-        raise ConfigError("lora must be a list of its name and its path")
-    extras = RequestExtras(
-        salt=fields.get("salt"),  # type: ignore[arg-type]  # checked with the rest of the extras
-        lora=None if lora is None else Lora(*lora),
+def _order(args: argparse.Namespace) -> Order:
+    deadline_s = parse_time(args.deadline) if args.deadline is not None else None
+    rate = parse_size(args.rate.removesuffix("/s")) if args.rate else 0
+    if args.rate and rate < 1:
+        raise ConfigError("--rate must be more than 0")
+    return Order(
+        bytes_per_s=rate,
+        pin_s=parse_time(args.pin) if args.pin else 0.0,
+        verify=args.verify,
+        end_s=None if deadline_s is None else time.monotonic() + deadline_s,
     )
-    size = namespace.block_tokens
-    keys = None
-    if extras != RequestExtras():
-        count = len(tokens) // size if isinstance(tokens, list) else 0
-        keys = extras.block_keys(count, size, style)
-    return hash_blocks(tokens, size, parent=namespace.hash_root, extra=keys)  # type: ignore[arg-type]  # it refuses what are no tokens
+
+
+def _adapters(words: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, path = word.partition("=")
+        if not name or not equals or not path:
+            raise ConfigError(f"--lora {word}: want NAME=PATH")
+        found[name] = path
+    return found

@@ -73,6 +73,25 @@ class Evicted(enum.Enum):
     """The machine needed the memory, or the capacity was lowered."""
 
 
+class Dropped(enum.Enum):
+    """Why blocks were dropped for good."""
+
+    FLUSHED = "flushed"
+    """Somebody had them dropped, everywhere."""
+    DAMAGED = "damaged"
+    """Their bytes were not what they had been."""
+
+
+_GONE: Final[tuple[Evicted | Dropped, ...]] = (*Evicted, *Dropped)
+_WHY_BITS: Final = 3
+_WHY_MASK: Final = (1 << _WHY_BITS) - 1
+_DROPPED: Final = 4
+"""Bit of a ghost's record that an arena of twice the size would not have had either: the record
+is the time in seconds above the number of the reason."""
+
+assert [why for at, why in enumerate(_GONE) if at & _DROPPED] == list(Dropped)
+
+
 class Adopted(NamedTuple):
     """A block that the ledger of the daemon's life before tells of."""
 
@@ -153,8 +172,9 @@ class Space:
     it last. Of what is leaving, `dropped` is gone for good and cannot be revived. `unproven` has
     what the ledger says of blocks from a life before, by slot: none of them is served, or leaves
     L2, before its checksum has been found to be that one.
-    `reuse` is what is known of its blocks, resident or not, and `ghosts` those that were evicted
-    last: as many as it has slots, so that together they are an arena of twice the size.
+    `reuse` is what is known of its blocks, resident or not, and `ghosts` those that left last,
+    when and why: as many as it has slots, so that those that were evicted and it are an arena of
+    twice the size.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
     has a bit a storage tier: see `tierd.daemon.backup`.
@@ -205,9 +225,14 @@ class Space:
         """How many leading blocks are here, or would still be in an arena of twice the size."""
         items, ghosts = self.chain.items, self.ghosts.records
         for count, block_hash in enumerate(hashes):
-            if block_hash not in items and block_hash not in ghosts:
+            if block_hash not in items and ghosts.get(block_hash, _DROPPED) & _DROPPED:
                 return count
         return len(hashes)
+
+    def gone(self, block_hash: bytes) -> tuple[Evicted | Dropped, int] | None:
+        """Why a block that is not here left, and when, in seconds; None if that is not known."""
+        record = self.ghosts.records.get(block_hash)
+        return None if record is None else (_GONE[record & _WHY_MASK], record >> _WHY_BITS)
 
     def by_segment(self, slots: Iterable[int]) -> dict[int, list[int]]:
         """The places of slots in their segments, by the segments' numbers."""
@@ -252,6 +277,8 @@ class HostTier:
         """Name of the policy that orders evictions, in each space by itself."""
         self.uses = Uses()
         self.segment_bytes_target = segment_bytes or _segment_bytes(capacity_bytes)
+        self.now_s = 0
+        """The time, CLOCK_MONOTONIC, as it is told every second, for when blocks left."""
         self.spaces: dict[bytes, Space] = {}
         self.leases: dict[int, Lease] = {}
         self.reservations: dict[int, Reservation] = {}
@@ -331,6 +358,22 @@ class HostTier:
             self.spaces[digest] = space
         return space
 
+    def teach(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        uses: Sequence[int],
+        ages_s: Sequence[int],
+        now_ms: int,
+    ) -> None:
+        """Learn of uses that somebody else has counted; the namespace need not have a space."""
+        book = self.uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
+        book.teach(hashes, uses, ages_s, now_ms)
+        for space in self.spaces.values():
+            if space.reuse is book:
+                found = map(space.chain.items.get, hashes)
+                space.chain.policy.taught([item for item in found if item is not None])
+
     # --- looking up and leasing -----------------------------------------------------
 
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
@@ -368,15 +411,19 @@ class HostTier:
         if space.dropped:
             self._free_dropped(space, slots)
 
-    def drop(self, space: Space, slots: Sequence[int]) -> list[Effect]:
+    def drop(
+        self, space: Space, slots: Sequence[int], why: Dropped = Dropped.DAMAGED
+    ) -> list[Effect]:
         """Take READY or leaving blocks out for good, whatever place they have in a prefix.
 
         They are found by nobody from now on. Slots that somebody holds are free once nobody does.
         """
+        record = self._left(why)
         for slot in slots:
             if slot not in space.leaving:
                 space.leaving[slot] = space.identity(slot)
                 space.chain.remove(slot)
+            space.ghosts.put(space.leaving[slot][0], record)
             space.dropped.add(slot)
             space.unproven.pop(slot, None)
         self._free_dropped(space, slots)
@@ -522,9 +569,18 @@ class HostTier:
     # --- two-phase store ------------------------------------------------------------
 
     def reserve(
-        self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
+        self,
+        owner: int,
+        space: Space,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        worth: float | None = None,
     ) -> tuple[Reservation, list[Effect]]:
-        """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first."""
+        """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first.
+
+        Blocks that nobody waits for come with what they are worth (`Reuse.worth`): then none
+        goes for them that is worth as much, and no namespace in use gives up memory.
+        """
         items, writing = space.chain.items, space.writing
         if space.leaving:
             self._revive(space, hashes)
@@ -547,7 +603,7 @@ class HostTier:
         if count == 0 and wanted and not self._writing_bytes.get(owner):
             count = 1  # An arena of one or two slots still serves one block at a time.
         self.hold(space, shield)
-        taken, effects = self._take_slots(space, count)
+        taken, effects = self._take_slots(space, count, worth)
         self.unhold(space, shield)
         reservation = Reservation(
             self._take_id(), owner, space, list(hashes), list(parents), slots, above
@@ -661,14 +717,19 @@ class HostTier:
 
     # --- room -----------------------------------------------------------------------
 
-    def _take_slots(self, space: Space, count: int) -> tuple[list[int], list[Effect]]:
+    def _take_slots(
+        self, space: Space, count: int, worth: float | None
+    ) -> tuple[list[int], list[Effect]]:
         effects: list[Effect] = []
+        only_idle = worth is not None
         while len(space.free) < count:
-            if self._grow(space, effects) or self._borrow(space, effects):
+            if self._grow(space, effects) or self._borrow(space, effects, only_idle=only_idle):
                 continue
-            if self._evict(space, count - len(space.free), Evicted.ROOM, effects):
+            evicted = self._evict(space, count - len(space.free), Evicted.ROOM, effects, worth)
+            # Whoever nobody waits for may come again when what leaves is written.
+            if evicted and (worth is None or len(space.free) >= count):
                 continue
-            if space.leaving or not space.chain.keeping:
+            if space.leaving or not space.chain.keeping or worth is not None:
                 break
             # It has lent its memory since, and nothing else is left: pins never stop stores.
             space.chain.unkeep(self.hints.override(space.digest))
@@ -700,14 +761,14 @@ class HostTier:
         effects.append(NewSegment(space, index))
         return True
 
-    def _borrow(self, space: Space, effects: list[Effect]) -> bool:
+    def _borrow(self, space: Space, effects: list[Effect], *, only_idle: bool) -> bool:
         """Empty and hollow a segment of another space, if that one is idle or has more memory."""
         others = (s for s in self.spaces.values() if s is not space and s.live_segments)
         donors = sorted(others, key=_worth)
         held = space.live_segments * space.segment_bytes
         for donor in donors:
             surplus = donor.live_segments * donor.segment_bytes - held
-            if donor.sessions and surplus <= donor.segment_bytes:
+            if donor.sessions and (only_idle or surplus <= donor.segment_bytes):
                 continue
             if self._empty_segment(donor, Evicted.LENT, effects):
                 return True
@@ -767,8 +828,18 @@ class HostTier:
             self._free(space, slot)
         effects.append(Move(space, pairs))
 
-    def _evict(self, space: Space, count: int, why: Evicted, effects: list[Effect]) -> int:
-        """Evict up to `count` of the coldest leaves; how many. What is claimed is free later."""
+    def _evict(
+        self,
+        space: Space,
+        count: int,
+        why: Evicted,
+        effects: list[Effect],
+        worth: float | None = None,
+    ) -> int:
+        """Evict up to `count` of the coldest leaves; how many. What is claimed is free later.
+
+        With a `worth` only what is worth less.
+        """
         chain, refs, leaving = space.chain, space.refs, space.leaving
         most = max(1, int(space.live_segments * space.slots_per_segment * LEAVING_SHARE_MAX))
         room = max(0, most - len(leaving))
@@ -779,14 +850,20 @@ class HostTier:
             leaving[slot] = chain.hash_of(slot), chain.parent_of(slot)
             return False
 
-        slots = chain.evict(count, busy)
+        spare = None if worth is None else lambda other: space.reuse.worth(other) >= worth
+        slots = chain.evict(count, busy, spare)
         self.evicted[why] += len(slots)
+        record = self._left(why)
         for slot in slots:
-            space.ghosts.put(leaving[slot][0], 0)
+            space.ghosts.put(leaving[slot][0], record)
         if self.claim is not None and slots:
             self.claim(space, slots, room)
         effects += self.settle(space, slots)
         return len(slots)
+
+    def _left(self, why: Evicted | Dropped) -> int:
+        """What is remembered of blocks that leave now."""
+        return self.now_s << _WHY_BITS | _GONE.index(why)
 
     def _revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
         """Make blocks READY again that are leaving; whether any was."""

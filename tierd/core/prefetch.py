@@ -43,6 +43,11 @@ def deadline_ns(
     return now_ns + max(0, min(allowed_ms - waited_ms, client_ms)) * MS
 
 
+def pays(load_s: float, tokens: int, prefill_tokens_per_s: float) -> bool:
+    """Whether a load of so many tokens takes no longer than computing them."""
+    return load_s <= tokens / prefill_tokens_per_s
+
+
 class BreakEven:
     """Which loads would take longer than computing their tokens, all requests together."""
 
@@ -94,8 +99,8 @@ class Worth:
             return False
         if not self._prefill_tokens_per_s:
             return True
-        compute_s = more_tokens / self._prefill_tokens_per_s
-        slow = [tier for tier, load_s in loads_s.items() if load_s > compute_s]
+        speed = self._prefill_tokens_per_s
+        slow = [tier for tier, load_s in loads_s.items() if not pays(load_s, more_tokens, speed)]
         for tier in slow:
             if tier not in self._trials:
                 self._trials[tier] = self._break_even.trial(tier)

@@ -18,7 +18,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import ceil, exp
-from typing import Final
+from typing import Final, NamedTuple
 
 from tierd.config import StorageConfig, WritePolicy
 from tierd.eviction.reuse import Reuse
@@ -198,6 +198,23 @@ class WriteBudget:
         self._span_s *= KEEP
 
 
+class Miss(enum.Enum):
+    """Why a tier did not get a block."""
+
+    REFUSED = "refused"
+    """Its policy did not want it, or its budget was spent."""
+    MISSED = "missed"
+    """The same, and a request has asked for it since, in vain."""
+    FULL = "full"
+    """Too much waited to be written already."""
+    AWAY = "away"
+    """It took no writes."""
+    FAILED = "failed"
+    """It was given the block, and did not keep it."""
+    FLUSHED = "flushed"
+    """A flush ended the wait."""
+
+
 class Missed:
     """The blocks that a tier did not get, by namespace and hash; at most `limit`, the latest.
 
@@ -206,22 +223,25 @@ class Missed:
 
     def __init__(self, limit: int = MISSED_MAX) -> None:
         self._limit = limit
-        # True if it was the policy's choice, and nobody has come back to it yet.
-        self._refused: dict[bytes, bool] = {}
+        self._why: dict[bytes, Miss] = {}
 
     def __len__(self) -> int:
-        return len(self._refused)
+        return len(self._why)
+
+    def why(self, digest: bytes, block_hash: bytes) -> Miss | None:
+        """Why the tier did not get a block; None if that is not known, or it has got it."""
+        return self._why.get(digest + block_hash)
 
     def count(self, digest: bytes, hashes: Sequence[bytes]) -> int:
         """How many of these the tier is known not to have got."""
-        missed = self._refused
+        missed = self._why
         return sum([digest + block_hash in missed for block_hash in hashes])
 
-    def add(self, digest: bytes, hashes: Iterable[bytes], *, refused: bool) -> None:
-        """The tier does not get these blocks; `refused` if its policy did not want them."""
-        missed = self._refused
+    def add(self, digest: bytes, hashes: Iterable[bytes], why: Miss) -> None:
+        """The tier does not get these blocks."""
+        missed = self._why
         for block_hash in hashes:
-            missed[digest + block_hash] = refused
+            missed[digest + block_hash] = why
         if len(missed) > self._limit:
             # More than one: a dict would step over all that left before, each time.
             excess = len(missed) - self._limit * 63 // 64
@@ -230,19 +250,29 @@ class Missed:
 
     def remove(self, digest: bytes, block_hash: bytes) -> bool:
         """The tier has got a block, or may; whether it was known not to have."""
-        return self._refused.pop(digest + block_hash, None) is not None
+        return self._why.pop(digest + block_hash, None) is not None
 
     def lost(self, digest: bytes, hashes: Iterable[bytes]) -> int:
         """A request asks for blocks that are not in L2: how many the tier would have, but for its
         policy. Each refusal costs one hit: had it been written, it would not be refused again.
         """
-        missed, lost = self._refused, 0
+        missed, lost = self._why, 0
         for block_hash in hashes:
             key = digest + block_hash
-            if missed.get(key):
-                missed[key] = False
+            if missed.get(key) is Miss.REFUSED:
+                missed[key] = Miss.MISSED
                 lost += 1
         return lost
+
+
+class Demands(NamedTuple):
+    """What `write_through_selective` demands of a block that stays in L2, and what it has."""
+
+    uses: int
+    uses_min: int
+    chance: float
+    """That it is used again while the tier would keep it."""
+    chance_min: float
 
 
 class Writes:
@@ -262,6 +292,15 @@ class Writes:
     def when_leaving(self) -> bool:
         """Whether blocks are meant to be written as late as when they leave L2."""
         return self.policy is not WritePolicy.WRITE_THROUGH
+
+    def demands(self, block_hash: bytes, reuse: Reuse) -> Demands | None:
+        """What decides whether a block that is used, and stays, is written; None where its uses
+        decide nothing."""
+        if self.policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
+            return None
+        chance = reuse.chance(block_hash, self.budget.horizon_s)
+        uses, uses_min = reuse.uses(block_hash), self._config.write_uses
+        return Demands(uses, uses_min, chance, self.budget.demand**STAYING)
 
     def choose(
         self,
@@ -306,5 +345,5 @@ class Writes:
         if len(chosen) < len(hashes):
             taken = set(chosen)
             refused = [h for place, h in enumerate(hashes) if place not in taken]
-            self.missed.add(digest, refused, refused=True)
+            self.missed.add(digest, refused, Miss.REFUSED)
         return chosen

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from tierd.backend import Outcome, PutRequest, checksum
+from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.core.host import Space
-from tierd.core.writes import MISSED_MAX, Moment, Writes
+from tierd.core.writes import MISSED_MAX, Miss, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
+from tierd.eviction.policy import Ghosts
 
 PENDING_SHARE_MAX: Final = 0.25
 """Share of the capacity that blocks waiting for checksum and backup may pin in L2, of all
@@ -33,6 +34,9 @@ CHECKSUM_BATCH: Final = 32
 
 CHECKSUM_PAUSE_S: Final = 0.005
 """Pause before a round of checksums. A hop to a thread and back costs about 0.1 ms."""
+
+UNREAD: Final = 1
+"""Bit of what is known of a block that a tier took: nobody has read it yet."""
 
 Covers = Callable[[bytes], bool]
 """Whether a namespace, by its digest, is one that is meant."""
@@ -58,8 +62,9 @@ class WriteQueue:
         self.writing: dict[tuple[Space, int], None] = {}
         self.stored_blocks = 0
         """Blocks written."""
-        self.unread: dict[bytes, None] = {}
-        """Keys of blocks that were written and not yet read, the latest MISSED_MAX."""
+        self.had = Ghosts(MISSED_MAX)
+        """Keys of blocks that the tier took or gave lately, with when, in seconds of the loop's
+        clock, and UNREAD."""
         self.unflushed: deque[tuple[Space, int, bytes]] = deque()
         """What it is still to be offered before the daemon stops."""
         self.given_up = 0
@@ -80,19 +85,21 @@ class WriteQueue:
         if self.tier.writes_allowed:
             self._stopped_s = None
         taken = lacking[: self.room(space)]
-        self.skip(space, lacking[len(taken) :])
+        self.skip(
+            space, lacking[len(taken) :], Miss.FULL if self.tier.writes_allowed else Miss.AWAY
+        )
         self.pending_bytes += len(taken) * space.slot_bytes
         self.pending_blocks += len(taken)
         return taken
 
-    def skip(self, space: Space, slots: Sequence[int]) -> None:
+    def skip(self, space: Space, slots: Sequence[int], why: Miss) -> None:
         """Count blocks that the tier does not get this time, or not at all because they leave L2,
         and remember that it lacks them."""
         if slots:
             dropped = sum(slot in space.leaving for slot in slots)
             self.tier.counters["backup_skipped_total"] += len(slots) - dropped
             self.tier.counters["backup_dropped_total"] += dropped
-            self.lacks(space, slots)
+            self.lacks(space, slots, why)
 
     def choose(
         self, space: Space, lacking: Sequence[int], moment: Moment, now_ns: int
@@ -106,20 +113,19 @@ class WriteQueue:
             self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
         return [lacking[place] for place in places]
 
-    def lacks(self, space: Space, slots: Iterable[int]) -> None:
+    def lacks(self, space: Space, slots: Iterable[int], why: Miss) -> None:
         """Remember that the tier did not get these blocks, though its policy wanted them."""
         hashes = [space.identity(slot)[0] for slot in slots]
-        self.writes.missed.add(space.digest, hashes, refused=False)
+        self.writes.missed.add(space.digest, hashes, why)
 
     def got(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Note how the writes of a batch ended."""
+        now = _now() << 1
         for slot, outcome in zip(slots, outcomes, strict=True):
             self.lacked(space, slot)
             if outcome is Outcome.STORED:
                 self.stored_blocks += 1
-                self.unread[_key(space, slot)] = None
-        while len(self.unread) > MISSED_MAX:
-            del self.unread[next(iter(self.unread))]
+                self.had.put(_key(space, slot), now | UNREAD)
         unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
         self.writes.budget.refund(unwritten * space.slot_bytes)
 
@@ -129,9 +135,12 @@ class WriteQueue:
 
     def read(self, space: Space, slots: Iterable[int]) -> None:
         """Blocks came from the tier: count those whose write this is the first use of."""
+        now, records = _now() << 1, self.had.records
         for slot in slots:
-            if self.unread.pop(_key(space, slot), self) is None:
+            key = _key(space, slot)
+            if records.get(key, 0) & UNREAD:
                 self.tier.counters["written_and_read_total"] += 1
+            self.had.put(key, now)
 
     def asked(self, space: Space, hashes: Iterable[bytes]) -> None:
         """A request asks for blocks that are not in L2: count those that were refused."""
@@ -281,7 +290,7 @@ class Backups:
         fresh = [slot for slot in wanted if slot not in anyhow]
         beyond = set(fresh[max(0, more) :])
         if beyond:
-            queue.skip(space, list(beyond))
+            queue.skip(space, list(beyond), Miss.FULL)
         taken = queue.admit(space, [slot for slot in wanted if slot not in beyond])
         queue.writes.budget.refund((len(wanted) - len(taken)) * space.slot_bytes)
         self._host.hold(space, taken)
@@ -421,7 +430,7 @@ class Backups:
 
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
         """Blocks that were to wait for a tier do not."""
-        queue.lacks(space, slots)
+        queue.lacks(space, slots, Miss.FLUSHED)
         self._unmark(space, slots, queue)
         self._memory.let_go(space, slots)
         queue.let_go(space, len(slots))
@@ -465,8 +474,7 @@ class Backups:
     async def _sum(self, batch: Iterable[_Fresh]) -> None:
         fresh = ((f.space, f.slot) for f in batch if f.space.checksums[f.slot] is None)
         missing = list(dict.fromkeys(fresh))
-        views = [self._memory.payload(space, slot) for space, slot in missing]
-        sums = await self._memory.in_thread(_checksums, views)
+        sums = await self._memory.checksums(missing)
         for (space, slot), digest in zip(missing, sums, strict=True):
             space.checksums[slot] = digest
             # The ledger has forgotten what was dropped meanwhile, and is not to learn it again.
@@ -497,7 +505,7 @@ class Backups:
                 if await queue.may_write():
                     await self._write_batch(queue, space, slots)
                 else:
-                    queue.skip(space, slots)
+                    queue.skip(space, slots, Miss.AWAY)
                     self._unmark(space, slots, queue)
             finally:
                 self._memory.let_go(space, slots)
@@ -524,7 +532,7 @@ class Backups:
         queue.got(space, slots, outcomes)
         got = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome in kept]
         self._memory.note_tiers(space, got, add=queue.bit)
-        queue.lacks(space, lost)
+        queue.lacks(space, lost, Miss.FAILED)
         self._unmark(space, lost, queue)
 
     def _unmark(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
@@ -565,9 +573,9 @@ class Backups:
         assert pinned <= share or any(queue.pending_blocks == 1 for queue in self.queues)
 
 
+def _now() -> int:
+    return int(asyncio.get_running_loop().time())
+
+
 def _key(space: Space, slot: int) -> bytes:
     return space.digest + space.identity(slot)[0]
-
-
-def _checksums(views: Sequence[memoryview]) -> list[bytes]:
-    return [checksum(view) for view in views]

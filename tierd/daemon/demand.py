@@ -26,6 +26,8 @@ class Tally:
     requested_tokens: int = 0
     acquired_tokens: int = 0
     acquired_bytes: int = 0
+    prefill_tokens_per_s: int = 0
+    """How fast an engine computes prompts, as one said last; 0: none has."""
 
     def status(self) -> dict[str, object]:
         """The numbers, for STATUS."""
@@ -33,6 +35,7 @@ class Tally:
             "requested_tokens": self.requested_tokens,
             "acquired_tokens": self.acquired_tokens,
             "acquired_bytes": self.acquired_bytes,
+            "prefill_tokens_per_s": self.prefill_tokens_per_s,
         }
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from tierd.backend import BlockHeader
-from tierd.core.host import Space
+from tierd.core.host import Dropped, Space
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups, nobody
 from tierd.daemon.memory import HostMemory
@@ -38,6 +38,9 @@ RETRY_S: Final = 1.0
 
 POLL_S: Final = 0.01
 """How often it is looked whether what was being written has been."""
+
+LATEST_MAX: Final = 64
+"""Flushes that are remembered."""
 
 NAMESPACES_TOLD_MAX: Final = 1024
 """So that a status fits one frame; a tier may have had more."""
@@ -83,6 +86,7 @@ class Flush:
         self.ended = False
         """It came to its end, which a daemon that stops does not wait for."""
         self.done = asyncio.Event()
+        self.began_s = asyncio.get_running_loop().time()
 
     def covers(self, digest: bytes) -> bool:
         """Whether a namespace is flushed."""
@@ -119,6 +123,15 @@ class Flushes:
         self._promotions = promotions
         self._tiers = tiers
         self._current: Flush | None = None
+        self._latest: deque[Flush] = deque(maxlen=LATEST_MAX)
+
+    def latest(self, digest: bytes, tier: StorageTier) -> float | None:
+        """When a flush that covers this last dropped blocks, on the loop's clock; None if none of
+        the latest did."""
+        for flush in reversed(self._latest):
+            if flush.covers(digest) and any(told.tier is tier for told in flush.tiers):
+                return flush.began_s
+        return None
 
     def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> Flush:
         """A flush of L2, if `host`, and of tiers by their numbers; `run` carries it out.
@@ -134,6 +147,7 @@ class Flushes:
     async def run(self, flush: Flush) -> None:
         """Until nothing that was there can be served again, or a tier will not do it."""
         assert flush is self._current
+        self._latest.append(flush)
         self._memory.counters["flushes_total"] += 1
         self._backups.barred = self._promotions.barred = flush.covers
         try:
@@ -169,7 +183,7 @@ class Flushes:
         await self._in_slices(flush, lambda space, slots: self._drop(flush, space, slots))
 
     def _drop(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:
-        self._memory.drop(space, slots)
+        self._memory.drop(space, slots, Dropped.FLUSHED)
         flush.host_blocks += len(slots)
         flush.leased_blocks += len(space.dropped.intersection(slots))
         flush.by_namespace[space.digest.hex()] += len(slots)

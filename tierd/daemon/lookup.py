@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tierd.core.prefetch import Worth
+from tierd.core.unserved import Unserved, Why
 from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.tier import StorageTier
 
@@ -88,6 +89,13 @@ class Lookup:
         slow += [batch.reading for batch in self._waiter.batches if batch.reading is not None]
         for tier in dict.fromkeys(slow):
             tier.blame_reads()
+
+    def unserved(self, why: Why, at_s: int) -> Unserved:
+        """A note of what is still wanted, from the first block on that not all ranks have got."""
+        waiter, hashes = self._waiter, self._hashes
+        got = min(waiter.length(at, hashes) for at in range(self.ranks))
+        digests = frozenset(space.digest for space in waiter.spaces)
+        return Unserved(why, at_s, digests, hashes[got:])
 
     def _may_grow(self) -> bool:
         """Whether the prefix of all ranks is not final yet: what lies behind a block that no

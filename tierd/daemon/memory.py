@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Final, TypeVar, assert_never
 
+from tierd.backend import checksum
 from tierd.clock import Clock
 from tierd.core.host import (
+    Dropped,
     Effect,
     Forget,
     HollowSegment,
@@ -87,10 +89,15 @@ class HostMemory:
         return 0.0 if began_ns is None else (self._clock.monotonic_ns() - began_ns) / 1e9
 
     def reserve(
-        self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
+        self,
+        owner: int,
+        space: Space,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        worth: float | None = None,
     ) -> Reservation:
-        """Slots for new blocks, with memory behind them."""
-        reservation, effects = self.host.reserve(owner, space, hashes, parents)
+        """Slots for new blocks, with memory behind them; `worth` as in HostTier.reserve."""
+        reservation, effects = self.host.reserve(owner, space, hashes, parents, worth)
         self._apply(effects)
         return reservation
 
@@ -124,6 +131,11 @@ class HostMemory:
     def payload(self, space: Space, slot: int) -> memoryview:
         """The bytes of a slot that count."""
         return self.arena.view(space, slot)[: space.namespace.block_bytes]
+
+    async def checksums(self, blocks: Sequence[tuple[Space, int]]) -> list[bytes]:
+        """The checksums of what these slots, which the caller holds, have in them now."""
+        views = [self.payload(space, slot) for space, slot in blocks]
+        return await self.in_thread(_checksums, views) if views else []
 
     def record(self, space: Space, slot: int) -> None:
         """Write a proven block into the ledger."""
@@ -164,9 +176,9 @@ class HostMemory:
         for index, places in space.by_segment(slots).items():
             segments[index].ledger.note_tiers(places, add, remove)
 
-    def drop(self, space: Space, slots: Sequence[int]) -> None:
+    def drop(self, space: Space, slots: Sequence[int], why: Dropped = Dropped.DAMAGED) -> None:
         """Take blocks out for good; see HostTier.drop."""
-        self._apply(self.host.drop(space, slots))
+        self._apply(self.host.drop(space, slots, why))
 
     def keep_hollow(self) -> None:
         """Give back what clients that faulted memory in have taken beyond the capacity."""
@@ -239,3 +251,7 @@ class HostMemory:
                     known = space.checksums[slot] or space.unproven[slot]
                     assert known == record.checksum
                     assert space.generations[slot] == record.generation
+
+
+def _checksums(views: Sequence[memoryview]) -> list[bytes]:
+    return [checksum(view) for view in views]

@@ -23,10 +23,12 @@ from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
 from tierd.core.host import WRITING_SHARE_MAX, Evicted, HostTier, Lease, Reservation, Space
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.pressure import Pressure
+from tierd.core.unserved import Unserveds, Why
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
 from tierd.daemon.copying import Copies
 from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
+from tierd.daemon.explain import Explainer
 from tierd.daemon.flush import Flushes
 from tierd.daemon.learning import Learning
 from tierd.daemon.lives import Lives
@@ -38,6 +40,7 @@ from tierd.daemon.proofs import Proofs
 from tierd.daemon.scrub import Scrubs
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier
+from tierd.daemon.warming import Warmings
 from tierd.errors import RefusedError
 from tierd.eviction import L2_DEFAULT
 from tierd.memory.placement import Placement
@@ -53,6 +56,9 @@ NS: Final = 1_000_000_000
 LATE_NS: Final = 100_000_000
 """An answer that comes so much after its deadline is counted: tierd's own doing, or a machine
 that let it wait, but no tier's, for those are left at the deadline."""
+
+CLIENTS_SHOWN_MAX: Final = 64
+"""Names of clients in a status, with how many have each; a node has tens of engine processes."""
 
 SPACES_MAX: Final = 1024
 """Namespaces with slots; each costs a few KiB even when empty."""
@@ -123,6 +129,8 @@ class Node:
         self.lease_ttl_ns = lease_ttl_ms * 1_000_000
         self.counters: Counter[str] = Counter()
         self.demand = Demand()
+        self.clients: dict[int, str] = {}
+        """What each session's client calls itself, by its owner."""
         self.memory = HostMemory(self.host, clock, self.counters, executor, placement, manager)
         self.lives = Lives(self.memory, [tier.config for tier in tiers], epoch, clock)
         self.proofs = Proofs(self.memory)
@@ -133,6 +141,20 @@ class Node:
         self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers)
         self.scrubs = Scrubs(
             self.memory, self.backups, self.promotions.turns, self.flushes, self.tiers
+        )
+        self.unserveds = Unserveds()
+        self.explainer = Explainer(
+            self.memory, self.backups, self.flushes, self.unserveds, clock, self.spawn
+        )
+        self.warmings = Warmings(
+            self.memory,
+            self.backups,
+            self.promotions,
+            self.proofs,
+            self.flushes,
+            self.tiers,
+            clock,
+            self.spawn,
         )
         self.watch = MemoryWatch(self.memory, Pressure(capacity_bytes, min_bytes), machine)
         copy = copy or CopyConfig()
@@ -279,7 +301,8 @@ class Node:
         prefill_tokens_per_s: int = 0,
     ) -> AcquiredNow:
         """Lease the resident prefix if no tier is needed."""
-        self._requested(spaces[0], len(hashes))
+        self.warmings.asked_ns = self._clock.monotonic_ns()
+        self._requested(spaces[0], len(hashes), prefill_tokens_per_s)
         parts = [(space, self.host.prefix(space, hashes)) for space in spaces]
         count = min(len(slots) for _, slots in parts)
         if count < len(hashes) and (self.tiers or self._unproven(spaces, hashes)):
@@ -340,6 +363,8 @@ class Node:
                 lookup = Lookup(waiter, hashes, self.tiers, self.promotions, worth)
                 await self._promote(lookup, deadline_ns, patience)
                 self.counters["loads_refused_total"] += worth.refused
+                if worth.refused:
+                    self._note_unserved(Why.NOT_WORTH, lookup)
                 waiter.refresh(self.host, hashes)
             lease = waiter.conclude(self.host, owner, hashes, self._expiry_ns())
             if lease is not None:
@@ -360,12 +385,14 @@ class Node:
             waiter.close(self.host)
             self.counters["waited_us_total"] += (self._clock.monotonic_ns() - began_ns) // 1000
 
-    def _requested(self, space: Space, blocks: int) -> None:
+    def _requested(self, space: Space, blocks: int, prefill_tokens_per_s: int) -> None:
         """Count what an engine asks for."""
         tokens = blocks * space.namespace.block_tokens
         self.counters["requested_blocks_total"] += blocks
         self.counters["requested_tokens_total"] += tokens
-        self.demand.of(space).requested_tokens += tokens
+        tally = self.demand.of(space)
+        tally.requested_tokens += tokens
+        tally.prefill_tokens_per_s = prefill_tokens_per_s or tally.prefill_tokens_per_s
 
     def _leased(
         self, spaces: Sequence[Space], blocks: int, prefill_tokens_per_s: int, brought: int = 0
@@ -413,10 +440,14 @@ class Node:
             else:
                 self.counters["deadline_missed_total"] += 1
                 lookup.blame()
+                self._note_unserved(Why.LATE, lookup)
         finally:
             # Not waited for: a backend may take its time to let go, a deadline does not.
             for ask in asks:
                 ask.cancel()
+
+    def _note_unserved(self, why: Why, lookup: Lookup) -> None:
+        self.unserveds.note(lookup.unserved(why, self._clock.monotonic_ns() // NS))
 
     # --- store ----------------------------------------------------------------------
 
@@ -450,12 +481,24 @@ class Node:
         """An engine says how a prefix will be used."""
         self.host.hint(spaces, hashes, hint, self._clock.monotonic_ns())
 
+    def teach(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[bytes],
+        uses: Sequence[int],
+        ages_s: Sequence[int],
+    ) -> None:
+        """Learn of uses that somebody else has counted; NEVER is the age where none is known."""
+        now_ms = self._clock.monotonic_ns() // MS
+        self.host.teach(namespace, hashes, uses, ages_s, now_ms)
+
     def drop_owner(self, owner: int) -> None:
         """A session's peer has closed: its reservations are free; its leases end at their time."""
         self.counters["reservations_dropped_total"] += self.host.drop_owner(owner)
 
     async def _housekeeping_loop(self) -> None:
         while True:
+            self.host.now_s = self._clock.monotonic_ns() // NS
             await asyncio.sleep(HOUSEKEEPING_S)
             self.counters["leases_expired_total"] += self.host.expire(self._clock.monotonic_ns())
             while self.host.expire_hints(self._clock.monotonic_ns()):
@@ -530,6 +573,7 @@ class Node:
                 for space in spaces
             ],
             "demand": self.demand.status(),
+            "clients": dict(Counter(self.clients.values()).most_common(CLIENTS_SHOWN_MAX)),
             "counters": dict(sorted(counters.items())),
         }
 

@@ -1,4 +1,4 @@
-"""What operators have a session do: flush, scrub, and tell of a namespace.
+"""What operators have a session do: flush, scrub, tell of a namespace, explain.
 
 The work belongs to the node and goes on when the session that asked for it has ended; a session
 follows one piece of work at a time.
@@ -12,14 +12,20 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from tierd.core.host import Space
 from tierd.daemon.flush import Flush
 from tierd.daemon.node import Node
 from tierd.daemon.scrub import Scrub
+from tierd.daemon.warming import Pace, Want, Warming
 from tierd.errors import RefusedError, RemoteProtocolError
+from tierd.types import DIGEST_BYTES
 from tierd.wire import messages as m
 
 PROGRESS_S: Final = 0.25
 """How often whoever follows is told how far it has got."""
+
+WARMINGS_MAX: Final = 16
+"""WARMs of one session that go on at once."""
 
 RATE_MIN: Final = 1 << 16
 """Bytes a second of the slowest scrub: a batch of 8 MiB in two minutes."""
@@ -34,6 +40,9 @@ class Orders:
         self._node = node
         self._send = send
         self._following: asyncio.Task[None] | None = None
+        self._warmings: dict[int, Warming] = {}
+        self._pace = Pace()
+        self._explaining: asyncio.Task[None] | None = None
 
     def flush(self, message: m.Flush) -> None:
         """Begin a flush and follow it."""
@@ -83,10 +92,60 @@ class Orders:
         else:
             self._send(m.Described(message.call, space.namespace.to_fields()))
 
+    def warm(self, message: m.Warm, space: Space) -> None:
+        """Warm blocks of a namespace of this session; ends with it."""
+        if message.target > len(self._node.tiers):
+            raise RemoteProtocolError(f"there are {len(self._node.tiers)} storage tiers")
+        if message.call in self._warmings:
+            raise RemoteProtocolError(f"call {message.call} is in flight already")
+        if len(self._warmings) >= WARMINGS_MAX:
+            self._send(m.Error(message.call, f"{WARMINGS_MAX} WARMs of this session go on already"))
+            return
+        want = Want(message.target, message.bytes_per_s, message.pin_ms, message.verify)
+        warming = Warming(space, m.split_hashes(message.hashes), want, self._pace)
+        self._warmings[message.call] = warming
+        run = partial(self._warm, message.call, warming, message.deadline_ms / 1000)
+        task = self._node.spawn(run, "warm order")
+        task.add_done_callback(lambda _: self._warmings.pop(message.call))
+
+    async def _warm(self, call: int, warming: Warming, deadline_s: float) -> None:
+        await self._node.warmings.run(warming, deadline_s)
+        self._send(m.Warmed(call, warming.outcomes, warming.status()))
+
+    def cancel(self, call: int) -> None:
+        """Call a WARM off; nothing if there is none of that number."""
+        if call in self._warmings:
+            self._warmings[call].call_off()
+
+    def explain(self, message: m.Explain) -> None:
+        """Say where blocks are, and why they are not elsewhere."""
+        hashes = m.split_hashes(message.hashes)
+        if len(hashes) > m.EXPLAINED_MAX or len(message.digest) != DIGEST_BYTES:
+            raise RemoteProtocolError(
+                f"EXPLAIN names a digest of {DIGEST_BYTES} bytes and at most {m.EXPLAINED_MAX} "
+                "hashes"
+            )
+        if self._explaining is not None:
+            self._send(m.Error(message.call, "this session waits for another EXPLAIN"))
+            return
+        ask = partial(self._explain, message.call, message.digest, hashes)
+        self._explaining = self._node.spawn(ask, "explain")
+        self._explaining.add_done_callback(self._explained)
+
+    async def _explain(self, call: int, digest: bytes, hashes: Sequence[bytes]) -> None:
+        self._send(m.Explained(call, await self._node.explainer.explain(digest, hashes)))
+
+    def _explained(self, _: asyncio.Task[None]) -> None:
+        self._explaining = None
+
     def close(self) -> None:
-        """The session has ended; the work goes on."""
+        """The session has ended; the work goes on, but for what only it would have been told."""
         if self._following is not None:
             self._following.cancel()
+        if self._explaining is not None:
+            self._explaining.cancel()
+        for warming in self._warmings.values():
+            warming.call_off()
 
     def _check_free(self) -> None:
         if self._following is not None:

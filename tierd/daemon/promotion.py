@@ -30,6 +30,8 @@ class Waiter:
     spaces: list[Space]
     arrived_ns: int = 0
     """When its request arrived at the engine, CLOCK_MONOTONIC."""
+    worth: float | None = None
+    """Of blocks that no request waits for: what they are worth; see HostTier.reserve."""
     held: list[dict[bytes, int]] = field(default_factory=list)
     brought: dict[bytes, int] = field(default_factory=dict)
     """Number of the tier that brought a block, of the first space's, while this waited."""
@@ -114,6 +116,8 @@ class Promotion:
     """What it waits for, while it waits for a turn to read."""
     void: bool = False
     """What it brings is not to be published: it has been flushed since."""
+    failed: dict[bytes, Outcome | None] = field(default_factory=dict)
+    """How the last attempt at a block that did not come ended; None: there was no room."""
 
     @property
     def doubtful(self) -> bool:
@@ -125,6 +129,12 @@ class Promotion:
     def rank(self) -> Rank:
         """Whose turn it is: what the request that has waited longest needs, in prefix order."""
         return min((waiter.arrived_ns for waiter in self.waiters), default=0), self.place
+
+    @property
+    def worth(self) -> float | None:
+        """What its blocks are worth if no request waits for them."""
+        worths = [waiter.worth for waiter in self.waiters if waiter.worth is not None]
+        return min(worths, default=0.0) if len(worths) == len(self.waiters) else None
 
     def join(self, waiter: Waiter) -> None:
         """Another waiter has come; the batch goes to its place in the queue."""
@@ -247,12 +257,18 @@ class Promotions:
             if not batch.waiters or batch.void:
                 return []
             unknown = [space.namespace.hash_root] * len(hashes)
-            reservation = self._memory.reserve(INTERNAL, space, hashes, unknown)
-            # As a session does: else the next batch finds what leaves not written yet.
-            self._memory.make_room_ahead(space, len(hashes))
+            worth = batch.worth
+            reservation = self._memory.reserve(INTERNAL, space, hashes, unknown, worth)
+            if worth is None:
+                # As a session does: else the next batch finds what leaves not written yet.
+                self._memory.make_room_ahead(space, len(hashes))
             granted = [(i, slot) for i, slot in enumerate(reservation.slots) if slot >= 0]
             if len(granted) < len(hashes):
                 self._memory.counters["promotion_no_room_total"] += len(hashes) - len(granted)
+                refused = {h for h, slot in zip(hashes, reservation.slots, strict=True) if slot < 0}
+                batch.failed.update(dict.fromkeys(refused))
+                # A request that wants one of them must not wait for it here.
+                batch.keep([h for h in batch.left if h not in refused])
             if not granted:
                 return []
             length = space.namespace.block_bytes
@@ -267,11 +283,13 @@ class Promotions:
             finally:
                 batch.reading = None
                 self._publish(batch, number, reservation, granted, results)
-        return [
-            request.block_hash
+        missed = {
+            request.block_hash: result.outcome
             for request, result in zip(requests, results, strict=True)
             if result.outcome is not Outcome.HIT
-        ]
+        }
+        batch.failed.update(missed)
+        return list(missed)
 
     def _publish(
         self,

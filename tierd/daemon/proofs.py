@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.backend import checksum
 from tierd.core.host import Space
 from tierd.daemon.memory import HostMemory
 
@@ -62,8 +61,7 @@ class Proofs:
             return
         self._memory.host.hold(space, slots)
         try:
-            views = [self._memory.payload(space, slot) for slot in slots]
-            sums = await self._memory.in_thread(_checksums, views)
+            sums = await self._memory.checksums([(space, slot) for slot in slots])
             # Another call may have proven some of them meanwhile, and others been dropped.
             same = dict(zip(slots, sums, strict=True))
             rotten = [slot for slot in slots if space.unproven.get(slot, same[slot]) != same[slot]]
@@ -79,7 +77,3 @@ class Proofs:
                 "%d blocks in host memory changed between two lives of the daemon, and are gone",
                 len(rotten),
             )
-
-
-def _checksums(views: Sequence[memoryview]) -> list[bytes]:
-    return [checksum(view) for view in views]

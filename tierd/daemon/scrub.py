@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import accumulate
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from tierd.backend import BlockHeader, GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.daemon.backup import Backups
 from tierd.daemon.flush import Flushes
 from tierd.daemon.memory import HostMemory
+from tierd.daemon.scratch import Scratch, scratch_memory
 from tierd.daemon.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, StorageTier
-from tierd.daemon.turns import Turn, Turns
+from tierd.daemon.turns import LAST_NS, Turn, Turns
 from tierd.errors import BackendError, RefusedError
-from tierd.mapping import SharedMapping
 from tierd.types import slot_bytes_for
-
-LAST: Final = (1 << 63, 0)
-"""Its rank among those who wait for a turn to read: behind every request."""
 
 AWAY_S_MAX: Final = 60.0
 """How long a tier that takes no reads is waited for before its scrub is given up."""
@@ -135,51 +130,16 @@ class Scrubs:
             scrub.done.set()
 
     async def _read(self, scrub: Scrub, told: TierScrub) -> None:
-        with _scratch() as scratch:
+        with scratch_memory() as scratch:
             reading = _Reading(self, scrub, told, scratch)
             told.why = await told.tier.each(reading.take, reading.batch)
         told.ended = True
 
 
-class _Scratch:
-    """Memory to read into, as backends want it. Grows to the largest batch."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-        self._view = memoryview(b"")
-
-    def views(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
-        """A slot for each size; those of the call before are over."""
-        total = sum(sizes_bytes)
-        if total > len(self._view):
-            self.close()
-            self._fd = os.memfd_create("tierd-scrub", os.MFD_CLOEXEC)
-            os.ftruncate(self._fd, total)
-            self._view = SharedMapping(self._fd, total).view
-        ends = list(accumulate(sizes_bytes))
-        return [self._view[end - size : end] for end, size in zip(ends, sizes_bytes, strict=True)]
-
-    def close(self) -> None:
-        """Let go of the memory; nobody has a view of it any more."""
-        self._view = memoryview(b"")
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-@contextmanager
-def _scratch() -> Iterator[_Scratch]:
-    scratch = _Scratch()
-    try:
-        yield scratch
-    finally:
-        scratch.close()
-
-
 class _Reading:
     """The blocks of one tier, batch by batch."""
 
-    def __init__(self, scrubs: Scrubs, scrub: Scrub, told: TierScrub, scratch: _Scratch) -> None:
+    def __init__(self, scrubs: Scrubs, scrub: Scrub, told: TierScrub, scratch: Scratch) -> None:
         self._scrubs = scrubs
         self._scrub = scrub
         self._told = told
@@ -229,7 +189,7 @@ class _Reading:
     async def _get(
         self, headers: Sequence[BlockHeader], views: Sequence[memoryview]
     ) -> list[GetResult]:
-        turn = Turn(self._tier.reads, sum(map(len, views)), lambda: LAST)
+        turn = Turn(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
         async with self._scrubs.turns.take(turn):
             requests = [
                 GetRequest(header.key.block_hash, view, header.length)

@@ -21,6 +21,7 @@ from tierd.config import PrefetchPolicy
 from tierd.core.hints import Hint, Priority
 from tierd.core.host import Lease, Refusal, Space
 from tierd.daemon.copying import SessionCopies
+from tierd.daemon.inventory import Inventory
 from tierd.daemon.node import Node, Patience
 from tierd.daemon.orders import Orders
 from tierd.daemon.transport import SocketTransport, Transport
@@ -73,6 +74,7 @@ class Session:
         self._over = False
         self._copies = SessionCopies(owner, node.copies, self._send)
         self._orders = Orders(node, self._send)
+        self._inventory = Inventory(node.host, node.tiers, clock, node.spawn, self._send)
         self._engine: int | None = None
         self._guard: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
@@ -97,6 +99,10 @@ class Session:
             m.Scrub: self._orders.scrub,
             m.StopScrub: self._orders.stop_scrub,
             m.Describe: self._orders.describe,
+            m.Warm: self._warm,
+            m.Explain: self._orders.explain,
+            m.Inventory: self._inventory.ask,
+            m.Teach: self._teach,
         }
         self._fd_handlers: dict[type[m.Message], Callable[[Any, int], None]] = {
             m.Part: self._copies.part,
@@ -131,9 +137,11 @@ class Session:
         """The peer has closed its end: it no longer touches what it had reserved."""
         self._over = True
         self._node.memory.listeners.remove(self._announce)
+        self._node.clients.pop(self.owner, None)
         for task in self._acquires.values():
             task.cancel()
         self._orders.close()
+        self._inventory.close()
         self._copies.close(partial(self._node.drop_owner, self.owner))
         for space in self._spaces.values():
             self._node.unregister(space)
@@ -180,6 +188,7 @@ class Session:
         task = self._acquires.get(message.call)
         if task is not None:
             task.cancel()
+        self._orders.cancel(message.call)
 
     def _ready(self, message: m.Ready) -> None:
         patience = self._patience.get(message.call)
@@ -195,6 +204,18 @@ class Session:
         )
         self._node.hint(spaces, m.split_hashes(message.hashes), hint)
 
+    def _warm(self, message: m.Warm) -> None:
+        self._orders.warm(message, self._space(message.handle))
+
+    def _teach(self, message: m.Teach) -> None:
+        hashes = m.split_hashes(message.hashes)
+        uses, ages_s = m.unpack_slots(message.uses), m.unpack_slots(message.ages_s)
+        if not len(hashes) == len(uses) == len(ages_s) <= m.TAUGHT_MAX:
+            raise RemoteProtocolError(
+                f"TEACH needs uses and an age for each of at most {m.TAUGHT_MAX} hashes"
+            )
+        self._node.teach(self._space(message.handle).namespace, hashes, uses, ages_s)
+
     def _status(self, message: m.Status) -> None:
         self._send(m.StatusReply(message.call, self._node.status()))
 
@@ -203,7 +224,7 @@ class Session:
             log.warning("session %d: client speaks protocol %d", self.owner, message.version)
             self._end(version_error(message.version))
             return
-        self.client = message.client[:80]
+        self.client = self._node.clients[self.owner] = message.client[:80]
         ttl_ms = self._node.lease_ttl_ns // 1_000_000
         self._send(m.Welcome(m.PROTOCOL_VERSION, self._node.epoch, __version__, ttl_ms))
 

@@ -29,6 +29,7 @@ from tierd.config import StorageConfig
 from tierd.core.host import Space
 from tierd.daemon.turns import Lane
 from tierd.errors import BackendError, ConfigError
+from tierd.eviction.policy import Ghosts
 from tierd.storage.breaker import BreakerBackend
 from tierd.storage.measured import MeasuredBackend
 from tierd.types import BlockKey
@@ -50,6 +51,9 @@ OPEN_CALL_S_MAX: Final = 30.0
 LOG_EVERY_S: Final = 10.0
 """A tier that fails now and then, which no breaker stops, would write a line a call; what is
 not told is still counted."""
+
+DAMAGED_MAX: Final = 4096
+"""Damaged blocks that are remembered, the latest ones; each costs about 200 bytes."""
 
 WHY_CHARS_MAX: Final = 400
 COUNTERS_MAX: Final = 128
@@ -83,6 +87,9 @@ class StorageTier:
         self.raw = raw
         self.counters: Counter[str] = Counter()
         self.reads = Lane(config.read_batches)
+        self.damaged = Ghosts(DAMAGED_MAX)
+        """Keys of blocks that were not what they had been, and when it was seen, in seconds of the
+        loop's clock."""
         self.tried = asyncio.Event()
         """Its first open() has ended, well or not."""
         self._open = False
@@ -209,6 +216,15 @@ class StorageTier:
             return failed
         return await self._guard("contains", self._backend.contains_many(namespace, hashes), failed)
 
+    async def knows(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool] | None:
+        """The same, but None if that is not known now: it takes no reads, or fails."""
+        if not self.reads_allowed:
+            return None
+        failed = [False] * len(hashes)
+        call = self._backend.contains_many(namespace, hashes)
+        answers = await self._guard("contains", call, failed)
+        return None if answers is failed else answers
+
     async def get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         """Bring blocks into their slots. A HIT is the block that was asked for."""
         failed = [GetResult(Outcome.ERROR)] * len(requests)
@@ -227,6 +243,9 @@ class StorageTier:
                 if self._may_tell("another block"):
                     log.error("storage tier %s gave another block than it was asked for", self.name)
                 results[i] = failed[i]
+            elif result.outcome is Outcome.CORRUPT:
+                now_s = int(asyncio.get_running_loop().time())
+                self.damaged.put(namespace + request.block_hash, now_s)
         return results
 
     async def put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
@@ -315,7 +334,7 @@ class StorageTier:
             "name": self.name,
             "type": self.config.type,
             "shared": self.raw.shared,
-            "state": self._state(stats).value,
+            "state": self.state.value,
             "why": self._why[:WHY_CHARS_MAX],
             "circuits": circuits,
             "blocks": stats.blocks,
@@ -327,12 +346,15 @@ class StorageTier:
             "counters": dict(sorted(counters.items())[:COUNTERS_MAX]),
         }
 
-    def _state(self, stats: BackendStats) -> TierState:
+    @property
+    def state(self) -> TierState:
+        """One word on it."""
         if not self._open:
             return TierState.UNAVAILABLE if self._why else TierState.OPENING
         if not (self._backend.reads_allowed and self._backend.writes_allowed):
             return TierState.FAILING
-        return TierState.READY if stats.index_complete else TierState.INDEXING
+        indexed = self._backend.stats().index_complete
+        return TierState.READY if indexed else TierState.INDEXING
 
 
 def batch_blocks(space: Space) -> int:

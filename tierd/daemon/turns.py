@@ -12,6 +12,9 @@ from typing import Final
 Rank = tuple[int, int]
 """The lower comes first."""
 
+LAST_NS: Final = 1 << 63
+"""In the place of when a request arrived: behind every one that did."""
+
 _SEQUENCE: Final = itertools.count()
 
 

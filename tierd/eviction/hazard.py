@@ -10,12 +10,8 @@ from math import inf
 from typing import ClassVar, Final
 
 from tierd.eviction.policy import NO_ITEM, Policy, Request
-from tierd.eviction.reuse import KINDS, Reuse
+from tierd.eviction.reuse import KINDS, LEARNED_REQUESTS, Reuse
 from tierd.eviction.survival import Tables
-
-WARM_REQUESTS: Final = 256
-"""Requests until which recency orders the blocks: less teaches too little to beat it. 64 and 128
-lost two points to LRU where few agents with long chains came first."""
 
 HOLDS: Final = 32
 """A value holds until the block is older by this part of its age."""
@@ -57,6 +53,13 @@ class Hazard(Policy):
                 stale.add(kind)
                 leaves.rerank(item, kind, last_ms)
 
+    def taught(self, items: Iterable[int]) -> None:
+        for item in items:
+            if not self.leaves.children[item]:
+                kind, last_ms = self.reuse.last_use_or_now(self.hashes[item])
+                self._stale.add(kind)
+                self.leaves.rerank(item, kind, last_ms)
+
     def touch(self, items: Iterable[int]) -> None:
         """Nothing: a look without a request says nothing about the next one."""
 
@@ -86,7 +89,7 @@ class Hazard(Policy):
             return leaves.head
         leaves.settle()
         now_ms = self.reuse.now_ms
-        tables = None if self.reuse.requests < WARM_REQUESTS else self.reuse.survival.tables
+        tables = None if self.reuse.requests < LEARNED_REQUESTS else self.reuse.survival.tables
         if tables is not self._tables:
             self._tables = tables
             stale.update(range(KINDS))

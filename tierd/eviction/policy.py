@@ -79,6 +79,9 @@ class Policy(ABC):
     def touch(self, items: Iterable[int]) -> None:
         """Resident items were looked at outside of a request: they are recent, not used."""
 
+    def taught(self, items: Iterable[int]) -> None:  # noqa: B027  # most read no book
+        """The book knows more of the uses of resident items than before."""
+
     @abstractmethod
     def insert(self, item: int, block_hash: bytes) -> None:
         """An item is resident now; its block may have been used before it came."""
@@ -182,9 +185,9 @@ class LeafHeaps:
     """Queues of leaves by rank, of which the lowest goes first.
 
     Each item has a place (a queue) and a rank in it. A rank may only grow while the item
-    keeps its place. Entries are lazy: one that came too early is put back with the right
-    rank, one of an item that left, got a child or changed its place is dropped when it
-    comes up. Entries number at most twice what there ever was of items, and HEAP_SLACK.
+    keeps its place, but by `rerank`. Entries are lazy: one that came too early is put back
+    with the right rank, one of an item that left, got a child or changed its place is dropped
+    when it comes up. Entries number at most twice what there ever was of items, and HEAP_SLACK.
 
     Victims mostly are a leaf, its parent, the parent's parent, all of one request. A parent
     whose turn is no later than that of its child, which has just gone, is the next one of its
@@ -231,13 +234,13 @@ class LeafHeaps:
         heappush(self.heaps[place], rank << ITEM_BITS | item)
 
     def rerank(self, item: int, place: int, rank: int) -> None:
-        """Give a resident item another place and rank."""
+        """Give a resident item another place and rank, which may be lower than the one before."""
         self.enter_head()
+        sooner = self.place[item] != place or rank < self.rank[item]
+        self.place[item] = place
         self.rank[item] = rank
-        if self.place[item] != place:
-            self.place[item] = place
-            if not self.children[item]:
-                self._fresh.append(item)
+        if sooner and not self.children[item]:
+            self._fresh.append(item)
 
     def settle(self) -> None:
         """Enter what has become a leaf since the last call; before a series of `peek`."""

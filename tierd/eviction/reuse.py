@@ -15,6 +15,7 @@ from typing import Final
 
 from tierd.eviction.policy import Request
 from tierd.eviction.survival import Survival
+from tierd.types import NEVER
 
 USES_MAX: Final = 20
 _LEVEL: Final = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * 10, 5]
@@ -54,6 +55,13 @@ REBUILD_EVERY: Final = 64
 REBUILD_PAUSE_MS: Final = 1000
 """No two rebuilds are closer, so that of thousands of requests a second few wait for one."""
 
+LEARNED_REQUESTS: Final = 256
+"""Requests until which recency orders the blocks: less teaches too little to beat it. 64 and 128
+lost two points to LRU where few agents with long chains came first."""
+
+WORTH_S: Final = 3600.0
+"""How far ahead `worth` looks: what brings blocks without a request does it for the next hour."""
+
 # A record of a block: last use in ms, class, uses.
 _USES_BITS: Final = 5
 _USES_MASK: Final = (1 << _USES_BITS) - 1
@@ -64,10 +72,15 @@ assert KINDS <= 1 << _KIND_BITS
 assert USES_MAX <= _USES_MASK
 
 
+_EARLIEST_MS: Final = 1000 * (NEVER + 1)
+"""No use is longer before the clock's beginning."""
+
+
 class Reuse:
     """The last use of each block, how many there were, and what such blocks promise.
 
-    At most `limit` blocks are known; the one that was used longest ago is forgotten first.
+    At most `limit` blocks are known; the one that was used longest ago is forgotten first. Times
+    may be negative: of uses before the clock began.
     """
 
     def __init__(self, limit: int = KNOWN_MAX) -> None:
@@ -158,6 +171,31 @@ class Reuse:
                 records[block_hash] = stamp | kind << _USES_BITS | 1
             kinds.append(kind)
 
+    def teach(
+        self, hashes: Sequence[bytes], uses: Sequence[int], ages_s: Sequence[int], now_ms: int
+    ) -> None:
+        """Somebody else has counted so many uses, the last ones so long before `now_ms`: that
+        counts where it is more than what is known. NEVER is the age where no use is known.
+
+        Nothing is learned from it, and to be taught of is as good as a use against being forgotten.
+        """
+        self.now_ms = max(self.now_ms, now_ms)
+        records = self._records
+        for block_hash, count, age_s in zip(hashes, uses, ages_s, strict=True):
+            if age_s == NEVER or not count:
+                continue
+            record = records.pop(block_hash, 0)
+            known, kind = record & _USES_MASK, record >> _USES_BITS & _KIND_MASK
+            last_ms = now_ms - 1000 * age_s
+            if record:
+                last_ms = max(last_ms, record >> _TIME_SHIFT)
+            if (count := min(count, USES_MAX)) > known:
+                # What came with the last use is not known: as a turn of a conversation, say.
+                kind = _AGAIN + 2 + 3 * _LEVEL[count] if count > 1 else self._unnamed
+            records[block_hash] = last_ms << _TIME_SHIFT | kind << _USES_BITS | max(count, known)
+        if len(records) > self.limit:
+            self._trim()
+
     def _trim(self) -> None:
         excess = len(self._records) - self.limit + self.limit // TRIM
         for block_hash in list(islice(self._records, excess)):
@@ -222,6 +260,15 @@ class Reuse:
                 chance = known[use] = self.chance(block_hash, horizon_s)
             chances.append(chance)
         return chances
+
+    def worth(self, block_hash: bytes) -> float:
+        """What a block is worth against others at this moment; 0 if no use of it is known."""
+        record = self._records.get(block_hash)
+        if record is None:
+            return 0.0
+        if self.requests < LEARNED_REQUESTS:
+            return float(_EARLIEST_MS + (record >> _TIME_SHIFT))
+        return self.chance(block_hash, WORTH_S)
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

@@ -7,6 +7,7 @@ anything but what the annotations say.
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -16,6 +17,7 @@ import msgpack
 
 from tierd.errors import RemoteProtocolError
 from tierd.types import HASH_BYTES
+from tierd.types import NEVER as NEVER
 
 PROTOCOL_VERSION: Final = 4
 
@@ -28,6 +30,12 @@ HANDLES_PER_CALL_MAX: Final = 64
 EVENTS_MAX: Final = 64
 """Events of an attachment; a few in turn are enough, since a later record only waits longer."""
 
+EXPLAINED_MAX: Final = 1024
+"""Hashes in one EXPLAIN."""
+
+TAUGHT_MAX: Final = 1024
+"""Hashes in one TEACH: 1 ms of the daemon's loop."""
+
 SLOT_PRESENT: Final = 0xFFFF_FFFE
 """RESERVED: the block is there already; nothing to write."""
 
@@ -35,6 +43,28 @@ SLOT_REFUSED: Final = 0xFFFF_FFFF
 """RESERVED: no room, or another session is writing the block just now."""
 
 _UINT_MAX: Final = (1 << 63) - 1
+
+
+class Warmth(enum.IntEnum):
+    """What a WARM came to for a block."""
+
+    HERE = 0
+    """It was there already."""
+    BROUGHT = 1
+    NOWHERE = 2
+    """No tier has it."""
+    NO_ROOM = 3
+    """What is there instead is worth more, leased, or kept."""
+    AWAY = 4
+    """A tier that may have it took no reads, or failed."""
+    CORRUPT = 5
+    """What a tier, or L2, had of it was not what it had been."""
+    LATE = 6
+    """The deadline passed, or it was called off."""
+    BARRED = 7
+    """It is being flushed."""
+    UNWRITTEN = 8
+    """The storage tier did not take it."""
 
 
 class Hello(NamedTuple):
@@ -199,6 +229,47 @@ class Describe(NamedTuple):
     digest: bytes
 
 
+class Warm(NamedTuple):
+    """Bring blocks of a handle into L2 (`target` 0), or into the storage tier of number
+    `target` - 1, behind all requests. Parents come before their children. `bytes_per_s` 0: no
+    limit. `verify`: read what is there already, and see its checksums."""
+
+    call: int
+    handle: int
+    hashes: bytes
+    target: int
+    deadline_ms: int
+    bytes_per_s: int
+    pin_ms: int
+    verify: bool
+
+
+class Teach(NamedTuple):
+    """What is known of the uses of blocks from elsewhere: how often, and how long ago."""
+
+    handle: int
+    hashes: bytes
+    uses: bytes
+    ages_s: bytes
+
+
+class Explain(NamedTuple):
+    """Ask where blocks of a namespace are, and why not where they are not."""
+
+    call: int
+    digest: bytes
+    hashes: bytes
+
+
+class Inventory(NamedTuple):
+    """Ask for the next page of all that L2 (`source` 0), or the storage tier of number
+    `source` - 1, has of a namespace."""
+
+    call: int
+    digest: bytes
+    source: int
+
+
 class Welcome(NamedTuple):
     version: int
     epoch: bytes
@@ -289,6 +360,30 @@ class Described(NamedTuple):
     namespace: dict[str, object]
 
 
+class Warmed(NamedTuple):
+    """What a WARM came to: a `Warmth` in a byte for each block, and what it took."""
+
+    call: int
+    outcomes: bytes
+    body: dict[str, object]
+
+
+class Explained(NamedTuple):
+    call: int
+    body: dict[str, object]
+
+
+class Listed(NamedTuple):
+    """A page of an INVENTORY; `more` of them follow if asked for."""
+
+    call: int
+    more: bool
+    hashes: bytes
+    parents: bytes
+    uses: bytes
+    ages_s: bytes
+
+
 class Error(NamedTuple):
     """`call` 0: the session as a whole, which ends with this message."""
 
@@ -319,6 +414,10 @@ FromClient = (
     | Scrub
     | StopScrub
     | Describe
+    | Warm
+    | Teach
+    | Explain
+    | Inventory
 )
 FromDaemon = (
     Welcome
@@ -336,6 +435,9 @@ FromDaemon = (
     | Progress
     | Done
     | Described
+    | Warmed
+    | Explained
+    | Listed
 )
 Message = FromClient | FromDaemon
 
@@ -362,6 +464,10 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Scrub: 20,
     StopScrub: 21,
     Describe: 22,
+    Warm: 23,
+    Teach: 24,
+    Explain: 25,
+    Inventory: 26,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -377,6 +483,9 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Progress: 76,
     Done: 77,
     Described: 78,
+    Warmed: 79,
+    Explained: 80,
+    Listed: 81,
 }
 
 WITH_DESCRIPTOR: Final = frozenset({Segment, Guard, Part, Attach})
@@ -402,8 +511,8 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset(range(1, 23))
-FROM_DAEMON: Final = frozenset(range(64, 79))
+FROM_CLIENT: Final = frozenset(range(1, 27))
+FROM_DAEMON: Final = frozenset(range(64, 82))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
 
@@ -482,7 +591,7 @@ def unpack_handles(blob: bytes) -> list[bytes]:
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:
-    """Slot numbers as little-endian u32."""
+    """Slot numbers, or other u32, little-endian."""
     return struct.pack(f"<{len(slots)}I", *slots)
 
 

@@ -1,0 +1,153 @@
+"""A `vllm serve` as a user starts it, with a model from files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine import model as model_script
+from engine.process import engine_path, engine_python
+
+READY_S = 150
+STOP_S = 30
+ATTACH_S = 30
+
+README_ARGUMENTS = ["--prefix-caching-hash-algo", "sha256_cbor", "--kv-transfer-config"]
+README_TRANSFER = '{"kv_connector":"TierdConnector","kv_role":"kv_both"}'
+
+DAEMON_COPIES = "the daemon copies for this engine"
+"""What the server's log says of host_ipc."""
+
+CPU_ARGUMENTS = [
+    *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
+    *("--enforce-eager", "--enable-prompt-tokens-details"),
+]
+
+# One unbound thread: threads that spin on barriers crawl on a machine that does other work.
+CPU_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Server:
+    """A `vllm serve` that answers, with whatever socket its environment names."""
+
+    def __init__(
+        self,
+        model: Path,
+        tierd_socket: str,
+        log: Path,
+        *,
+        extra: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """`extra` are settings of the connector; none is the README's command."""
+        self.log = log
+        transfer = README_TRANSFER
+        if extra:
+            settings = {**json.loads(transfer), "kv_connector_extra_config": extra}
+            transfer = json.dumps(settings)
+        self._model = str(model)
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+        environment |= {"PYTHONPATH": engine_path(), "TIERD_SOCKET": tierd_socket}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [
+                    *(engine_python(), "-m", "vllm.entrypoints.cli.main", "serve", model),
+                    *(*README_ARGUMENTS, transfer),
+                    *(*CPU_ARGUMENTS, *arguments),
+                    *("--host", "127.0.0.1", "--port", str(port)),
+                ],
+                stdout=output,
+                stderr=output,
+                env={**environment, **CPU_ENVIRONMENT},
+                start_new_session=True,
+            )
+        self._wait(self._healthy, READY_S)
+
+    def complete(self, tokens: list[int], **hints: float) -> tuple[list[int], int]:
+        """The greedy answer's token ids, and how many of the prompt's tokens were cached."""
+        request = {
+            "kv_transfer_params": {"tierd": hints},
+            "model": self._model,
+            "prompt": tokens,
+            "max_tokens": 12,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = json.loads(self.get("/v1/completions", json.dumps(request).encode()))
+        details = answer["usage"]["prompt_tokens_details"] or {}
+        return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = self.get("/metrics").decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+    def wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached` is true, which takes as long as the connector's next try."""
+        self._wait(reached, ATTACH_S)
+
+    def stop(self) -> int:
+        """SIGTERM to the main process, as an operator stops it; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_S)
+
+    def kill(self) -> None:
+        """End whatever is left of the server's processes."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+    def _healthy(self) -> bool:
+        try:
+            self.get("/health")
+        except urllib.error.URLError:
+            return False
+        return True
+
+    def get(self, path: str, body: bytes | None = None) -> bytes:
+        """The answer to a GET, or to a POST if there is a body."""
+        request = urllib.request.Request(self.url + path, body)
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer: bytes = response.read()
+            return answer
+
+    def _wait(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while not reached():
+            gone = self.process.poll() is not None
+            if gone or time.monotonic() > end:
+                self.kill()
+                text = self.log.read_text()
+                ours = "\n".join(line for line in text.splitlines() if "tierd" in line)
+                pytest.fail(f"vllm serve:\n{ours}\n...\n{text[-4000:]}", pytrace=False)
+            time.sleep(0.1)
+
+
+def write_model(directory: Path) -> Path:
+    """A tiny model with its files; its directory."""
+    script = model_script.__file__
+    subprocess.run([engine_python(), script, directory, "tiny"], check=True)
+    return directory

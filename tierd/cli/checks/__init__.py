@@ -1,0 +1,1 @@
+"""What `tierd doctor` looks at."""

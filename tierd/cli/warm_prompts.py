@@ -1,0 +1,234 @@
+"""What a line of a prompt file asks for, as tokens and then as block hashes.
+
+A line is a list of token ids, an object with "tokens", or a request as the OpenAI API has it
+for completions ("prompt") or chats ("messages"). Text becomes tokens by the engine itself or
+by a tokenizer on disk; what decides the tokens in a way that only the engine knows is refused,
+since a wrong guess would warm blocks that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from tierd.errors import ConfigError, HashInputError
+from tierd.hashing import KeyStyle, Lora, RequestExtras, hash_blocks
+from tierd.types import Namespace
+
+_OWN_FIELDS: Final = {"tokens", "salt", "lora", "namespace"}
+
+_CHAT_FIELDS: Final = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+)
+"""Of a chat, what its tokens follow from and /tokenize takes."""
+
+_OPAQUE_FIELDS: Final = ("documents", "reasoning_effort", "mm_processor_kwargs", "prompt_embeds")
+"""What changes a prompt in a way that /tokenize cannot be asked for."""
+
+_PLAIN_MESSAGE: Final = {"role", "content", "name"}
+
+
+class Tokenizer(Protocol):
+    """Whatever makes tokens of text."""
+
+    def tokens(self, request: Mapping[str, object]) -> list[int]:
+        """The prompt's tokens. `request` has "prompt" (text) or "messages" and what belongs to
+        them. Raises ConfigError for one that it cannot make tokens of, and an engine what its
+        calls raise."""
+
+
+class Prompt(NamedTuple):
+    """A line's request, its text not yet made tokens."""
+
+    request: dict[str, object]
+    """{"tokens": list}, or what a `Tokenizer` takes."""
+    salt: str | None
+    lora: Lora | None
+    model: str | None
+    namespaces: list[object] | None
+    """What the line says of them; None leaves it to the command."""
+
+
+def parse(line: bytes, adapters: Mapping[str, str]) -> Prompt:
+    """The request in a line; `adapters` has paths by the names that a "model" may have.
+
+    Raises ConfigError that says what is wrong, without file and line.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {error}") from error
+    fields = {"tokens": value} if isinstance(value, list) else value
+    if isinstance(fields, dict) and "tokens" in fields:
+        return _own(fields)
+    if not isinstance(fields, dict) or not fields.keys() & {"prompt", "messages"}:
+        raise ConfigError(
+            "want a list of token ids, an object with them, or a request with "
+            f'"prompt" or "messages", not {value!r:.40}'
+        )
+    return _openai(fields, adapters)
+
+
+def tokens_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """The prompt's token ids, unchecked. Raises ConfigError if nothing can make them."""
+    tokens = prompt.request.get("tokens")
+    if tokens is not None:
+        return tokens  # type: ignore[return-value]  # whoever hashes them checks each
+    if tokenizer is None:
+        raise ConfigError(
+            "the prompt is text: give --tokenizer DIR (a directory with the model's tokenizer) "
+            "or --engine URL (whose /tokenize is asked)"
+        )
+    return tokenizer.tokens(prompt.request)
+
+
+def hashes_of(
+    tokens: list[int], namespace: Namespace, salt: str | None, lora: Lora | None
+) -> list[bytes]:
+    """The hashes of a prompt's full blocks. Raises ConfigError."""
+    try:
+        style = KeyStyle(namespace.hash_scheme)
+    except ValueError:
+        raise ConfigError(
+            f"hashes of {namespace.hash_scheme} are its engine's own and cannot be computed here"
+        ) from None
+    extras = RequestExtras(salt=salt, lora=lora)
+    size = namespace.block_tokens
+    try:
+        keys = None
+        if extras != RequestExtras():
+            count = len(tokens) // size if isinstance(tokens, list) else 0
+            keys = extras.block_keys(count, size, style)
+        return hash_blocks(tokens, size, parent=namespace.hash_root, extra=keys)
+    except HashInputError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _own(fields: dict[str, object]) -> Prompt:
+    if unknown := sorted(fields.keys() - _OWN_FIELDS):
+        raise ConfigError(f"unknown field {unknown[0]!r}")
+    given, own = fields.get("lora"), fields.get("namespace")
+    lora = None
+    if given is not None:
+        if not isinstance(given, list) or len(given) != 2:
+            raise ConfigError("lora must be a list of its name and its path")
+        lora = Lora(*given)
+    namespaces = None if own is None else own if isinstance(own, list) else [own]
+    return Prompt({"tokens": fields["tokens"]}, _salt(fields, "salt"), lora, None, namespaces)
+
+
+def _openai(fields: dict[str, object], adapters: Mapping[str, str]) -> Prompt:
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"model must be text, not {model!r:.40}")
+    for name in _OPAQUE_FIELDS:
+        if fields.get(name) is not None:
+            raise ConfigError(
+                f"{name!r} changes the prompt in its engine's own way; give its token ids"
+            )
+    if "messages" in fields:
+        request = {name: fields[name] for name in _CHAT_FIELDS if fields.get(name) is not None}
+        _check_messages(fields["messages"])
+    else:
+        request = _completion(fields)
+    if model is not None and "tokens" not in request:
+        request["model"] = model
+    lora = Lora(model, adapters[model]) if model is not None and model in adapters else None
+    return Prompt(request, _salt(fields, "cache_salt"), lora, model, None)
+
+
+def _completion(fields: dict[str, object]) -> dict[str, object]:
+    prompt = fields["prompt"]
+    if isinstance(prompt, str):
+        request: dict[str, object] = {"prompt": prompt}
+        if fields.get("add_special_tokens") is not None:
+            request["add_special_tokens"] = fields["add_special_tokens"]
+        return request
+    if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], str | list)):
+        raise ConfigError("prompt must be text or a list of token ids; write one prompt a line")
+    return {"tokens": prompt}
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise ConfigError("messages must be a list of objects")
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise ConfigError(
+                    f"a part of type {kind!r:.40}: only text can be hashed before its engine has it"
+                )
+
+
+def _salt(fields: dict[str, object], name: str) -> str | None:
+    salt = fields.get(name)
+    if salt is not None and not isinstance(salt, str):
+        raise ConfigError(f"{name} must be str, not {salt!r:.40}")
+    return salt
+
+
+class LocalTokenizer:
+    """A tokenizer from files alone, by the library that the engine uses as well."""
+
+    def __init__(self, directory: str) -> None:
+        """Raises ConfigError if the library or the files are not there."""
+        if not Path(directory).is_dir():
+            raise ConfigError(f"--tokenizer {directory}: no such directory")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(
+                "--tokenizer needs transformers: pip install transformers, or give --engine URL"
+            ) from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tokenizer {directory}: {error!s:.200}") from error
+
+    def tokens(self, request: Mapping[str, object]) -> list[int]:
+        """Only what is rendered here as there: messages of a role and text, and their template."""
+        if "messages" not in request:
+            special = request.get("add_special_tokens", True)
+            return self._encode(request["prompt"], special)
+        messages = request["messages"]
+        assert isinstance(messages, list)
+        for message in messages:
+            plain = isinstance(message.get("content"), str) and not message.keys() - _PLAIN_MESSAGE
+            if not plain or "tools" in request:
+                raise ConfigError(
+                    "tools and content in parts are rendered in the engine's own way: "
+                    "give --engine URL in place of --tokenizer"
+                )
+        options = request.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise ConfigError("chat_template_kwargs must be an object")
+        try:
+            from jinja2 import TemplateError
+        except ImportError as error:
+            raise ConfigError("chat templates need jinja2: pip install jinja2") from error
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=request.get("chat_template"),
+                add_generation_prompt=request.get("add_generation_prompt", True),
+                continue_final_message=request.get("continue_final_message", False),
+                tokenize=False,
+                **options,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"the chat template: {error}") from error
+        return self._encode(text, request.get("add_special_tokens", False))
+
+    def _encode(self, text: object, special: object) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=bool(special))
+        return [int(token) for token in encoded["input_ids"]]

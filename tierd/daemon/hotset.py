@@ -1,0 +1,304 @@
+"""The hot set of this node: gathered from L2, written to the state directory now and then and at
+a stop, and read at the start, so that uses and their order outlive the daemon.
+
+A snapshot is never poorer than the one before it: what that had and L2 lacks stays in it, older
+by the time in between, until hotter blocks take its place or it has not been used for AGE_S_MAX.
+So neither a boot, nor a crash loop, nor a night without traffic costs the hot set that a warm
+needs. It is a help and no more: whatever goes wrong with it is told, counted, and harms nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from tierd import __version__
+from tierd.clock import Clock
+from tierd.config import HotsetConfig
+from tierd.core.host import HostTier
+from tierd.daemon.inventory import resident
+from tierd.errors import ConfigError
+from tierd.hotset import STEP, Family, Forest, Hot, pieces, read
+from tierd.types import NEVER, Namespace
+from tierd.wire.messages import TAUGHT_MAX
+
+log = logging.getLogger("tierd")
+
+FILE: Final = "hotset.jsonl"
+
+AGE_S_MAX: Final = 7 * 86_400
+"""What has not been used for a week leaves the hot set once L2 lacks it."""
+
+PAUSE_S: Final = 0.001
+"""A thread that makes a snapshot holds the interpreter for some 0.5 ms, then lets the loop have
+it for so long: 300,000 blocks take three seconds."""
+
+STOP_S: Final = 3.0
+"""How long a stop waits for its snapshot; without it the last periodic one stays."""
+
+TICK_S: Final = 1.0
+
+Families = dict[tuple[object, ...], tuple[list[Namespace], Forest]]
+"""Namespaces and blocks of each engine, by their family."""
+
+
+async def gather(host: HostTier, clock: Clock) -> Families:
+    """What L2 has, in slices: blocks that come or go meanwhile may be in it or not."""
+    families: Families = {}
+    for space in list(host.spaces.values()):
+        forest = _forest(families, space.namespace)
+        for blocks in resident(space, lambda: clock.monotonic_ns() // 1_000_000):
+            for block in blocks:
+                forest.add(*block)
+            await asyncio.sleep(0)
+    return families
+
+
+def runs_in(families: Families) -> list[Family]:
+    """As `tierd.hotset.pieces` takes them."""
+    return [(namespaces, forest.runs()) for namespaces, forest in families.values()]
+
+
+def _forest(families: Families, namespace: Namespace) -> Forest:
+    new: tuple[list[Namespace], Forest] = ([], Forest(namespace.hash_root))
+    namespaces, forest = families.setdefault(namespace.family, new)
+    if namespace not in namespaces:
+        namespaces.append(namespace)
+    return forest
+
+
+def state_directory(configured: str, environ: Mapping[str, str]) -> Path | None:
+    """Where state is kept: as configured, or as a service manager says."""
+    named = configured or environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    return Path(named) if named else None
+
+
+@dataclass(slots=True)
+class _Work:
+    """A snapshot that a thread makes. `over` ends it, and what is there stays."""
+
+    families: Families
+    size_bytes: int
+    pause_s: float
+    over: bool = False
+    bad: str = ""
+    """Why the one before could not be taken in."""
+    runs: Counter[str] = field(default_factory=Counter)
+
+
+class _OverError(Exception):
+    """The work is not wanted any more."""
+
+
+class Snapshots:
+    """The hot set's file in a state directory. One daemon writes it: a second one on the same
+    directory serves all the same, since an engine's cache is worth more than this."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: HotsetConfig,
+        host: HostTier,
+        clock: Clock,
+        counters: Counter[str],
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._path = directory / FILE
+        self._config = config
+        self._host = host
+        self._clock = clock
+        self._counters = counters
+        self._wall_s = wall_s
+        self._lock_fd: int | None = None
+        self._why = ""
+        self._written_ns: int | None = None
+        self._work: _Work | None = None
+
+    # --- life -----------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the directory, made if it is missing. Blocking; never raises."""
+        directory = self._path.parent
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                raise
+            self._lock_fd = fd
+        except BlockingIOError:
+            self._failed("another tierd uses this state directory, and only one may write to it")
+        except OSError as error:
+            self._failed(str(error))
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    async def run(self) -> None:
+        """Read the snapshot there is, and write one every interval, for ever."""
+        if self._lock_fd is None:
+            return
+        await self.load()
+        due_s = self._clock.monotonic_ns() / 1e9 + self._config.interval_s
+        while self._config.interval_s:
+            await asyncio.sleep(min(TICK_S, self._config.interval_s))
+            if self._clock.monotonic_ns() / 1e9 >= due_s:
+                await self.write()
+                due_s = self._clock.monotonic_ns() / 1e9 + self._config.interval_s
+
+    async def finish(self) -> None:
+        """Write one at a stop, if that can be done within STOP_S."""
+        if self._lock_fd is None or not self._config.interval_s:
+            return
+        if self._work is not None:
+            self._work.over = True
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.write(pause_s=0.0)
+        except TimeoutError:
+            self._failed(f"it took more than {STOP_S:g} s at a stop; an older one stays")
+
+    def status(self) -> dict[str, object]:
+        """For STATUS; no age if none was written yet."""
+        written_ns = self._written_ns
+        age_s = None if written_ns is None else (self._clock.monotonic_ns() - written_ns) / 1e9
+        return {"age_s": age_s, "why": self._why}
+
+    def _failed(self, why: str) -> None:
+        self._counters["hotset_failed_total"] += 1
+        if why != self._why:
+            log.warning("hot set %s: %s", self._path, why)
+        self._why = why
+
+    # --- reading --------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Teach the books what the snapshot tells of uses; what is open and what will be."""
+        found: list[tuple[Hot, int]] = []
+        try:
+            found = await asyncio.to_thread(lambda: list(self._read()))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._failed(str(error))
+        except ConfigError as error:
+            self._keep_aside(str(error))
+        blocks = 0
+        # The least worth first: a book that is full forgets what it was taught of first.
+        for hot, age_s in reversed(found):
+            hashes = hot.run.hashes
+            assert len(hashes) <= TAUGHT_MAX
+            now_ms = self._clock.monotonic_ns() // 1_000_000
+            uses, ages_s = [hot.run.uses] * len(hashes), [age_s] * len(hashes)
+            self._host.teach(hot.namespaces[0], hashes, uses, ages_s, now_ms)
+            blocks += len(hashes)
+            await asyncio.sleep(0)
+        log.info("hot set %s: uses of %d blocks are known from it", self._path, blocks)
+
+    def _read(self) -> Iterator[tuple[Hot, int]]:
+        """Runs of the snapshot, and how long ago each was used last, as of now. Blocking.
+
+        Raises OSError and ConfigError.
+        """
+        with self._path.open("rb") as file:
+            hot_set = read(file, str(self._path))
+            # Never younger: the clock may have been set back.
+            passed_s = max(0, int(self._wall_s()) - hot_set.written_s)
+            for hot in hot_set:
+                yield hot, min(NEVER, hot.run.age_s + passed_s)
+
+    def _keep_aside(self, why: str) -> None:
+        """Out of the way of the next snapshot, for whoever can make something of it."""
+        bad = self._path.with_name(f"{FILE}.bad")
+        with contextlib.suppress(OSError):
+            os.replace(self._path, bad)
+        self._failed(f"{why}; it is kept as {bad}")
+
+    # --- writing --------------------------------------------------------------------
+
+    async def write(self, pause_s: float = PAUSE_S) -> None:
+        """Write a snapshot in the place of the one before; a failure is told and counted."""
+        size = self._config.size
+        families = await gather(self._host, self._clock)
+        size_bytes = self._host.capacity_bytes if size is None else size
+        self._work = work = _Work(families, size_bytes, pause_s)
+        try:
+            await asyncio.to_thread(partial(self._write, work))
+        except OSError as error:
+            self._failed(str(error))
+        except _OverError:
+            pass
+        else:
+            self._why = ""
+            self._written_ns = self._clock.monotonic_ns()
+            self._counters["hotset_written_total"] += 1
+        finally:
+            work.over = True
+        if work.bad:
+            self._failed(work.bad)
+
+    def _write(self, work: _Work) -> None:
+        """Blocking, but courteous. The file is there whole, or as it was before."""
+        self._take_in_last(work)
+        path, draft = self._path, self._path.with_name(f"{FILE}.new")
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                for piece in pieces(
+                    runs_in(work.families),
+                    written_s=int(self._wall_s()),
+                    version=__version__,
+                    size_bytes=work.size_bytes,
+                ):
+                    file.write(piece)
+                    _pause(work)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+        assert self._lock_fd is not None
+        os.fsync(self._lock_fd)
+
+    def _take_in_last(self, work: _Work) -> None:
+        """Add what the snapshot before has, and L2 may lack, as far as it is not too old."""
+        try:
+            for hot, age_s in self._read():
+                if age_s > AGE_S_MAX:
+                    continue
+                above = hot.run.parent
+                for namespace in hot.namespaces:
+                    forest = _forest(work.families, namespace)
+                for block_hash in hot.run.hashes:
+                    forest.add(block_hash, above, hot.run.uses, age_s)
+                    above = block_hash
+                _pause(work)
+        except FileNotFoundError:
+            return
+        except ConfigError as error:
+            # It was sound at the start: somebody else has written it.
+            work.bad = str(error)
+            os.replace(self._path, self._path.with_name(f"{FILE}.bad"))
+
+
+def _pause(work: _Work) -> None:
+    if work.over:
+        raise _OverError
+    if work.pause_s:
+        time.sleep(work.pause_s)

@@ -1,0 +1,161 @@
+"""What L2 or a storage tier has of a namespace, listed a page at a time for whoever asks for one.
+
+Nothing is locked: blocks that come or go meanwhile may be in a list or not. A tier's scan waits
+while nobody asks for more, and ends with the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+from tierd.backend import BlockHeader
+from tierd.clock import Clock
+from tierd.core.host import HostTier, Space
+from tierd.daemon.promotion import Spawn
+from tierd.daemon.tier import StorageTier
+from tierd.errors import RemoteProtocolError
+from tierd.eviction.reuse import Reuse
+from tierd.hotset import Block
+from tierd.types import DIGEST_BYTES, NEVER
+from tierd.wire import messages as m
+
+PAGE_BLOCKS: Final = 8192
+"""Blocks of a page: 576 KiB on the wire."""
+
+SLICE: Final = 256
+"""Blocks looked at between two turns of the loop: 0.3 ms."""
+
+
+def known_of(book: Reuse | None, block_hash: bytes, parent: bytes, now_ms: int) -> Block:
+    """A block, and what its book says of its uses."""
+    last = None if book is None else book.last_use(block_hash)
+    if book is None or last is None:
+        return Block(block_hash, parent, 0, NEVER)
+    age_s = max(0, now_ms - last[1]) // 1000
+    return Block(block_hash, parent, book.uses(block_hash), min(age_s, NEVER))
+
+
+def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[list[Block]]:
+    """What L2 has of a namespace, in slices. One that moves between slots meanwhile may be missed,
+    or come twice."""
+    start = 0
+    while (pairs := space.chain.part(start, SLICE)) is not None:
+        now = now_ms()
+        yield [known_of(space.reuse, block_hash, parent, now) for block_hash, parent in pairs]
+        start += SLICE
+
+
+class Inventory:
+    """The listings of one session, one at a time."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        tiers: Sequence[StorageTier],
+        clock: Clock,
+        spawn: Spawn,
+        send: Callable[[m.FromDaemon], None],
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._clock = clock
+        self._spawn = spawn
+        self._send = send
+        self._listed: tuple[bytes, int] | None = None
+        self._listing: asyncio.Task[None] | None = None
+        self._pages: asyncio.Queue[list[Block] | str] = asyncio.Queue(1)
+        self._answering: asyncio.Task[None] | None = None
+
+    def ask(self, message: m.Inventory) -> None:
+        """Answer with the next page, of a new listing if it is not of the one that goes on."""
+        if len(message.digest) != DIGEST_BYTES or message.source > len(self._tiers):
+            raise RemoteProtocolError(
+                f"INVENTORY names a digest of {DIGEST_BYTES} bytes and one of "
+                f"{len(self._tiers)} storage tiers"
+            )
+        if self._answering is not None:
+            self._send(m.Error(message.call, "this session waits for another INVENTORY"))
+            return
+        listed = message.digest, message.source
+        if self._listed != listed:
+            self._end()
+            self._listed, self._pages = listed, asyncio.Queue(1)
+            self._listing = self._spawn(partial(self._list, *listed, self._pages), "inventory")
+        self._answering = self._spawn(partial(self._answer, message.call), "inventory")
+        self._answering.add_done_callback(self._answered)
+
+    def close(self) -> None:
+        """The session has ended."""
+        self._end()
+        if self._answering is not None:
+            self._answering.cancel()
+
+    def _end(self) -> None:
+        self._listed = None
+        if self._listing is not None:
+            self._listing.cancel()
+
+    def _answered(self, _: asyncio.Task[None]) -> None:
+        self._answering = None
+
+    async def _answer(self, call: int) -> None:
+        page = await self._pages.get()
+        more = not isinstance(page, str) and len(page) == PAGE_BLOCKS
+        if not more:
+            self._end()
+        if isinstance(page, str):
+            self._send(m.Error(call, page))
+            return
+        self._send(
+            m.Listed(
+                call,
+                more,
+                b"".join([block.hash for block in page]),
+                b"".join([block.parent for block in page]),
+                m.pack_slots([block.uses for block in page]),
+                m.pack_slots([block.age_s for block in page]),
+            )
+        )
+
+    async def _list(
+        self, digest: bytes, source: int, pages: asyncio.Queue[list[Block] | str]
+    ) -> None:
+        """Fill pages, of which all but the last one are full; or say why it ended before."""
+        space = self._host.spaces.get(digest)
+        page: list[Block] = []
+        if source == 0:
+            for blocks in resident(space, self._now_ms) if space is not None else ():
+                page += blocks
+                if len(page) >= PAGE_BLOCKS:
+                    await pages.put(page[:PAGE_BLOCKS])
+                    del page[:PAGE_BLOCKS]
+                await asyncio.sleep(0)
+            await pages.put(page)
+            return
+        book = None if space is None else space.reuse
+        looked_at = 0
+
+        async def take(header: BlockHeader) -> None:
+            nonlocal page, looked_at
+            looked_at += 1
+            if looked_at % SLICE == 0:
+                await asyncio.sleep(0)
+            if header.key.namespace == digest:
+                block_hash = header.key.block_hash
+                page.append(known_of(book, block_hash, header.parent, self._now_ms()))
+                if len(page) == PAGE_BLOCKS:
+                    full, page = page, []
+                    await pages.put(full)
+
+        async def finish() -> None:
+            await pages.put(page)
+
+        tier = self._tiers[source - 1]
+        if why := await tier.each(take, finish):
+            await pages.put(f"{tier.name}: {why}")
+
+    def _now_ms(self) -> int:
+        return self._clock.monotonic_ns() // 1_000_000

@@ -1,0 +1,473 @@
+"""Hot sets: the prefixes that are worth having, most worth first, and the file that holds them.
+
+A block is worth what its uses and their recency promise, times its bytes. `Forest` orders blocks
+by that as runs: pieces of a chain that were used alike, of which a parent's comes before those of
+its children, and is worth at least as much. So however early a hot set is cut, no parent is
+missing. It refuses to know where blocks lie, and what time it is.
+
+The file is JSON, a line an object, in this order:
+
+    {"tierd_hotset": 1, "written": SECONDS, "version": "tierd's"}       written: Unix time
+    {"namespace": "DIGEST", "fields": {...}}                           before its first run
+    {"run": ["DIGEST", ...], "parent": "HASH", "tokens": N, "uses": N, "age_s": N,
+     "bytes": N, "hashes": ["HASH", ...]}
+    {"end": {"runs": N, "blocks": N, "bytes": N}}                      a file without it was cut
+
+All digests and hashes are in hex. A namespace's fields are those of `tierd.types.Namespace`. A
+run names the namespaces of an engine's ranks, whose blocks have the same hashes; `parent` is what
+its first block hangs on, `tokens` the length of the prefix that ends with it, `bytes` what its
+blocks take in all ranks. Each of its blocks was used by at least `uses` requests, the last one
+at most `age_s` seconds before `written` (null: no use is known).
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import BinaryIO, Final, NamedTuple
+
+from tierd.errors import ConfigError, NamespaceError
+from tierd.types import DIGEST_BYTES, HASH_BYTES, NEVER, Namespace
+
+FORMAT: Final = 1
+"""Version of the file's format."""
+
+RUN_BLOCKS_MAX: Final = 512
+"""Blocks of a run: a line of 34 KiB."""
+
+LINE_BYTES_MAX: Final = 16 << 20
+"""The longest namespace takes 13 MiB: 64 groups of 16,384 characters that JSON escapes."""
+
+RANKS_MAX: Final = 64
+"""Namespaces of a run, as in a call of the daemon's."""
+
+HALF_LIFE_S: Final = 3600
+"""A use counts half as much after this time, a third after twice of it. What has not been asked
+for comes back the less the longer that is ago, but not exponentially less: in traces the chance
+falls as one over the age. An hour, since a hot set is for the time after the next restart."""
+
+STEP: Final = 256
+"""Blocks between two chances to do something else: 0.2 ms."""
+
+_NONE: Final = -1
+
+
+class Block(NamedTuple):
+    """What is known of a block; `age_s` is NEVER if no use is."""
+
+    hash: bytes
+    parent: bytes
+    uses: int
+    age_s: int
+
+
+class Run(NamedTuple):
+    """Blocks that hang on each other and were used alike: by so many requests at least, the last
+    one so long ago at most. `depth` is the number of blocks from the root to its last one."""
+
+    parent: bytes
+    hashes: list[bytes]
+    uses: int
+    age_s: int
+    depth: int
+
+
+def worth(uses: int, age_s: int) -> float:
+    """What a byte of a block is worth against others: uses times recency."""
+    return uses / (1 + age_s / HALF_LIFE_S)
+
+
+class Forest:
+    """Blocks of one family of namespaces, and their order by worth.
+
+    Whatever is added: a block that comes twice counts with what is more, and one that does not
+    hang on the root, through others, is left out.
+    """
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._places: dict[bytes, int] = {}
+        self._hashes: list[bytes] = []
+        self._parents: list[bytes] = []
+        self._uses = array("I")
+        self._ages_s = array("I")
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def add(self, block_hash: bytes, parent: bytes, uses: int, age_s: int) -> None:
+        """Take in a block."""
+        place = self._places.setdefault(block_hash, len(self._hashes))
+        if place == len(self._hashes):
+            self._hashes.append(block_hash)
+            self._parents.append(parent)
+            self._uses.append(min(uses, NEVER))
+            self._ages_s.append(min(age_s, NEVER))
+        else:
+            self._uses[place] = max(self._uses[place], min(uses, NEVER))
+            self._ages_s[place] = min(self._ages_s[place], age_s)
+
+    def runs(self) -> Iterator[Run | None]:
+        """Runs, most worth first and parents' before their children's; None is a chance to do
+        something else. Add no block meanwhile."""
+        count = len(self._hashes)
+        # Each block's first child, and the next child of its parent; of the root at the end.
+        firsts, nexts = array("i", [_NONE]) * (count + 1), array("i", [_NONE]) * count
+        yield from self._link(firsts, nexts)
+        # The ways down from the root, parents first: what no way leads to is left out.
+        order = array("i")
+        heads = list(_siblings(firsts[-1], nexts))
+        todo = heads.copy()
+        while todo:
+            order.append(place := todo.pop())
+            todo.extend(_siblings(firsts[place], nexts))
+            if len(order) % STEP == 0:
+                yield None
+        # A request that used a child has used the parent: worth may only grow on the way up.
+        uses, ages_s = self._uses, self._ages_s
+        for count, place in enumerate(reversed(order), 1):
+            parent = self._parents[place]
+            if parent != self._root:
+                above = self._places[parent]
+                uses[above] = max(uses[above], uses[place])
+                ages_s[above] = min(ages_s[above], ages_s[place])
+            if count % STEP == 0:
+                yield None
+        yield from self._best_first(heads, firsts, nexts)
+
+    def _link(self, firsts: array[int], nexts: array[int]) -> Iterator[None]:
+        for place, parent in enumerate(self._parents):
+            # The place after the last one is the root's; what hangs on nothing is nobody's child.
+            above = _NONE if parent == self._root else self._places.get(parent)
+            if above is not None:
+                nexts[place], firsts[above] = firsts[above], place
+            if place % STEP == 0:
+                yield None
+
+    def _best_first(
+        self, heads: Sequence[int], firsts: array[int], nexts: array[int]
+    ) -> Iterator[Run | None]:
+        """Runs from the heads on; with one its children's become next ones."""
+        ready: list[tuple[float, int, int, Run, int]] = []
+        begun = [(head, 0) for head in heads]
+        count = blocks = 0
+        while begun or ready:
+            for place, depth in begun:
+                run, last = self._run(place, depth, firsts, nexts)
+                # Of runs that are worth the same, byte for byte, the one with more bytes first.
+                value = -worth(run.uses, run.age_s), -len(run.hashes)
+                heapq.heappush(ready, (*value, count, run, last))
+                count += 1
+                blocks += len(run.hashes)
+                if blocks > STEP:
+                    blocks = 0
+                    yield None
+            *_, run, last = heapq.heappop(ready)
+            begun = [(child, run.depth) for child in _siblings(firsts[last], nexts)]
+            yield run
+
+    def _run(
+        self, place: int, depth: int, firsts: array[int], nexts: array[int]
+    ) -> tuple[Run, int]:
+        """The run that begins with a block, and the place of its last one."""
+        parent = self._parents[place]
+        kind = self._kind(place)
+        hashes = [self._hashes[place]]
+        while len(hashes) < RUN_BLOCKS_MAX:
+            child = firsts[place]
+            if child == _NONE or nexts[child] != _NONE or self._kind(child) != kind:
+                break
+            hashes.append(self._hashes[child])
+            place = child
+        uses, age_s = self._uses[place], self._ages_s[place]
+        return Run(parent, hashes, uses, age_s, depth + len(hashes)), place
+
+    def _kind(self, place: int) -> tuple[int, int]:
+        """Blocks of a run are of one kind: uses and age of about the same magnitude."""
+        return self._uses[place].bit_length(), (self._ages_s[place] // 60).bit_length()
+
+
+def _siblings(place: int, nexts: array[int]) -> Iterator[int]:
+    while place != _NONE:
+        yield place
+        place = nexts[place]
+
+
+def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
+    """Runs of blocks of a namespace whose `hash_root` is `root`: most worth first, parents' before
+    their children's; see `Forest`."""
+    forest = Forest(root)
+    for block in blocks:
+        forest.add(*block)
+    return [run for run in forest.runs() if run is not None]
+
+
+# --- the file -----------------------------------------------------------------------
+
+
+class Hot(NamedTuple):
+    """A run, and the namespaces of the ranks that it is of."""
+
+    namespaces: tuple[Namespace, ...]
+    run: Run
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix that ends with it."""
+        return self.run.depth * self.namespaces[0].block_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all ranks."""
+        return sum(namespace.block_bytes for namespace in self.namespaces)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all blocks in all ranks."""
+        return len(self.run.hashes) * self.block_bytes
+
+
+Family = tuple[Sequence[Namespace], Iterable[Run | None]]
+"""Namespaces of the ranks of an engine, and runs as `Forest.runs` has them."""
+
+
+def pieces(
+    families: Sequence[Family], *, written_s: int, version: str, size_bytes: int | None = None
+) -> Iterator[bytes]:
+    """A hot set's file in pieces, an empty one where there is a chance to do something else.
+
+    It ends with the block before the first one that `size_bytes` has no room for. Each family
+    appears, with or without runs.
+    """
+    yield _line({"tierd_hotset": FORMAT, "written": written_s, "version": version})
+    for namespaces, _ in families:
+        for namespace in namespaces:
+            yield _line({"namespace": namespace.digest.hex(), "fields": _shown(namespace)})
+    runs = blocks = total_bytes = 0
+    for hot in _merged(families):
+        if hot is None:
+            yield b""
+            continue
+        if size_bytes is not None and total_bytes + hot.size_bytes > size_bytes:
+            hot = _cut(hot, (size_bytes - total_bytes) // hot.block_bytes)
+            size_bytes = 0
+        if hot.run.hashes:
+            runs += 1
+            blocks += len(hot.run.hashes)
+            total_bytes += hot.size_bytes
+            yield _run_line(hot)
+        if size_bytes == 0:
+            break
+    yield _line({"end": {"runs": runs, "blocks": blocks, "bytes": total_bytes}})
+
+
+def write(
+    file: BinaryIO,
+    families: Sequence[Family],
+    *,
+    written_s: int,
+    version: str,
+    size_bytes: int | None = None,
+) -> None:
+    """Write a hot set. Raises OSError; what has been written stays."""
+    for piece in pieces(families, written_s=written_s, version=version, size_bytes=size_bytes):
+        file.write(piece)
+
+
+def _cut(hot: Hot, blocks: int) -> Hot:
+    run = hot.run
+    depth = run.depth - len(run.hashes) + blocks
+    return hot._replace(run=run._replace(hashes=run.hashes[:blocks], depth=depth))
+
+
+def _merged(families: Sequence[Family]) -> Iterator[Hot | None]:
+    """The runs of all families, most worth first."""
+    sources = [iter(runs) for _, runs in families]
+    waiting = list(range(len(sources)))
+    ready: list[tuple[float, int, Run]] = []
+    while waiting or ready:
+        while waiting:
+            number = waiting[-1]
+            run = next(sources[number], waiting)
+            if isinstance(run, Run):
+                heapq.heappush(ready, (-worth(run.uses, run.age_s), number, run))
+            if run is None:
+                yield None
+            else:
+                waiting.pop()
+        if ready:
+            _, number, run = heapq.heappop(ready)
+            yield Hot(tuple(families[number][0]), run)
+            waiting.append(number)
+
+
+def _shown(namespace: Namespace) -> dict[str, object]:
+    return {**namespace.to_fields(), "hash_root": namespace.hash_root.hex()}
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, separators=(", ", ": ")).encode() + b"\n"
+
+
+def _run_line(hot: Hot) -> bytes:
+    run = hot.run
+    return _line(
+        {
+            "run": [namespace.digest.hex() for namespace in hot.namespaces],
+            "parent": run.parent.hex(),
+            "tokens": hot.tokens,
+            "uses": run.uses,
+            "age_s": None if run.age_s == NEVER else run.age_s,
+            "bytes": hot.size_bytes,
+            "hashes": [block_hash.hex() for block_hash in run.hashes],
+        }
+    )
+
+
+class HotSet:
+    """A hot set's file being read: its runs, once, in order. `namespaces` are those seen so far.
+
+    Raises ConfigError, with the number of the line, when that is reached: a reader has had the
+    runs before it.
+    """
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        """`name` is what errors call the file. Raises ConfigError for a file of another kind or
+        version, OSError if it cannot be read."""
+        self.namespaces: dict[bytes, Namespace] = {}
+        self._file = file
+        self._name = name
+        self._number = 0
+        first = self._next()
+        if first is None or "tierd_hotset" not in first:
+            raise self._error("this is no hot set of tierd's")
+        if first["tierd_hotset"] != FORMAT:
+            raise self._error(
+                f"the hot set is of version {first['tierd_hotset']!r}; this tierd reads version "
+                f"{FORMAT}"
+            )
+        self._check_fields(first, ("tierd_hotset", "written", "version"))
+        self.written_s = self._whole(first, "written")
+        """When it was written, in seconds of Unix time."""
+        self.version = str(first["version"])
+        """Of the tierd that wrote it."""
+
+    def __iter__(self) -> Iterator[Hot]:
+        runs = blocks = total_bytes = 0
+        while (line := self._next()) is not None:
+            if "namespace" in line:
+                self._know(line)
+            elif "run" in line:
+                hot = self._hot(line)
+                runs += 1
+                blocks += len(hot.run.hashes)
+                total_bytes += hot.size_bytes
+                yield hot
+            elif "end" in line:
+                self._check_fields(line, ("end",))
+                if line["end"] != {"runs": runs, "blocks": blocks, "bytes": total_bytes}:
+                    raise self._error("the end tells of other runs than there were")
+                if self._file.readline(1):
+                    raise self._error("there is more after the end")
+                return
+            else:
+                raise self._error("this is no line of a hot set")
+        raise self._error("the file was cut: its end is missing")
+
+    def _next(self) -> dict[str, object] | None:
+        """The object of the next line; None at the end of the file."""
+        raw = self._file.readline(LINE_BYTES_MAX + 1)
+        self._number += 1
+        if not raw:
+            return None
+        if len(raw) > LINE_BYTES_MAX:
+            raise self._error(f"a line has at most {LINE_BYTES_MAX} bytes")
+        if not raw.endswith(b"\n"):
+            raise self._error("the file was cut: a line is not whole")
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise self._error(f"this is no JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise self._error("a line must be an object")
+        return value
+
+    def _know(self, line: dict[str, object]) -> None:
+        self._check_fields(line, ("namespace", "fields"))
+        digest = self._hex(line["namespace"], DIGEST_BYTES)
+        fields = line["fields"]
+        if not isinstance(fields, dict):
+            raise self._error("fields must be an object")
+        root = fields.get("hash_root")
+        if root is not None:
+            fields = {**fields, "hash_root": self._hex(root, HASH_BYTES)}
+        try:
+            namespace = Namespace.from_fields(fields)
+        except NamespaceError as error:
+            raise self._error(str(error)) from error
+        if namespace.digest != digest:
+            raise self._error(f"{digest.hex()} is not the digest of these fields")
+        self.namespaces[digest] = namespace
+
+    def _hot(self, line: dict[str, object]) -> Hot:
+        names = ("run", "parent", "tokens", "uses", "age_s", "bytes", "hashes")
+        self._check_fields(line, names)
+        digests = [self._hex(text, DIGEST_BYTES) for text in self._list(line, "run", RANKS_MAX)]
+        for digest in digests:
+            if digest not in self.namespaces:
+                raise self._error(f"namespace {digest.hex()} has not been told before its run")
+        namespaces = tuple(map(self.namespaces.__getitem__, digests))
+        if len({*digests}) < len(digests) or len({each.family for each in namespaces}) > 1:
+            raise self._error("the namespaces of a run must be those of an engine's ranks")
+        texts = self._list(line, "hashes", RUN_BLOCKS_MAX)
+        hashes = [self._hex(text, HASH_BYTES) for text in texts]
+        tokens = self._whole(line, "tokens")
+        depth, rest = divmod(tokens, namespaces[0].block_tokens)
+        if rest or depth < len(hashes):
+            raise self._error(f"a prefix that ends with these blocks cannot have {tokens} tokens")
+        age_s = NEVER if line["age_s"] is None else min(self._whole(line, "age_s"), NEVER)
+        uses = min(self._whole(line, "uses"), NEVER)
+        parent = self._hex(line["parent"], HASH_BYTES)
+        hot = Hot(namespaces, Run(parent, hashes, uses, age_s, depth))
+        if self._whole(line, "bytes") != hot.size_bytes:
+            raise self._error(f"these blocks have {hot.size_bytes} bytes, not {line['bytes']}")
+        return hot
+
+    def _check_fields(self, line: Mapping[str, object], names: Sequence[str]) -> None:
+        for name in names:
+            if name not in line:
+                raise self._error(f"{name!r} is missing")
+        for name in line:
+            if name not in names:
+                raise self._error(f"{name!r} is not a field of such a line")
+
+    def _whole(self, line: Mapping[str, object], name: str) -> int:
+        value = line[name]
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise self._error(f"{name!r} must be a whole number")
+        return value
+
+    def _list(self, line: Mapping[str, object], name: str, most: int) -> list[object]:
+        value = line[name]
+        if not isinstance(value, list) or not 1 <= len(value) <= most:
+            raise self._error(f"{name!r} must be a list of 1 to {most}")
+        return value
+
+    def _hex(self, text: object, size_bytes: int) -> bytes:
+        try:
+            raw = bytes.fromhex(text) if isinstance(text, str) else b""
+        except ValueError:
+            raw = b""
+        if len(raw) != size_bytes or raw.hex() != text:
+            raise self._error(f"{text!r:.80} must be {2 * size_bytes} digits in hex")
+        return raw
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._name}, line {self._number}: {what}")
+
+
+def read(file: BinaryIO, name: str) -> HotSet:
+    """The hot set in an open file, which is read as its runs are asked for; see `HotSet`."""
+    return HotSet(file, name)
