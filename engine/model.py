@@ -5,7 +5,8 @@ same in every process, and whole tensors are handed to vLLM, which gives each ra
 part. The output head is not tied to the embeddings: tied, such a model only repeats its
 last token, and could not notice wrong KV.
 
-`model.py DIRECTORY SHAPE` writes such a model with files, as users have them.
+`model.py DIRECTORY SHAPE` writes such a model with files, as users have them, and
+`model.py DIRECTORY SHAPE SEED` a LoRA adapter for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 LOAD_FORMAT = "seeded"
+
+LORA_RANK = 8
 
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,6 +85,37 @@ def write_weights(directory: Path, shape: str) -> None:
     ).save_pretrained(directory)
 
 
+def write_adapter(directory: Path, shape: str, seed: int) -> None:
+    """Make `directory` a LoRA adapter for a model of one of SHAPES, which changes all KV."""
+    torch = importlib.import_module("torch")
+    save_file = importlib.import_module("safetensors.torch").save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = SimpleNamespace(**_COMMON, **SHAPES[shape])
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for index in range(config.num_hidden_layers):
+        for projection, heads in (
+            ("q_proj", config.num_attention_heads),
+            ("v_proj", config.num_key_value_heads),
+        ):
+            name = f"base_model.model.model.layers.{index}.self_attn.{projection}"
+            down = torch.randn(LORA_RANK, config.hidden_size, generator=generator)
+            up = torch.randn(heads * config.head_dim, LORA_RANK, generator=generator)
+            tensors[f"{name}.lora_A.weight"] = down * config.hidden_size**-0.5
+            tensors[f"{name}.lora_B.weight"] = up
+    save_file(tensors, directory / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA",
+        "r": LORA_RANK,
+        "lora_alpha": LORA_RANK,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")
+
+
 def register() -> None:
     """Make LOAD_FORMAT known to vLLM in this process."""
     from vllm.model_executor.model_loader import register_model_loader
@@ -124,4 +158,7 @@ def _weights(config):
 
 
 if __name__ == "__main__":
-    write_weights(Path(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) > 3:
+        write_adapter(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    else:
+        write_weights(Path(sys.argv[1]), sys.argv[2])

@@ -9,6 +9,9 @@ import pytest
 
 from tests import blocks
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, damage, run
+from tierd.cli.explain import named_blocks
+from tierd.cli.operator import tables
+from tierd.cli.reasons import said
 from tierd.config import WritePolicy
 from tierd.core.host import Effect, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
@@ -25,6 +28,9 @@ async def explain(bench: Bench, hashes: Sequence[bytes], namespace: Namespace = 
     body: dict = await bench.node.explainer.explain(namespace.digest, hashes)
     assert len(body["blocks"]) == len(hashes)
     m.encode(m.Explained(1, body))
+    for block in named_blocks(body):
+        for reason in tables(block["why"]):
+            assert said(reason).what != reason["what"], "the command has no words for it"
     return body
 
 

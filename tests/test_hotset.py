@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -18,13 +18,13 @@ from tierd.hotset import (
     RUN_BLOCKS_MAX,
     Block,
     Family,
+    Forest,
+    Gathered,
     Hot,
+    HotSet,
     Run,
     pieces,
-    read,
-    runs_of,
     worth,
-    write,
 )
 from tierd.types import NEVER, Namespace
 
@@ -43,18 +43,25 @@ def blocks_of(hashes: Sequence[bytes], uses: int, age_s: int, parent: bytes = RO
     return [Block(h, p, uses, age_s) for h, p in zip(hashes, parents, strict=False)]
 
 
+def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
+    """All runs of blocks."""
+    forest = Forest(root)
+    for block in blocks:
+        forest.add(*block)
+    return [run for run in forest.runs() if run is not None]
+
+
 def text(
     runs: Sequence[Run], spaces: Sequence[Namespace] = (SPACE,), size_bytes: int | None = None
 ) -> bytes:
     """A hot set's file."""
-    file = io.BytesIO()
-    write(file, [(spaces, runs)], written_s=1000, version="1.2", size_bytes=size_bytes)
-    return file.getvalue()
+    families: list[Family] = [(spaces, runs)]
+    return b"".join(pieces(families, written_s=1000, version="1.2", size_bytes=size_bytes))
 
 
 def hot_in(raw: bytes) -> list[Hot]:
     """All runs of a file."""
-    return list(read(io.BytesIO(raw), "a file"))
+    return list(HotSet(io.BytesIO(raw), "a file"))
 
 
 # --- runs ---------------------------------------------------------------------------
@@ -161,9 +168,29 @@ def test_runs_of_several_engines_are_merged_by_worth() -> None:
     theirs = runs_of(blocks_of(chains[2], 5, 0) + blocks_of(chains[3], 1, 0), ROOT)
     families: list[Family] = [([SPACE], mine), ([other], [None, *theirs, None])]
     raw = b"".join(pieces(families, written_s=1, version="1"))
-    found = read(io.BytesIO(raw), "a file")
+    found = HotSet(io.BytesIO(raw), "a file")
     assert [hot.run.hashes for hot in found] == [chains[0], chains[2], chains[1], chains[3]]
     assert set(found.namespaces) == {SPACE.digest, other.digest}
+
+
+def test_ranks_of_an_engine_have_one_forest_and_nothing_else_does() -> None:
+    """A run would name ranks of two engines, or two layouts of one, and be warmed in neither."""
+    gathered = Gathered()
+    second = [namespace(tp_size=2, tp_rank=rank, layout="other") for rank in range(2)]
+    hashes, _ = chain(2)
+    for space in [SPACE, RANKS[1], *second, namespace(tp_size=2, tp_rank=1, block_bytes=9), *RANKS]:
+        gathered.forest(space).add(hashes[0], ROOT, 1, 0)
+    families = [
+        ([(s.layout, s.block_bytes, s.tp_rank) for s in spaces], len([*filter(None, runs)]))
+        for spaces, runs in gathered.families()
+    ]
+    assert families == [
+        ([("LBHNC", 4096, 0)], 1),
+        ([("LBHNC", 8192, 1)], 1),
+        ([("other", 4096, 0), ("other", 4096, 1)], 1),
+        ([("LBHNC", 9, 1)], 1),
+        ([("LBHNC", 4096, 0)], 1),
+    ]
 
 
 def test_a_file_is_read_with_grep() -> None:

@@ -78,6 +78,7 @@ def test_worlds(first: int) -> None:
         assert done["backed_up_blocks"] > 100
         assert done["promoted_blocks"] > 50
         assert done["audited_blocks"] > 50
+        assert done["warmed_blocks"] > 10
         assert done["restarts"] > CHUNK
 
 

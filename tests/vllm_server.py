@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import pytest
 
@@ -43,6 +44,15 @@ CPU_ENVIRONMENT = {
 }
 
 
+class Streamed(NamedTuple):
+    """An answer that was streamed."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float
+
+
 class Server:
     """A `vllm serve` that answers, with whatever socket its environment names."""
 
@@ -61,7 +71,7 @@ class Server:
         if extra:
             settings = {**json.loads(transfer), "kv_connector_extra_config": extra}
             transfer = json.dumps(settings)
-        self._model = str(model)
+        self.model = str(model)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
@@ -86,7 +96,7 @@ class Server:
         """The greedy answer's token ids, and how many of the prompt's tokens were cached."""
         request = {
             "kv_transfer_params": {"tierd": hints},
-            "model": self._model,
+            "model": self.model,
             "prompt": tokens,
             "max_tokens": 12,
             "temperature": 0,
@@ -96,6 +106,32 @@ class Server:
         answer = json.loads(self.get("/v1/completions", json.dumps(request).encode()))
         details = answer["usage"]["prompt_tokens_details"] or {}
         return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+    def stream(self, path: str, request: Mapping[str, object]) -> Streamed:
+        """A request's greedy answer, and how long its first token took."""
+        options = {
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body = {"model": self.model, **sampling, **request, **options}
+        tokens: list[int] = []
+        usage, first_s = {}, 0.0
+        began_s = time.perf_counter()
+        with self._open(path, json.dumps(body).encode()) as answer:
+            for line in answer:
+                word = line.removeprefix(b"data:").strip()
+                if not word.startswith(b"{"):
+                    continue
+                event = json.loads(word)
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
+                    if tokens and not first_s:
+                        first_s = time.perf_counter() - began_s
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        return Streamed(tokens, usage["prompt_tokens"], cached, first_s)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -128,11 +164,15 @@ class Server:
 
     def get(self, path: str, body: bytes | None = None) -> bytes:
         """The answer to a GET, or to a POST if there is a body."""
-        request = urllib.request.Request(self.url + path, body)
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with self._open(path, body) as response:
             answer: bytes = response.read()
             return answer
+
+    def _open(self, path: str, body: bytes | None) -> BinaryIO:
+        request = urllib.request.Request(self.url + path, body)
+        request.add_header("Content-Type", "application/json")
+        opened: BinaryIO = urllib.request.urlopen(request, timeout=60)
+        return opened
 
     def _wait(self, reached: Callable[[], bool], timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
@@ -148,6 +188,15 @@ class Server:
 
 def write_model(directory: Path) -> Path:
     """A tiny model with its files; its directory."""
+    return _write(directory)
+
+
+def write_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter for it; its directory."""
+    return _write(directory, str(seed))
+
+
+def _write(directory: Path, *seed: str) -> Path:
     script = model_script.__file__
-    subprocess.run([engine_python(), script, directory, "tiny"], check=True)
+    subprocess.run([engine_python(), script, directory, "tiny", *seed], check=True)
     return directory

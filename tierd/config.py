@@ -302,6 +302,24 @@ class AdminConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
+class HotsetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The hot set in the state directory: which prefixes are worth having after a restart."""
+
+    interval_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="How often hotset.jsonl is written to the state directory, and at a stop; "
+            "0: never.",
+        ),
+    ] = 300
+    size: Annotated[
+        Size | None,
+        Meta(description="Most bytes of blocks that it names; host.capacity if absent."),
+    ] = None
+
+
 class LogFormat(enum.Enum):
     """How the log is written."""
 
@@ -355,7 +373,15 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, le=600_000, description="Longest time for pending backups after SIGTERM."),
     ] = 10_000
+    state_dir: Annotated[
+        str,
+        Meta(
+            description="Directory for the hot set, made if it is missing; if empty the one that "
+            "systemd names ($STATE_DIRECTORY), else there is none."
+        ),
+    ] = ""
     admin: AdminConfig = msgspec.field(default_factory=AdminConfig)
+    hotset: HotsetConfig = msgspec.field(default_factory=HotsetConfig)
     prefetch: PrefetchConfig = msgspec.field(default_factory=PrefetchConfig)
     copy: CopyConfig = msgspec.field(default_factory=CopyConfig)
     log: LogConfig = msgspec.field(default_factory=LogConfig)
@@ -387,6 +413,7 @@ def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
     _override(raw, Config, "TIERD_", environ)
     host = _table(raw, "host", HostConfig, environ)
     _table(raw, "admin", AdminConfig, environ)
+    _table(raw, "hotset", HotsetConfig, environ)
     _table(raw, "prefetch", PrefetchConfig, environ)
     _table(raw, "copy", CopyConfig, environ)
     _table(raw, "log", LogConfig, environ)
@@ -436,6 +463,7 @@ NOT_SCALARS: Final = (
     "prefetch",
     "copy",
     "admin",
+    "hotset",
     "log",
     "storage",
     "options",

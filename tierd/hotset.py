@@ -195,15 +195,6 @@ def _siblings(place: int, nexts: array[int]) -> Iterator[int]:
         place = nexts[place]
 
 
-def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
-    """Runs of blocks of a namespace whose `hash_root` is `root`: most worth first, parents' before
-    their children's; see `Forest`."""
-    forest = Forest(root)
-    for block in blocks:
-        forest.add(*block)
-    return [run for run in forest.runs() if run is not None]
-
-
 # --- the file -----------------------------------------------------------------------
 
 
@@ -233,6 +224,49 @@ Family = tuple[Sequence[Namespace], Iterable[Run | None]]
 """Namespaces of the ranks of an engine, and runs as `Forest.runs` has them."""
 
 
+class Gathered:
+    """Blocks of many namespaces, with those of an engine's ranks together."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[list[Namespace], Forest]] = []
+        self._of: dict[bytes, Forest] = {}
+
+    def forest(self, namespace: Namespace) -> Forest:
+        """Where blocks of a namespace belong: one forest for all ranks."""
+        digest = namespace.digest
+        forest = self._of.get(digest)
+        if forest is None:
+            for namespaces, found in self._groups:
+                if len(namespaces) < RANKS_MAX and all(
+                    _of_one_engine(namespace, other) for other in namespaces
+                ):
+                    forest = found
+                    break
+            else:
+                namespaces, forest = [], Forest(namespace.hash_root)
+                self._groups.append((namespaces, forest))
+            namespaces.append(namespace)
+            self._of[digest] = forest
+        return forest
+
+    def families(self) -> list[Family]:
+        """For `pieces`; once."""
+        return [(sorted(spaces, key=_rank), forest.runs()) for spaces, forest in self._groups]
+
+
+def _of_one_engine(one: Namespace, other: Namespace) -> bool:
+    """Whether two namespaces may be those of ranks of one engine: a family outlives a change of
+    the layout of its blocks, and then has a rank twice."""
+    alike = one.family == other.family and one.layout == other.layout
+    if one.pp_rank == other.pp_rank:
+        alike = alike and (one.block_bytes, one.groups) == (other.block_bytes, other.groups)
+    return alike and _rank(one) != _rank(other)
+
+
+def _rank(namespace: Namespace) -> tuple[int, int, int]:
+    return namespace.pp_rank, namespace.tp_rank, namespace.cp_rank
+
+
 def pieces(
     families: Sequence[Family], *, written_s: int, version: str, size_bytes: int | None = None
 ) -> Iterator[bytes]:
@@ -246,7 +280,7 @@ def pieces(
         for namespace in namespaces:
             yield _line({"namespace": namespace.digest.hex(), "fields": _shown(namespace)})
     runs = blocks = total_bytes = 0
-    for hot in _merged(families):
+    for hot in merged(families):
         if hot is None:
             yield b""
             continue
@@ -263,26 +297,13 @@ def pieces(
     yield _line({"end": {"runs": runs, "blocks": blocks, "bytes": total_bytes}})
 
 
-def write(
-    file: BinaryIO,
-    families: Sequence[Family],
-    *,
-    written_s: int,
-    version: str,
-    size_bytes: int | None = None,
-) -> None:
-    """Write a hot set. Raises OSError; what has been written stays."""
-    for piece in pieces(families, written_s=written_s, version=version, size_bytes=size_bytes):
-        file.write(piece)
-
-
 def _cut(hot: Hot, blocks: int) -> Hot:
     run = hot.run
     depth = run.depth - len(run.hashes) + blocks
     return hot._replace(run=run._replace(hashes=run.hashes[:blocks], depth=depth))
 
 
-def _merged(families: Sequence[Family]) -> Iterator[Hot | None]:
+def merged(families: Sequence[Family]) -> Iterator[Hot | None]:
     """The runs of all families, most worth first."""
     sources = [iter(runs) for _, runs in families]
     waiting = list(range(len(sources)))
@@ -466,8 +487,3 @@ class HotSet:
 
     def _error(self, what: str) -> ConfigError:
         return ConfigError(f"{self._name}, line {self._number}: {what}")
-
-
-def read(file: BinaryIO, name: str) -> HotSet:
-    """The hot set in an open file, which is read as its runs are asked for; see `HotSet`."""
-    return HotSet(file, name)

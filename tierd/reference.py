@@ -18,6 +18,7 @@ from tierd.config import (
     Config,
     CopyConfig,
     HostConfig,
+    HotsetConfig,
     LogConfig,
     PrefetchConfig,
     Size,
@@ -30,6 +31,7 @@ TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "host": HostConfig,
     "prefetch": PrefetchConfig,
     "copy": CopyConfig,
+    "hotset": HotsetConfig,
     "admin": AdminConfig,
     "log": LogConfig,
 }

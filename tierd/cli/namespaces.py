@@ -111,6 +111,7 @@ class Namespaces:
 
     def has_adapter(self, name: str) -> bool:
         """Whether some namespace is of an adapter of that name."""
+        self._ask()
         return any(f"{ADAPTER_MARK}{name}=" in known.weights for known in self._known.values())
 
     def _ask(self) -> None:

@@ -33,6 +33,16 @@ def duration(seconds: object) -> str:
     return f"{hours}h{minutes:02}m{whole:02}s"
 
 
+def ago(seconds: object) -> str:
+    """As in 12 s, 3 min, 5 h or 2 d: enough to know when."""
+    value = _real(seconds)
+    for unit, most in (("s", 120), ("min", 60), ("h", 48)):
+        if value < most:
+            return f"{value:.0f} {unit}"
+        value /= 24 if unit == "h" else 60
+    return f"{value:.0f} d"
+
+
 def latency(seconds: float | None) -> str:
     """As in 1.2 ms; a dash for None."""
     if seconds is None:

@@ -1,5 +1,4 @@
-"""What one tier does, beside its disk: on scratch data, by its own class, called as the daemon does.
-"""
+"""What one tier does, beside its disk: on scratch data, its backend called as the daemon does."""
 
 from __future__ import annotations
 
@@ -93,9 +92,9 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -
     try:
         async with _scratch(entry, blocks) as (backend_entry, directory):
             backend = make_backend(backend_entry)
-            await backend.open()
             names: list[list[bytes]] = []
             try:
+                await backend.open()
                 for turn in range(ROUNDS):
                     progress.say(f"{entry.name}: round {turn + 1} of {ROUNDS}")
                     names.append(blocks.hashes(turn))

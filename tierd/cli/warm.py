@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Final
@@ -192,7 +192,7 @@ class _Run:
                 known = ", ".join(names) or "none"
                 raise ConfigError(f"no tier is named {name!r}; there are {known}")
         self._order.target = names.index(args.to) + 1 if args.to else 0
-        self._wait_for_tiers(operator)
+        wait_for_tiers(operator, self.progress.say)
         if self.journal is not None:
             self._still = still_there(self.journal, operator, self._order.target)
         sources = Sources(
@@ -272,21 +272,22 @@ class _Run:
             digests = tuple(rank.digest for rank in want.ranks)
             self.journal.finish(want.unit, Done(digests, last, len(want.hashes)))
 
-    def _wait_for_tiers(self, operator: Operator) -> None:
-        """Until they know what they have: right after a start a tier would miss it."""
-        end_s = time.monotonic() + INDEX_S_MAX
-        while time.monotonic() < end_s:
-            states = {str(tier["state"]) for tier in tables(operator.status()["storage"])}
-            if not states & {"opening", "indexing"}:
-                return
-            self.progress.say("waiting for the tiers to know what they have")
-            time.sleep(INDEX_POLL_S)
-
     def _show(self, sources: Sources) -> None:
         now_s = time.monotonic()
         if now_s - self._shown_s >= SHOW_S:
             self._shown_s = now_s
             self.progress.bar(sources.share, self.report.progress())
+
+
+def wait_for_tiers(operator: Operator, say: Callable[[str], None]) -> None:
+    """Until they know what they have: right after a start a tier would miss it."""
+    end_s = time.monotonic() + INDEX_S_MAX
+    while time.monotonic() < end_s:
+        states = {str(tier["state"]) for tier in tables(operator.status()["storage"])}
+        if not states & {"opening", "indexing"}:
+            return
+        say("waiting for the tiers to know what they have")
+        time.sleep(INDEX_POLL_S)
 
 
 @contextmanager

@@ -216,11 +216,10 @@ class Warmer:
             self._ask(unit)
 
     def _teach(self, want: Want) -> None:
-        """What has been used elsewhere is worth room here."""
+        """What has been used elsewhere is worth room here. Ranks share what is known of uses."""
         count = len(want.hashes)
-        for rank in want.ranks:
-            handle = self._handle(rank)
-            self.operator.teach(handle, want.hashes, [want.uses] * count, [want.age_s] * count)
+        handle = self._handle(want.ranks[0])
+        self.operator.teach(handle, want.hashes, [want.uses] * count, [want.age_s] * count)
 
     def _ask(self, unit: _Unit) -> None:
         size = _blocks_per_call(unit.want.ranks)

@@ -7,7 +7,6 @@ they are asked, and never far ahead.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import time
 import urllib.error
@@ -78,6 +77,8 @@ class Sources:
         self.namespaces = Namespaces(operator)
         self.share: float | None = None
         """How much of the source that is being read has been; None if nobody knows."""
+        self._size_bytes = 0
+        """Of the file that is being read; 0 if nobody knows."""
         self._operator = operator
         self._report = report
         self._given = namespaces
@@ -87,6 +88,8 @@ class Sources:
         self._engine = engine
         self._skip_bad = skip_bad
         self._is_done = is_done
+        self._models: dict[str, bool] = {}
+        """Whether what requests have as their model is an adapter."""
 
     # --- hot sets -----------------------------------------------------------------------
 
@@ -190,11 +193,15 @@ class Sources:
         if prompt.namespaces is not None:
             return self.namespaces.ranks(prompt.namespaces)
         base = self.default()
-        if prompt.lora is None and prompt.model and self.namespaces.has_adapter(prompt.model):
-            raise ConfigError(
-                f"the model {prompt.model!r:.80} is an adapter: give --lora NAME=PATH with the "
-                "path that the engine has it from"
-            )
+        model = prompt.model
+        if prompt.lora is None and model is not None:
+            if model not in self._models:
+                self._models[model] = self.namespaces.has_adapter(model)
+            if self._models[model]:
+                raise ConfigError(
+                    f"the model {model!r:.80} is an adapter: give --lora NAME=PATH with the path "
+                    "that the engine has it from"
+                )
         return base
 
     def default(self) -> Ranks:
@@ -227,22 +234,23 @@ class Sources:
 
     def _opened(self, name: str) -> AbstractContextManager[BinaryIO]:
         """A file, stdin or what is at a URL. Raises ConfigError if there is none."""
-        self.share = None
+        self.share, self._size_bytes = None, 0
         try:
             if name == "-":
                 return nullcontext(sys.stdin.buffer)
             if name.startswith(("http://", "https://")):
                 response: BinaryIO = urllib.request.urlopen(name, timeout=URL_S)
                 return closing(response)
-            file = Path(name).open("rb")  # noqa: SIM115  # the caller closes it
+            path = Path(name)
+            self._size_bytes = path.stat().st_size
+            file = path.open("rb")  # the caller closes it
         except (OSError, ValueError) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ConfigError(f"{name}: {getattr(why, 'strerror', None) or why}") from error
         return file
 
     def _note(self, file: BinaryIO) -> None:
-        size_bytes = os.fstat(file.fileno()).st_size
-        self.share = file.tell() / size_bytes if size_bytes else None
+        self.share = file.tell() / self._size_bytes if self._size_bytes else None
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

@@ -379,7 +379,7 @@ class HostTier:
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of READY blocks from the first hash on; touches them."""
         found = list(map(space.chain.items.get, hashes))
-        if None in found and space.leaving and self._revive(space, hashes):
+        if None in found and space.leaving and self.revive(space, hashes):
             found = list(map(space.chain.items.get, hashes))
         if None in found:
             del found[found.index(None) :]
@@ -583,7 +583,7 @@ class HostTier:
         """
         items, writing = space.chain.items, space.writing
         if space.leaving:
-            self._revive(space, hashes)
+            self.revive(space, hashes)
         slots = list(map(items.get, hashes, repeat(Refusal.NO_ROOM)))
         touched = [slot for slot in slots if slot >= 0]
         wanted: list[int] = []
@@ -865,7 +865,7 @@ class HostTier:
         """What is remembered of blocks that leave now."""
         return self.now_s << _WHY_BITS | _GONE.index(why)
 
-    def _revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
+    def revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
         """Make blocks READY again that are leaving; whether any was."""
         by_hash = {
             block_hash: slot

@@ -2,11 +2,13 @@
 
     GET /metrics     what STATUS reports, for Prometheus
     GET /v1/status   the same as JSON, and the phase of the daemon's life
+    GET /v1/hotset   the hot set of host memory, for another node's `tierd warm`
     GET /healthz     200 while the daemon's own work goes on; 503 and why if it does not
     GET /readyz      200 while engines are served; 503 before, and from SIGTERM on
 
 A connection is one request: read into a bounded buffer, answered in one go, without a task of
-its own, and cut off if it takes long. Nothing here changes any state.
+its own, and cut off if it takes long. Only a hot set comes in pieces, to one client at a time.
+Nothing here changes any state.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Final, NamedTuple, cast
 
+from tierd import __version__
+from tierd.clock import SystemClock
 from tierd.config import AdminConfig
 from tierd.daemon.exposition import CONTENT_TYPE
 from tierd.daemon.health import Health
+from tierd.daemon.hotset import WORK_S, gather
 from tierd.daemon.metrics import scrape
 from tierd.daemon.node import Node
 from tierd.errors import ConfigError
+from tierd.hotset import pieces
 
 log = logging.getLogger("tierd")
 
@@ -49,10 +56,17 @@ BUSY_SHARE_MAX: Final = 1 / 20
 """Of the loop's time, which engines wait for, so much at most goes into making one page: it is
 given again for a while. With 8 namespaces one takes 0.3 ms, with 1,024 it takes 11 to 25."""
 
+HOTSET: Final = "/v1/hotset"
+
+STREAM_S_MAX: Final = 300.0
+"""Longest life of a connection that gets a hot set: one of a million blocks takes 100 s, since it
+is made in the share of the loop's time above."""
+
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]")
 _END: Final = b"\r\n\r\n"
 _TEXT: Final = "text/plain; charset=utf-8"
 _JSON: Final = "application/json"
+_JSON_LINES: Final = "application/x-ndjson"
 
 
 class Phase(enum.Enum):
@@ -75,6 +89,8 @@ class Admin:
     def __init__(self, node: Node, health: Health | None = None) -> None:
         self.phase = Phase.STARTING
         self.open: set[_Connection] = set()
+        self._node = node
+        self._streaming = False
         self._health = health or Health(node.memory)
 
         def status() -> dict[str, object]:
@@ -85,6 +101,7 @@ class Admin:
             "/metrics": _Sparing(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
             "/readyz": self._readyz,
             "/v1/status": _Sparing(lambda: _Reply(_json(status()), kind=_JSON)),
+            HOTSET: self._no_stream,
         }
 
     @contextlib.asynccontextmanager
@@ -108,10 +125,10 @@ class Admin:
 
     def answer(self, head: bytes) -> bytes:
         """The whole reply to a request, of which `head` is all up to the empty line."""
-        match = _REQUEST.fullmatch(head.partition(b"\r\n")[0])
-        if match is None:
+        asked = _asked(head)
+        if asked is None:
             return _packed(_Reply("not an HTTP request\n", HTTPStatus.BAD_REQUEST))
-        method, path = match[1], match[2].decode().partition("?")[0]
+        method, path = asked
         if method not in (b"GET", b"HEAD"):
             return _packed(_Reply("GET or HEAD\n", HTTPStatus.METHOD_NOT_ALLOWED), "GET, HEAD")
         page = self._pages.get(path)
@@ -120,6 +137,38 @@ class Admin:
             return _packed(_Reply(f"there are {known}\n", HTTPStatus.NOT_FOUND))
         reply = _packed(page())
         return reply if method == b"GET" else reply[: reply.index(_END) + len(_END)]
+
+    def stream(self, head: bytes) -> AsyncGenerator[bytes, None] | None:
+        """The pieces of a reply that comes in such; None if `answer` has it whole."""
+        if _asked(head) != (b"GET", HOTSET):
+            return None
+        if self._streaming or self.phase is not Phase.SERVING:
+            return None
+        return self._hotset()
+
+    async def _hotset(self) -> AsyncGenerator[bytes, None]:
+        self._streaming = True
+        try:
+            yield _head(HTTPStatus.OK, _JSON_LINES)
+            pause = _Sparingly()
+            gathered = await gather(self._node.host, SystemClock(), pause)
+            for piece in pieces(
+                gathered.families(), written_s=int(time.time()), version=__version__
+            ):
+                yield piece
+                await pause()
+        finally:
+            self._streaming = False
+
+    def follow(self, work: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
+        """Run `work` as a task of the node's, for a reply in pieces."""
+        return self._node.spawn(work, "stream")
+
+    def _no_stream(self) -> _Reply:
+        if self._streaming or self.phase is not Phase.SERVING:
+            why = "another client reads it" if self._streaming else self.phase.value
+            return _Reply(f"{why}\n", HTTPStatus.SERVICE_UNAVAILABLE)
+        return _Reply("", kind=_JSON_LINES)  # The method is HEAD.
 
     def _healthz(self) -> _Reply:
         if trouble := self._health.trouble:
@@ -149,6 +198,19 @@ class _Sparing:
         return self._made
 
 
+class _Sparingly:
+    """Waits after a piece of work so long that all of it takes its share of the loop's time."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    async def __call__(self) -> None:
+        took_s = time.monotonic() - self._since_s
+        if took_s > WORK_S:
+            await asyncio.sleep(took_s / BUSY_SHARE_MAX)
+            self._since_s = time.monotonic()
+
+
 class _Connection(asyncio.Protocol):
     """One client, from its connection to its end."""
 
@@ -159,6 +221,9 @@ class _Connection(asyncio.Protocol):
         self._discarded_bytes = 0
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle
+        self._stream: asyncio.Task[None] | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not say so.
@@ -170,6 +235,14 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
         self._admin.open.discard(self)
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         if self._answered:
@@ -183,10 +256,28 @@ class _Connection(asyncio.Protocol):
         self._request += data[: REQUEST_BYTES_MAX + 1 - before]
         end = self._request.find(_END, max(0, before - len(_END)))
         if end >= 0:
-            self._say(self._admin.answer(bytes(self._request[:end])))
+            self._reply(bytes(self._request[:end]))
         elif len(self._request) > REQUEST_BYTES_MAX:
             status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             self._say(_packed(_Reply(f"at most {REQUEST_BYTES_MAX} bytes\n", status)))
+
+    def _reply(self, head: bytes) -> None:
+        replies = self._admin.stream(head)
+        if replies is None:
+            self._say(self._admin.answer(head))
+            return
+        self._answered = True
+        self._request.clear()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(STREAM_S_MAX, self.abort)
+        self._stream = self._admin.follow(partial(self._say_all, replies))
+
+    async def _say_all(self, replies: AsyncGenerator[bytes, None]) -> None:
+        async with contextlib.aclosing(replies):
+            async for piece in replies:
+                self._transport.write(piece)
+                await self._writable.wait()
+        self._transport.write_eof()
 
     def _say(self, reply: bytes) -> None:
         self._answered = True
@@ -234,23 +325,32 @@ def tcp_address(config: AdminConfig) -> tuple[str, int]:
     return str(address), number
 
 
+def _asked(head: bytes) -> tuple[bytes, str] | None:
+    """Method and path of a request; None if it is none."""
+    match = _REQUEST.fullmatch(head.partition(b"\r\n")[0])
+    return None if match is None else (match[1], match[2].decode().partition("?")[0])
+
+
 def _json(status: dict[str, object]) -> str:
     return json.dumps(status, indent=2) + "\n"
 
 
 def _packed(reply: _Reply, allow: str = "") -> bytes:
     body = reply.body.encode("utf-8", "replace")
+    more = [f"Content-Length: {len(body)}", *([f"Allow: {allow}"] if allow else [])]
+    return _head(reply.status, reply.kind, more) + body
+
+
+def _head(status: HTTPStatus, kind: str, more: Sequence[str] = ()) -> bytes:
     head = [
-        f"HTTP/1.1 {reply.status.value} {reply.status.phrase}",
-        f"Content-Type: {reply.kind}",
-        f"Content-Length: {len(body)}",
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {kind}",
+        *more,
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
         "Connection: close",
     ]
-    if allow:
-        head.append(f"Allow: {allow}")
-    return "\r\n".join([*head, "", ""]).encode() + body
+    return "\r\n".join([*head, "", ""]).encode()
 
 
 def _name_of(listener: socket.socket) -> str:

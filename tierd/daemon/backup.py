@@ -120,12 +120,15 @@ class WriteQueue:
 
     def got(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Note how the writes of a batch ended."""
-        now = _now() << 1
+        now, records = _now() << 1, self.had.records
         for slot, outcome in zip(slots, outcomes, strict=True):
             self.lacked(space, slot)
+            key = _key(space, slot)
             if outcome is Outcome.STORED:
                 self.stored_blocks += 1
-                self.had.put(_key(space, slot), now | UNREAD)
+                self.had.put(key, now | UNREAD)
+            elif outcome is Outcome.PRESENT:
+                self.had.put(key, now | records.get(key, 0) & UNREAD)
         unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
         self.writes.budget.refund(unwritten * space.slot_bytes)
 

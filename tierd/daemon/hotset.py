@@ -16,8 +16,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,10 +25,11 @@ from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import HotsetConfig
 from tierd.core.host import HostTier
+from tierd.core.prefetch import MS
 from tierd.daemon.inventory import resident
 from tierd.errors import ConfigError
-from tierd.hotset import STEP, Family, Forest, Hot, pieces, read
-from tierd.types import NEVER, Namespace
+from tierd.hotset import Gathered, Hot, HotSet, pieces
+from tierd.types import NEVER
 from tierd.wire.messages import TAUGHT_MAX
 
 log = logging.getLogger("tierd")
@@ -39,42 +39,34 @@ FILE: Final = "hotset.jsonl"
 AGE_S_MAX: Final = 7 * 86_400
 """What has not been used for a week leaves the hot set once L2 lacks it."""
 
+WORK_S: Final = 0.0005
 PAUSE_S: Final = 0.001
-"""A thread that makes a snapshot holds the interpreter for some 0.5 ms, then lets the loop have
-it for so long: 300,000 blocks take three seconds."""
+"""A thread that makes a snapshot holds the interpreter for so long, and then lets the loop have it:
+100,000 blocks take a second."""
 
 STOP_S: Final = 3.0
 """How long a stop waits for its snapshot; without it the last periodic one stays."""
 
 TICK_S: Final = 1.0
 
-Families = dict[tuple[object, ...], tuple[list[Namespace], Forest]]
-"""Namespaces and blocks of each engine, by their family."""
+
+async def next_turn() -> None:
+    """Let the loop do what else it has to."""
+    await asyncio.sleep(0)
 
 
-async def gather(host: HostTier, clock: Clock) -> Families:
+async def gather(
+    host: HostTier, clock: Clock, pause: Callable[[], Awaitable[None]] = next_turn
+) -> Gathered:
     """What L2 has, in slices: blocks that come or go meanwhile may be in it or not."""
-    families: Families = {}
+    gathered = Gathered()
     for space in list(host.spaces.values()):
-        forest = _forest(families, space.namespace)
-        for blocks in resident(space, lambda: clock.monotonic_ns() // 1_000_000):
+        forest = gathered.forest(space.namespace)
+        for blocks in resident(space, lambda: clock.monotonic_ns() // MS):
             for block in blocks:
                 forest.add(*block)
-            await asyncio.sleep(0)
-    return families
-
-
-def runs_in(families: Families) -> list[Family]:
-    """As `tierd.hotset.pieces` takes them."""
-    return [(namespaces, forest.runs()) for namespaces, forest in families.values()]
-
-
-def _forest(families: Families, namespace: Namespace) -> Forest:
-    new: tuple[list[Namespace], Forest] = ([], Forest(namespace.hash_root))
-    namespaces, forest = families.setdefault(namespace.family, new)
-    if namespace not in namespaces:
-        namespaces.append(namespace)
-    return forest
+            await pause()
+    return gathered
 
 
 def state_directory(configured: str, environ: Mapping[str, str]) -> Path | None:
@@ -83,17 +75,21 @@ def state_directory(configured: str, environ: Mapping[str, str]) -> Path | None:
     return Path(named) if named else None
 
 
-@dataclass(slots=True)
-class _Work:
-    """A snapshot that a thread makes. `over` ends it, and what is there stays."""
+class _Pace:
+    """How a thread works: a while, then not. `over`: its work is not wanted any more."""
 
-    families: Families
-    size_bytes: int
-    pause_s: float
-    over: bool = False
-    bad: str = ""
-    """Why the one before could not be taken in."""
-    runs: Counter[str] = field(default_factory=Counter)
+    def __init__(self, pause_s: float) -> None:
+        self.over = False
+        self._pause_s = pause_s
+        self._since_s = time.perf_counter()
+
+    def step(self) -> None:
+        """Between two steps of the work."""
+        if self.over:
+            raise _OverError
+        if self._pause_s and time.perf_counter() - self._since_s > WORK_S:
+            time.sleep(self._pause_s)
+            self._since_s = time.perf_counter()
 
 
 class _OverError(Exception):
@@ -121,8 +117,11 @@ class Snapshots:
         self._wall_s = wall_s
         self._lock_fd: int | None = None
         self._why = ""
-        self._written_ns: int | None = None
-        self._work: _Work | None = None
+        self._written_s: float | None = None
+        self._stopping = False
+        # One at a time; and how the one that is being written does it.
+        self._writing = asyncio.Lock()
+        self._pace = _Pace(PAUSE_S)
 
     # --- life -----------------------------------------------------------------------
 
@@ -150,34 +149,36 @@ class Snapshots:
             self._lock_fd = None
 
     async def run(self) -> None:
-        """Read the snapshot there is, and write one every interval, for ever."""
+        """Read the snapshot there is, and write one every interval, until `finish`."""
         if self._lock_fd is None:
             return
         await self.load()
-        due_s = self._clock.monotonic_ns() / 1e9 + self._config.interval_s
-        while self._config.interval_s:
+        due_s = self._now_s() + self._config.interval_s
+        while self._config.interval_s and not self._stopping:
             await asyncio.sleep(min(TICK_S, self._config.interval_s))
-            if self._clock.monotonic_ns() / 1e9 >= due_s:
-                await self.write()
-                due_s = self._clock.monotonic_ns() / 1e9 + self._config.interval_s
+            if self._now_s() >= due_s and not self._stopping:
+                await self.write(PAUSE_S)
+                due_s = self._now_s() + self._config.interval_s
 
     async def finish(self) -> None:
         """Write one at a stop, if that can be done within STOP_S."""
+        self._stopping = True
         if self._lock_fd is None or not self._config.interval_s:
             return
-        if self._work is not None:
-            self._work.over = True
+        self._pace.over = True  # One that is being written would only delay this one.
         try:
             async with asyncio.timeout(STOP_S):
-                await self.write(pause_s=0.0)
+                await self.write(0.0)
         except TimeoutError:
-            self._failed(f"it took more than {STOP_S:g} s at a stop; an older one stays")
+            self._failed(f"it took more than {STOP_S:g} s at a stop; the one before stays")
 
     def status(self) -> dict[str, object]:
         """For STATUS; no age if none was written yet."""
-        written_ns = self._written_ns
-        age_s = None if written_ns is None else (self._clock.monotonic_ns() - written_ns) / 1e9
+        age_s = None if self._written_s is None else round(self._now_s() - self._written_s, 3)
         return {"age_s": age_s, "why": self._why}
+
+    def _now_s(self) -> float:
+        return self._clock.monotonic_ns() / 1e9
 
     def _failed(self, why: str) -> None:
         self._counters["hotset_failed_total"] += 1
@@ -191,7 +192,7 @@ class Snapshots:
         """Teach the books what the snapshot tells of uses; what is open and what will be."""
         found: list[tuple[Hot, int]] = []
         try:
-            found = await asyncio.to_thread(lambda: list(self._read()))
+            found = await asyncio.to_thread(lambda: list(self._read(_Pace(PAUSE_S))))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -210,16 +211,17 @@ class Snapshots:
             await asyncio.sleep(0)
         log.info("hot set %s: uses of %d blocks are known from it", self._path, blocks)
 
-    def _read(self) -> Iterator[tuple[Hot, int]]:
+    def _read(self, pace: _Pace) -> Iterator[tuple[Hot, int]]:
         """Runs of the snapshot, and how long ago each was used last, as of now. Blocking.
 
         Raises OSError and ConfigError.
         """
         with self._path.open("rb") as file:
-            hot_set = read(file, str(self._path))
+            hot_set = HotSet(file, str(self._path))
             # Never younger: the clock may have been set back.
             passed_s = max(0, int(self._wall_s()) - hot_set.written_s)
             for hot in hot_set:
+                pace.step()
                 yield hot, min(NEVER, hot.run.age_s + passed_s)
 
     def _keep_aside(self, why: str) -> None:
@@ -231,74 +233,58 @@ class Snapshots:
 
     # --- writing --------------------------------------------------------------------
 
-    async def write(self, pause_s: float = PAUSE_S) -> None:
+    async def write(self, pause_s: float) -> None:
         """Write a snapshot in the place of the one before; a failure is told and counted."""
-        size = self._config.size
-        families = await gather(self._host, self._clock)
-        size_bytes = self._host.capacity_bytes if size is None else size
-        self._work = work = _Work(families, size_bytes, pause_s)
-        try:
-            await asyncio.to_thread(partial(self._write, work))
-        except OSError as error:
-            self._failed(str(error))
-        except _OverError:
-            pass
-        else:
-            self._why = ""
-            self._written_ns = self._clock.monotonic_ns()
-            self._counters["hotset_written_total"] += 1
-        finally:
-            work.over = True
-        if work.bad:
-            self._failed(work.bad)
+        async with self._writing:
+            self._pace = pace = _Pace(pause_s)
+            try:
+                gathered = await gather(self._host, self._clock)
+                await asyncio.to_thread(partial(self._write, gathered, pace))
+            except OSError as error:
+                self._failed(str(error))
+            except ConfigError as error:
+                self._keep_aside(str(error))
+            except _OverError:
+                pass
+            else:
+                self._why = ""
+                self._written_s = self._now_s()
+                self._counters["hotset_written_total"] += 1
+            finally:
+                pace.over = True
 
-    def _write(self, work: _Work) -> None:
+    def _write(self, gathered: Gathered, pace: _Pace) -> None:
         """Blocking, but courteous. The file is there whole, or as it was before."""
-        self._take_in_last(work)
-        path, draft = self._path, self._path.with_name(f"{FILE}.new")
+        with contextlib.suppress(FileNotFoundError):
+            self._take_in_last(gathered, pace)
+        size = self._config.size
+        draft = self._path.with_name(f"{FILE}.new")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 for piece in pieces(
-                    runs_in(work.families),
+                    gathered.families(),
                     written_s=int(self._wall_s()),
                     version=__version__,
-                    size_bytes=work.size_bytes,
+                    size_bytes=self._host.capacity_bytes if size is None else size,
                 ):
                     file.write(piece)
-                    _pause(work)
+                    pace.step()
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
+            os.replace(draft, self._path)
+        finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
-            raise
         assert self._lock_fd is not None
         os.fsync(self._lock_fd)
 
-    def _take_in_last(self, work: _Work) -> None:
+    def _take_in_last(self, gathered: Gathered, pace: _Pace) -> None:
         """Add what the snapshot before has, and L2 may lack, as far as it is not too old."""
-        try:
-            for hot, age_s in self._read():
-                if age_s > AGE_S_MAX:
-                    continue
+        for hot, age_s in self._read(pace):
+            if age_s <= AGE_S_MAX:
                 above = hot.run.parent
                 for namespace in hot.namespaces:
-                    forest = _forest(work.families, namespace)
+                    forest = gathered.forest(namespace)
                 for block_hash in hot.run.hashes:
                     forest.add(block_hash, above, hot.run.uses, age_s)
                     above = block_hash
-                _pause(work)
-        except FileNotFoundError:
-            return
-        except ConfigError as error:
-            # It was sound at the start: somebody else has written it.
-            work.bad = str(error)
-            os.replace(self._path, self._path.with_name(f"{FILE}.bad"))
-
-
-def _pause(work: _Work) -> None:
-    if work.over:
-        raise _OverError
-    if work.pause_s:
-        time.sleep(work.pause_s)

@@ -98,11 +98,14 @@ class Inventory:
         if self._listing is not None:
             self._listing.cancel()
 
-    def _answered(self, _: asyncio.Task[None]) -> None:
-        self._answering = None
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        if self._answering is task:
+            self._answering = None
 
     async def _answer(self, call: int) -> None:
         page = await self._pages.get()
+        # Before the answer: whoever has it may ask again before this task is done.
+        self._answering = None
         more = not isinstance(page, str) and len(page) == PAGE_BLOCKS
         if not more:
             self._end()

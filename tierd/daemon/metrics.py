@@ -319,6 +319,15 @@ METRICS: Final[tuple[Metric, ...]] = (
         ("applied", "refused"),
         "Reloads of the configuration: applied, or refused because it was wrong.",
     ),
+    # The hot set in the state directory.
+    _node_counts(
+        "hotset_snapshots_total",
+        "outcome",
+        "hotset_*_total",
+        ("written", "failed"),
+        "Snapshots of the hot set: written, or failed, as `tierd status` and the log say why.",
+    ),
+    _node("hotset_age_seconds", "hotset.age_s", "Time since a snapshot was written last."),
     # What was adopted from the daemon's life before this one.
     _node(
         "adopted_blocks_total",

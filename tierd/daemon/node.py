@@ -30,6 +30,7 @@ from tierd.daemon.copying import Copies
 from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
 from tierd.daemon.explain import Explainer
 from tierd.daemon.flush import Flushes
+from tierd.daemon.hotset import Snapshots
 from tierd.daemon.learning import Learning
 from tierd.daemon.lives import Lives
 from tierd.daemon.lookup import Lookup
@@ -165,6 +166,8 @@ class Node:
             bandwidth_max=copy.bandwidth_max,
             job_timeout_ms=copy.job_timeout_ms,
         )
+        self.snapshots: Snapshots | None = None
+        """What keeps the hot set, where there is a directory for it."""
         self._clock = clock
         self._break_even = BreakEven()
         self._started_ns = clock.monotonic_ns()
@@ -554,6 +557,7 @@ class Node:
                 "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
             },
+            "hotset": {} if self.snapshots is None else self.snapshots.status(),
             "copies": self.copies.status(),
             "storage": [
                 {

@@ -133,10 +133,14 @@ class Orders:
         self._explaining.add_done_callback(self._explained)
 
     async def _explain(self, call: int, digest: bytes, hashes: Sequence[bytes]) -> None:
-        self._send(m.Explained(call, await self._node.explainer.explain(digest, hashes)))
-
-    def _explained(self, _: asyncio.Task[None]) -> None:
+        body = await self._node.explainer.explain(digest, hashes)
+        # Before the answer: whoever has it may ask again before this task is done.
         self._explaining = None
+        self._send(m.Explained(call, body))
+
+    def _explained(self, task: asyncio.Task[None]) -> None:
+        if self._explaining is task:
+            self._explaining = None
 
     def close(self) -> None:
         """The session has ended; the work goes on, but for what only it would have been told."""

@@ -28,6 +28,7 @@ from tierd.config import Config, StorageConfig
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.backends import make_backend
 from tierd.daemon.health import STUCK_S, Health
+from tierd.daemon.hotset import Snapshots, state_directory
 from tierd.daemon.listening import admin_socket, engine_socket
 from tierd.daemon.node import Node
 from tierd.daemon.pressure import ThisMachine
@@ -88,14 +89,20 @@ def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
     # The stacks of all threads, should a service manager lose its patience (SIGABRT).
     faulthandler.enable()
     try:
-        return _serve(load(), signals, manager, load)
+        config = load()
+        state = state_directory(config.state_dir, environ)
+        return _serve(config, signals, manager, load, state)
     except ConfigError as error:
         manager.tell(f"STATUS=refused to start: {error}")
         raise
 
 
 def _serve(
-    config: Config, signals: Signals, manager: ServiceManager, load: Callable[[], Config]
+    config: Config,
+    signals: Signals,
+    manager: ServiceManager,
+    load: Callable[[], Config],
+    state: Path | None,
 ) -> int:
     logs.configure(config.log)
     check_capacity(config.host.capacity)
@@ -110,7 +117,7 @@ def _serve(
         admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        life = _Life(config, signals, manager, load)
+        life = _Life(config, signals, manager, load, state)
         return runner.run(life.run(placement, tiers, listener, admin_listener))
 
 
@@ -123,8 +130,10 @@ class _Life:
         signals: Signals,
         manager: ServiceManager,
         load: Callable[[], Config],
+        state: Path | None,
     ) -> None:
         self._config = config
+        self._state = state
         self._signals = signals
         self._manager = manager
         self._load = load
@@ -162,6 +171,11 @@ class _Life:
                 executor=executor,
             )
             node.lives.begin()
+            if self._state is not None:
+                node.snapshots = Snapshots(
+                    self._state, config.hotset, node.host, clock, node.counters
+                )
+                node.snapshots.open()
             allowed = frozenset(config.allow_uids) or default_allow_uids()
             self._server = Server(node, clock, allowed)
             health = Health(node.memory, _patience_s(self._manager.watchdog_us))
@@ -177,6 +191,8 @@ class _Life:
             finally:
                 node.lives.close()
                 node.memory.arena.close()
+                if node.snapshots is not None:
+                    node.snapshots.close()
         return 0
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -194,6 +210,8 @@ class _Life:
             ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
         )
         self._teller.ready()
+        if node.snapshots is not None:
+            node.spawn(node.snapshots.run, "hotset")
         reloading = asyncio.create_task(self._reload_for_ever(), name="reload")
         try:
             await self._signals.stop.wait()
@@ -225,7 +243,10 @@ class _Life:
         log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
         _exit_after(leave_s)
         self._server.stop_listening()
+        finishing = None if node.snapshots is None else node.spawn(node.snapshots.finish, "hotset")
         left = await node.drain(budget_s, self._signals.stop_now)
+        if finishing is not None:
+            await asyncio.wait([finishing])
         if left:
             log.warning("stopping with %d blocks that were not backed up", left)
         self._server.close()

@@ -210,6 +210,8 @@ class Warmings:
     async def _fill_host(self, warming: Warming) -> None:
         space = warming.space
         await self._proofs.prove(space, self._memory.host.unproven(space, warming.hashes))
+        if space.leaving:
+            self._memory.host.revive(space, warming.hashes)
         items, unproven = space.chain.items, space.unproven
         here = [h for h in warming.fates if (s := items.get(h)) is not None and s not in unproven]
         warming.all_are(here, Warmth.HERE)

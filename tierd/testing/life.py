@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from tierd.config import PrefetchPolicy
@@ -17,6 +19,7 @@ from tierd.core.host import Space
 from tierd.daemon.node import Node
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier, opened
+from tierd.daemon.warming import Pace, Want, Warming
 from tierd.errors import RemoteProtocolError
 from tierd.testing.connection import Connection
 from tierd.testing.faulty import NO_FAULTS, Fault
@@ -245,6 +248,24 @@ class Life:
                 if complete and flush.covers(space.digest) and key not in world.stored:
                     world.fail("a flushed block is still in L2")
         world.counts["complete_flushes" if complete else "other_flushes"] += 1
+
+    async def warm(
+        self, ranks: Sequence[Namespace], hashes: Sequence[bytes], want: Want, deadline_s: float
+    ) -> None:
+        """Warm a chain for those of the ranks that have come, until the deadline at most."""
+        world, warmings = self.world, self.node.warmings
+        pace = Pace()
+        for namespace in ranks:
+            space = self.node.host.spaces.get(namespace.digest)
+            if space is None or not self.accepting:
+                continue
+            warming = Warming(space, hashes, want, pace)
+            end_ns = world.now_ns() + int(deadline_s * 1e9)
+            run = partial(warmings.run, warming, deadline_s)
+            await asyncio.wait([self.node.spawn(run, "warm order")])
+            if world.now_ns() > end_ns + 1_000_000:
+                world.fail("a warm-up did not keep its deadline")
+            world.counts["warmed_blocks"] += len(warming.which(m.Warmth.BROUGHT))
 
     def check_back(self, number: int) -> None:
         """A tier whose outage is over, and that has no other faults, must be in use again."""

@@ -19,6 +19,7 @@ from typing import Final
 from tierd.backend import verify_block
 from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
 from tierd.daemon.node import HOUSEKEEPING_S
+from tierd.daemon.warming import Want
 from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
 from tierd.testing.engine import Engine, Habits, Link
@@ -45,6 +46,9 @@ PATIENT_MS: Final = 60_000
 
 FLUSH_CHANCE: Final = 0.3
 """Worlds in which an operator flushes."""
+
+WARM_CHANCE: Final = 0.3
+"""Worlds in which an operator warms."""
 
 _ROT: Final = (
     Fault.FLIP_PAYLOAD,
@@ -233,6 +237,7 @@ async def _lives(world: World, plan: Plan) -> None:
         for number, tier in enumerate(plan.tiers):
             group.create_task(_outages(world, number, tier, over))
         group.create_task(_flushes(world, plan, over))
+        group.create_task(_warms(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
@@ -283,6 +288,20 @@ async def _flushes(world: World, plan: Plan, over: asyncio.Event) -> None:
         if life is not None and life.accepting:
             digest = random.choice(random.choice(plan.engines)).digest
             await life.flush(digest.hex() if random.random() < 0.7 else "")
+
+
+async def _warms(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """Warm what engines have computed, into L2 or a tier, in some of the worlds."""
+    random = Random(f"warms of {world.seed}")
+    if random.random() > WARM_CHANCE:
+        return
+    while not over.is_set():
+        await _sleep_until(over, random.expovariate(1 / 0.1))
+        life = world.life
+        if life is not None and life.accepting and world.chains:
+            ranks, chain = random.choice(plan.engines), random.choice(world.chains)
+            want = Want(random.randint(0, len(plan.tiers)), verify=random.random() < 0.3)
+            await life.warm(ranks, chain, want, random.expovariate(1 / 0.5))
 
 
 async def _sleep_until(over: asyncio.Event, seconds: float) -> None:

@@ -44,7 +44,6 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
     engine = Engine(url, ENGINE_S)
     try:
         version = engine.version()
-        engine.text("/health")
         models = engine.models()
         metrics = engine.text("/metrics")
     except EngineAwayError as error:
@@ -68,6 +67,7 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
         )
         return
     yield Finding(Level.OK, "engine", "engine", f"vLLM {version} answers at {url}")
+    yield from _health(engine)
     yield from _settings(metrics)
     if status is None:
         return  # That no daemon answers is a finding already.
@@ -85,6 +85,20 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
             f"no prompt could be tried: {error}",
             "whether engine and tierd mean the same by a block is not known",
             "try again when the engine is idle; it must serve /v1/completions",
+        )
+
+
+def _health(engine: Engine) -> Iterator[Finding]:
+    try:
+        engine.text("/health")
+    except (EngineAwayError, EngineRefusedError) as error:
+        yield Finding(
+            Level.FAULT,
+            "engine",
+            "engine_sick",
+            f"/health says that it does not work: {error}",
+            "its core has died, and only its HTTP server still answers",
+            "see its log, and restart it",
         )
 
 

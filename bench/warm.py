@@ -1,0 +1,224 @@
+"""Warming 10,000 blocks from a file tier, against fio on the same disk, and what engines feel of it.
+
+Speed: a daemon that has just started has the blocks in its tier and none in host memory, and is
+told to warm them as `tierd warm` does. fio reads as many bytes, direct, with the same block size
+and as many threads, before and after each warm: the raw limit.
+
+Engines: a client asks for prefixes as an engine does, half of them from host memory and half from
+the tier, and copies them out, with a pause between as for computing; in turns while nothing
+else happens and while blocks are being warmed. Told is the mean time of both kinds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.common import write_result
+from tests.daemon_process import DaemonProcess
+from tests.page_engine import chain, content, namespace, parents_of
+from tierd.cli.operator import Operator
+from tierd.client import Client, Handle
+from tierd.wire.messages import Warmth
+
+BLOCK_BYTES = 256 << 10
+BLOCKS = 10_000
+ROUNDS = 5
+THREADS = 4
+PER_CALL = 512
+IN_FLIGHT = 4
+TARGET_RATIO, TARGET_SLOWER = 0.85, 1.05
+PREFIX = 64
+"""Blocks of one load of an engine: 16 MiB."""
+
+PREFIXES = 40
+"""As many in each tier."""
+
+WINDOW_S = 5.0
+WINDOWS = 6
+COMPUTING_S = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", help="folder on the disk to measure; default: temporary")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=arguments.scratch) as scratch:
+        folder = Path(scratch)
+        storage = (
+            f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{folder / "store"}"\n'
+            'capacity = "5GiB"\nreserve_free = "0"\nwrite_policy = "write_through"\n'
+            'write_queue = "1GiB"\nfill_from_lower = false\n'
+        )
+        daemon = DaemonProcess(folder / "daemon", capacity="4GiB", storage=storage)
+        with daemon:
+            _fill(daemon)
+            results = {
+                "10,000 blocks of 256 KiB": _speed(daemon, folder),
+                "loads of an engine meanwhile": _slower(daemon),
+            }
+    write_result("warm", results)  # type: ignore[arg-type]
+
+
+def _space(tag: str = "bench"):  # type: ignore[no-untyped-def]
+    return namespace(block_bytes=BLOCK_BYTES, model=tag)
+
+
+def _fill(daemon: DaemonProcess) -> None:
+    """Have all that is warmed or loaded in the tier."""
+    daemon.wait_tier("disk", "ready")
+    client = daemon.client()
+    for tag, chains in (("bench", ["warm"]), ("engine", _prefixes())):
+        handle = client.register(_space(tag))
+        for name in chains:
+            hashes = chain(name, BLOCKS if name == "warm" else PREFIX)
+            links = list(zip(hashes, parents_of(hashes), strict=True))
+            payload = bytearray(content(hashes[0], BLOCK_BYTES))
+            for at in range(0, len(links), PER_CALL):
+                stored = client.put(handle, [(h, p, payload) for h, p in links[at : at + PER_CALL]])
+                assert all(stored)
+                daemon.wait_backed_up()
+    client.close()
+
+
+def _prefixes() -> list[str]:
+    return [f"engine {number}" for number in range(PREFIXES)]
+
+
+def _speed(daemon: DaemonProcess, folder: Path) -> dict[str, object]:
+    hashes = chain("warm", BLOCKS)
+    raw, warm = [_fio(folder)], []
+    for _ in range(ROUNDS):
+        daemon.stop()
+        daemon.start()
+        daemon.wait_tier("disk", "ready")
+        began = time.perf_counter()
+        outcomes = _warm(daemon, hashes)
+        warm.append(time.perf_counter() - began)
+        assert outcomes == bytes([Warmth.BROUGHT]) * BLOCKS
+        raw.append(_fio(folder))
+    size_gb = BLOCKS * BLOCK_BYTES / 1e9
+    ratio = statistics.median(raw) / statistics.median(warm)
+    report: dict[str, object] = {
+        "ratio_to_fio": round(ratio, 3),
+        "target": TARGET_RATIO,
+        "gb_s_runs": [round(size_gb / each, 2) for each in warm],
+        "fio_gb_s_runs": [round(size_gb / each, 2) for each in raw],
+    }
+    print(report, flush=True)
+    return report
+
+
+def _warm(daemon: DaemonProcess, hashes: Sequence[bytes]) -> bytes:
+    """The outcome of each block."""
+    answers: dict[int, bytes] = {}
+    with Operator(daemon.socket, "bench") as operator:
+        handle = operator.register(_space())
+        begun = []
+        for at in range(0, len(hashes), PER_CALL):
+            if len(begun) - len(answers) == IN_FLIGHT:
+                _answer(operator, answers)
+            part = hashes[at : at + PER_CALL]
+            begun.append(operator.begin_warm(handle, part, deadline_s=120.0))
+        while len(answers) < len(begun):
+            _answer(operator, answers)
+    return b"".join(answers[call] for call in begun)
+
+
+def _answer(operator: Operator, answers: dict[int, bytes]) -> None:
+    answer = operator.next_warmed(120.0)
+    assert answer is not None
+    answers[answer.call] = answer.outcomes
+
+
+def _fio(folder: Path) -> float:
+    """Seconds to read as many bytes; the better of its two engines."""
+    return min(_fio_run(folder, engine) for engine in ("psync", "io_uring"))
+
+
+def _fio_run(folder: Path, engine: str) -> float:
+    jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
+    size = BLOCKS * BLOCK_BYTES // jobs
+    command = [
+        *("fio", "--name=bench", f"--filename={folder / 'fio.data'}", "--rw=read"),
+        *(f"--ioengine={engine}", f"--bs={BLOCK_BYTES}", f"--size={size}"),
+        *(f"--offset_increment={size}", f"--numjobs={jobs}", f"--iodepth={depth}"),
+        *("--direct=1", "--thread", "--group_reporting", "--output-format=json"),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    [job] = json.loads(done.stdout)["jobs"]
+    assert job["read"]["io_bytes"] == BLOCKS * BLOCK_BYTES
+    return float(job["read"]["io_bytes"] / job["read"]["bw_bytes"])
+
+
+# --- what engines feel -----------------------------------------------------------------
+
+
+def _slower(daemon: DaemonProcess) -> dict[str, object]:
+    hashes = chain("warm", BLOCKS)
+    times: dict[str, dict[str, list[float]]] = {"quiet": {}, "warming": {}}
+    warmed = 0
+    for number in range(2 * WINDOWS):
+        kind = ("quiet", "warming")[(number + number // 2) % 2]
+        daemon.stop()
+        daemon.start()
+        daemon.wait_tier("disk", "ready")
+        client = daemon.client()
+        handle = client.register(_space("engine"))
+        operator = Operator(daemon.socket, "bench")
+        if kind == "warming":
+            warm_handle = operator.register(_space())
+            for at in range(0, 16 * PER_CALL, PER_CALL):
+                operator.begin_warm(warm_handle, hashes[at : at + PER_CALL], deadline_s=WINDOW_S)
+        _load_for(client, handle, times[kind])
+        if kind == "warming":
+            counters = client.status()["counters"]
+            assert isinstance(counters, dict)
+            answers = [operator.next_warmed(5.0) for _ in range(16)]
+            warmed += sum(a.outcomes.count(Warmth.BROUGHT) for a in answers if a is not None)
+        operator._sock.close()
+        client.close()
+    report: dict[str, object] = {"blocks warmed meanwhile": warmed}
+    for kind in times["quiet"]:
+        quiet, warming = (statistics.mean(times[each][kind]) for each in ("quiet", "warming"))
+        report[kind] = {
+            "slower": round(warming / quiet, 3),
+            "target": TARGET_SLOWER,
+            "quiet_ms": round(1e3 * quiet, 2),
+            "warming_ms": round(1e3 * warming, 2),
+            "quiet_median_ms": round(1e3 * statistics.median(times["quiet"][kind]), 2),
+            "warming_median_ms": round(1e3 * statistics.median(times["warming"][kind]), 2),
+            "loads": [len(times["quiet"][kind]), len(times["warming"][kind])],
+        }
+    print(report, flush=True)
+    return report
+
+
+def _load_for(client: Client, handle: Handle, times: dict[str, list[float]]) -> None:
+    """Load prefixes as an engine does, for a while: each first from the tier, then from memory."""
+    names = _prefixes()
+    random.shuffle(names)
+    end = time.perf_counter() + WINDOW_S
+    for name in names:
+        hashes = chain(name, PREFIX)
+        for kind in ("from the tier", "from host memory"):
+            if time.perf_counter() > end:
+                return
+            time.sleep(COMPUTING_S)
+            began = time.perf_counter()
+            views = client.get(handle, hashes, 5000)
+            for view in views:
+                bytes(view)
+            times.setdefault(kind, []).append(time.perf_counter() - began)
+            assert len(views) == PREFIX
+
+
+if __name__ == "__main__":
+    main()

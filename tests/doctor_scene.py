@@ -1,0 +1,79 @@
+"""What tests of `tierd doctor` share: a daemon, and the command's findings by code."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import blocks
+from tests.daemon_process import DaemonProcess
+from tierd.cli.checks import storage
+from tierd.cli.checks.finding import Finding, Level
+from tierd.cli.main import main
+from tierd.client import Client, Handle
+from tierd.hashing import root_hash
+from tierd.types import Namespace
+
+ROOT = root_hash()
+
+Examine = Callable[..., dict]
+
+
+def namespace(**changes: object) -> Namespace:
+    """Of an engine whose hashes can be computed."""
+    return blocks.namespace(hash_scheme="vllm-sha256-cbor-tagged", **{"hash_root": ROOT, **changes})
+
+
+def codes(findings: Sequence[Finding]) -> dict[str, Level]:
+    """The level of each kind of finding."""
+    return {finding.code: finding.level for finding in findings}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; an assertion if it never does."""
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def register(client: Client, space: Namespace) -> Handle:
+    """A handle that the daemon has accepted."""
+    handle = client.register(space)
+
+    def accepted() -> bool:
+        client.wait(0.05)
+        return handle.ready
+
+    wait_for(accepted)
+    return handle
+
+
+def running(directory: Path) -> DaemonProcess:
+    """A daemon without tiers, to be entered."""
+    return DaemonProcess(directory, capacity="64MiB", storage="")
+
+
+def examiner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Examine:
+    """Run the command; its findings by code, with the exit status under "rc"."""
+    monkeypatch.delenv("TIERD_SOCKET", raising=False)
+    monkeypatch.setattr(storage, "SPEED_BYTES", 4 << 20)
+
+    def run(*words: str, socket: str = "", tiers: str = "", config: Path | None = None) -> dict:
+        if config is None:
+            config = tmp_path / "tierd.toml"
+            config.write_text(
+                f'socket = "{socket or tmp_path / "none.sock"}"\n[host]\ncapacity = "64MiB"\n'
+                f"{tiers}"
+            )
+        rc = main(["doctor", "--json", "--config", str(config), *words])
+        told = json.loads(capsys.readouterr().out)
+        return {"rc": rc, **{each["code"]: each for each in told["findings"]}}
+
+    return run

@@ -1,0 +1,363 @@
+"""`tierd hotset`: write down which prefixes are worth having, teach them, and look at them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+from tierd import __version__
+from tierd.cli.operator import Operator, add_socket, tables
+from tierd.cli.text import duration, printable, size
+from tierd.errors import ConfigError, TierdError
+from tierd.hotset import Gathered, Hot, HotSet, merged, pieces
+from tierd.sizes import parse_size
+from tierd.types import DIGEST_BYTES, NEVER
+from tierd.wire import messages as m
+
+PREFIX_MIN: Final = 8
+"""Digits of a digest that are enough to mean one namespace."""
+
+SHOWN: Final = 20
+"""Runs in a table, unless said otherwise."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "hotset",
+        help="write, teach or show the prefixes that are worth having",
+        description="A hot set names the prefixes that are worth having, most worth first, and "
+        "holds none of their bytes: `tierd warm --hotset FILE` brings those.",
+    )
+    commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    status = "Exit status: 0 done, 1 no daemon answers, 2 wrong usage, or no sound hot set."
+    export = commands.add_parser(
+        "export",
+        help="write down what a daemon has",
+        description="Write the hot set of what host memory has, or a tier.",
+        epilog=status,
+    )
+    _add_source(export)
+    export.add_argument("--size", metavar="SIZE", help="no more than this of blocks, as in 100GiB")
+    export.add_argument(
+        "-o", "--output", default="-", metavar="FILE", help="where to; default: -, standard output"
+    )
+    export.set_defaults(run=_export)
+    teach = commands.add_parser(
+        "import",
+        help="tell a daemon what was hot elsewhere",
+        description="Teach a daemon a hot set: its blocks count as used as they were where it was "
+        "written. Host memory keeps such blocks longer; it is brought none.",
+        epilog=status,
+    )
+    teach.add_argument("file", metavar="FILE", help="a hot set; -: standard input")
+    teach.set_defaults(run=_import)
+    show = commands.add_parser(
+        "show",
+        help="show a hot set",
+        description="Show a hot set, of a file, or of what a daemon has now.",
+        epilog=status,
+    )
+    show.add_argument(
+        "file", nargs="?", metavar="FILE", help="a hot set; -: standard input; without: the daemon"
+    )
+    _add_source(show)
+    show.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help=f"no more runs; default: {SHOWN}, all of them as JSON",
+    )
+    show.set_defaults(run=_show)
+    for command in (teach, show):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    for command in (export, teach, show):
+        add_socket(command)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--namespace",
+        action="append",
+        metavar="DIGEST",
+        help=f"only those whose digest begins so (at least {PREFIX_MIN} digits); may be repeated",
+    )
+    parser.add_argument("--from", dest="tier", metavar="TIER", help="of this tier, not host memory")
+
+
+# --- export -----------------------------------------------------------------------------
+
+
+def _export(args: argparse.Namespace) -> int:
+    """Write it; the exit status."""
+    size_bytes = None if args.size is None else parse_size(args.size)
+
+    def write(file: BinaryIO) -> None:
+        for piece in pieces(
+            gathered.families(),
+            written_s=int(time.time()),
+            version=__version__,
+            size_bytes=size_bytes,
+        ):
+            file.write(piece)
+
+    try:
+        gathered = _of_daemon(args)
+    except ConfigError:
+        raise
+    except TierdError as error:
+        return _failed(error)
+    if args.output == "-":
+        write(sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return 0
+    path = Path(args.output)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return 0
+
+
+def _of_daemon(args: argparse.Namespace) -> Gathered:
+    """What a daemon has. Raises ConfigError and what `Operator` does."""
+    gathered = Gathered()
+    with Operator(args.socket, "tierd hotset") as operator:
+        status = operator.status()
+        source = _source(args.tier, status)
+        for digest in _chosen(args.namespace, status):
+            forest = gathered.forest(operator.describe(digest))
+            for page in operator.inventory(digest, source):
+                hashes, parents = m.split_hashes(page.hashes), m.split_hashes(page.parents)
+                uses, ages_s = m.unpack_slots(page.uses), m.unpack_slots(page.ages_s)
+                for block in zip(hashes, parents, uses, ages_s, strict=True):
+                    forest.add(*block)
+    return gathered
+
+
+def _source(name: str | None, status: dict[str, object]) -> int:
+    names = [str(tier["name"]) for tier in tables(status["storage"])]
+    if name is not None and name not in names:
+        known = ", ".join(map(printable, names)) or "none"
+        raise ConfigError(f"no tier is named {name!r}; there are {known}")
+    return 0 if name is None else names.index(name) + 1
+
+
+def _chosen(prefixes: Sequence[str] | None, status: dict[str, object]) -> list[bytes]:
+    """Digests of the namespaces that a daemon knows and that are wanted."""
+    known = {str(space["digest"]): space for space in tables(status["namespaces"])}
+    for prefix in prefixes or ():
+        if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", prefix, re.ASCII):
+            raise ConfigError(
+                f"--namespace takes {PREFIX_MIN} to {2 * DIGEST_BYTES} digits of a digest"
+            )
+        if not any(digest.startswith(prefix) for digest in known):
+            told = [
+                f"{digest} ({printable(space['model'])}, rank {space['tp_rank']})"
+                for digest, space in known.items()
+            ]
+            raise ConfigError(
+                f"tierd knows no namespace {prefix}; it knows {', '.join(told) or 'none'}"
+            )
+    return [
+        bytes.fromhex(digest)
+        for digest in known
+        if prefixes is None or digest.startswith(tuple(prefixes))
+    ]
+
+
+# --- import -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Taught:
+    """What an import came to, for each namespace."""
+
+    blocks: int = 0
+    here: int = 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    """Teach it; the exit status."""
+    with _opened(args.file) as file:
+        hot_set = HotSet(file, args.file)
+        # All of it before any is taught: half a hot set is worse than a message.
+        runs = list(hot_set)
+    passed_s = max(0, int(time.time()) - hot_set.written_s)
+    taught: dict[bytes, _Taught] = {}
+    try:
+        with Operator(args.socket, "tierd hotset") as operator:
+            handles: dict[bytes, int] = {}
+            # The least worth first: a book that is full forgets what it was taught of first.
+            for spaces, run in reversed(runs):
+                for space in spaces:
+                    taught.setdefault(space.digest, _Taught()).blocks += len(run.hashes)
+                # Ranks share what is known of uses.
+                digest = spaces[0].digest
+                if digest not in handles:
+                    handles[digest] = operator.register(spaces[0])
+                count = len(run.hashes)
+                age_s = min(NEVER, run.age_s + passed_s)
+                operator.teach(handles[digest], run.hashes, [run.uses] * count, [age_s] * count)
+            for digest, counts in taught.items():
+                here = {
+                    block_hash
+                    for page in operator.inventory(digest, 0)
+                    for block_hash in m.split_hashes(page.hashes)
+                }
+                for spaces, run in runs:
+                    if any(space.digest == digest for space in spaces):
+                        counts.here += sum(block_hash in here for block_hash in run.hashes)
+    except ConfigError:
+        raise
+    except TierdError as error:
+        return _failed(error)
+    _tell_taught(args, hot_set, taught)
+    return 0
+
+
+def _tell_taught(args: argparse.Namespace, hot_set: HotSet, taught: dict[bytes, _Taught]) -> None:
+    if args.json:
+        told = {
+            digest.hex(): {"blocks": counts.blocks, "in_host_memory": counts.here}
+            for digest, counts in taught.items()
+        }
+        print(json.dumps({"namespaces": told}, indent=2))
+        return
+    for digest, counts in taught.items():
+        model = printable(hot_set.namespaces[digest].model)
+        print(
+            f"namespace {digest.hex()}, {model}: {counts.blocks} blocks, of which host memory has "
+            f"{counts.here}"
+        )
+    if any(counts.here < counts.blocks for counts in taught.values()):
+        print(f"`tierd warm --hotset {args.file}` brings the others, as far as a tier has them")
+
+
+# --- show -------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    runs: Iterator[Hot]
+    written_s: int
+    version: str
+
+
+def _show(args: argparse.Namespace) -> int:
+    """Print it; the exit status."""
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError("--limit must be at least 1")
+    if args.file is not None:
+        if args.namespace or args.tier:
+            raise ConfigError("--namespace and --from ask a daemon; a file is shown as it is")
+        with _opened(args.file) as file:
+            hot_set = HotSet(file, args.file)
+            _print(args, _Source(iter(hot_set), hot_set.written_s, hot_set.version))
+        return 0
+    try:
+        gathered = _of_daemon(args)
+    except ConfigError:
+        raise
+    except TierdError as error:
+        return _failed(error)
+    runs = (hot for hot in merged(gathered.families()) if hot is not None)
+    _print(args, _Source(runs, int(time.time()), __version__))
+    return 0
+
+
+def _print(args: argparse.Namespace, source: _Source) -> None:
+    limit = args.limit if args.limit is not None else None if args.json else SHOWN
+    shown: list[Hot] = []
+    runs = blocks = size_bytes = 0
+    for hot in source.runs:
+        if limit is None or runs < limit:
+            shown.append(hot)
+        runs += 1
+        blocks += len(hot.run.hashes)
+        size_bytes += hot.size_bytes
+    if args.json:
+        whole = {"runs": runs, "blocks": blocks, "bytes": size_bytes}
+        head = {"written": source.written_s, "version": source.version, **whole}
+        print(json.dumps({**head, "shown": [*map(_object, shown)]}, indent=2))
+        return
+    table: list[tuple[str, ...]] = [
+        ("", "namespace", "tokens", "blocks", "bytes", "uses", "age", "first hash")
+    ]
+    table += [(str(number), *_row(hot)) for number, hot in enumerate(shown, 1)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [
+            cell.ljust(width) if at in (1, 7) else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    age_s = max(0, int(time.time()) - source.written_s)
+    more = f", of which {len(shown)} are shown" if len(shown) < runs else ""
+    print(
+        f"{runs} runs{more}, {blocks} blocks, {size(size_bytes)}; written {duration(age_s)} ago "
+        f"by tierd {printable(source.version)}"
+    )
+
+
+def _row(hot: Hot) -> tuple[str, ...]:
+    run = hot.run
+    first = hot.namespaces[0]
+    ranks = f" and {len(hot.namespaces) - 1} more" if len(hot.namespaces) > 1 else ""
+    return (
+        f"{first.digest.hex()[:8]}{ranks} ({printable(first.model)[:40]})",
+        str(hot.tokens),
+        str(len(run.hashes)),
+        size(hot.size_bytes),
+        str(run.uses),
+        "-" if run.age_s == NEVER else duration(run.age_s),
+        run.hashes[0].hex()[:16],
+    )
+
+
+def _object(hot: Hot) -> dict[str, object]:
+    run = hot.run
+    return {
+        "namespaces": [space.digest.hex() for space in hot.namespaces],
+        "model": hot.namespaces[0].model,
+        "tokens": hot.tokens,
+        "blocks": len(run.hashes),
+        "bytes": hot.size_bytes,
+        "uses": run.uses,
+        "age_s": None if run.age_s == NEVER else run.age_s,
+        "first_hash": run.hashes[0].hex(),
+        "last_hash": run.hashes[-1].hex(),
+    }
+
+
+# --- both -------------------------------------------------------------------------------
+
+
+def _opened(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    """A file, or standard input. Raises ConfigError."""
+    if name == "-":
+        return contextlib.nullcontext(sys.stdin.buffer)
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+
+
+def _failed(error: TierdError) -> int:
+    print(f"tierd: {error}", file=sys.stderr)
+    return 1
