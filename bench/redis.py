@@ -33,12 +33,11 @@ from tierd.backend import (
     HEADER_BYTES,
     BlockHeader,
     GetRequest,
-    Outcome,
     PutRequest,
     checksum,
     pack_header,
 )
-from tierd.daemon.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX
+from tierd.cli.speed import get_all, put_all
 from tierd.mapping import SharedMapping
 from tierd.types import PAGE_BYTES, BlockKey
 from tierd_backends._redis_options import RedisOptions
@@ -78,6 +77,14 @@ class Blocks:
         self.headers = [
             pack_header(BlockHeader(BlockKey(NAMESPACE, name), bytes(32), block_bytes, digest))
             for name, digest in zip(self.hashes, self.sums, strict=True)
+        ]
+        self.puts = [
+            PutRequest(name, bytes(32), digest, view, block_bytes)
+            for name, digest, view in zip(self.hashes, self.sums, self.views, strict=True)
+        ]
+        self.gets = [
+            GetRequest(name, view, block_bytes)
+            for name, view in zip(self.hashes, self.views, strict=True)
         ]
         self.gigabytes = count * block_bytes / 1e9
 
@@ -153,8 +160,8 @@ def measure(
             blocks.fill()
             timed("raw put", raw.put)
             admin.flushall(asynchronous=False)
-            timed("tier put", lambda: runner.run(put_all(backend, blocks)))
-            timed("tier get", lambda: runner.run(get_all(backend, blocks)))
+            timed("tier put", lambda: runner.run(put_all(backend, NAMESPACE, blocks.puts, CALLS)))
+            timed("tier get", lambda: runner.run(get_all(backend, NAMESPACE, blocks.gets, CALLS)))
             timed("raw get", raw.get)
             timed("raw get, summed", lambda: raw.get(summed=True))
             timed("redis-py get", lambda: runner.run(plain_get(client, blocks, flight)))
@@ -267,43 +274,6 @@ class Raw:
     def _get_summed(self, sock: socket.socket, number: int) -> None:
         self._get(sock, number)
         checksum(self._blocks.views[number])
-
-
-async def put_all(backend: RedisBackend, blocks: Blocks) -> None:
-    async def put(start: int, stop: int) -> None:
-        requests = [
-            PutRequest(
-                blocks.hashes[i], bytes(32), blocks.sums[i], blocks.views[i], blocks.block_bytes
-            )
-            for i in range(start, stop)
-        ]
-        outcomes = await backend.put_many(NAMESPACE, requests)
-        assert set(outcomes) == {Outcome.STORED}
-
-    await in_batches(blocks, put)
-
-
-async def get_all(backend: RedisBackend, blocks: Blocks) -> None:
-    async def get(start: int, stop: int) -> None:
-        requests = [
-            GetRequest(blocks.hashes[i], blocks.views[i], blocks.block_bytes)
-            for i in range(start, stop)
-        ]
-        results = await backend.get_into(NAMESPACE, requests)
-        assert all(result.outcome is Outcome.HIT for result in results)
-
-    await in_batches(blocks, get)
-
-
-async def in_batches(blocks: Blocks, call) -> None:
-    size = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // blocks.block_bytes))
-    starts = iter(range(0, len(blocks.keys), size))
-
-    async def work() -> None:
-        for start in starts:
-            await call(start, min(start + size, len(blocks.keys)))
-
-    await asyncio.gather(*(work() for _ in range(CALLS)))
 
 
 async def plain_get(client: Redis, blocks: Blocks, flight: int) -> None:

@@ -25,7 +25,8 @@ Examine = Callable[..., dict]
 
 def namespace(**changes: object) -> Namespace:
     """Of an engine whose hashes can be computed."""
-    return blocks.namespace(hash_scheme="vllm-sha256-cbor-tagged", **{"hash_root": ROOT, **changes})
+    fields = {"hash_scheme": "vllm-sha256-cbor-tagged", "hash_root": ROOT, **changes}
+    return blocks.namespace(4096, **fields)
 
 
 def codes(findings: Sequence[Finding]) -> dict[str, Level]:

@@ -427,7 +427,7 @@ class FakeClient:
     ) -> FakeReservation | None:
         if self.daemon.reserve_gate is not None:
             self.daemon.reserve_gate.wait(5)
-        if not self.connected:
+        if not self.connected or not handle.ready:
             return None
         slots: list[int | None] = []
         views: list[memoryview | None] = []

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
@@ -93,7 +94,7 @@ class FakeEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> FakeEngine:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -418,6 +418,18 @@ def test_memory_that_was_lent_is_not_taken_back_by_faulting_it_in(tmp_path: Path
         assert served(second, two, stored) == 3
 
 
+def test_who_stores_nothing_takes_no_memory(tmp_path: Path) -> None:
+    """Each LoRA adapter that an engine's scheduler knows would take a segment, also unused."""
+    with small(tmp_path) as process, contextlib.ExitStack() as stack:
+        client = Client(process.socket, name="scheduler", map_segments=False)
+        stack.callback(client.close)
+        registered(client, client.register(blocks.namespace(MIB, model="one")))
+        assert host_status(client)["allocated_bytes"] == 0
+        worker = stack.enter_context(connected(process))
+        registered(worker, worker.register(blocks.namespace(MIB, model="one")))
+        assert host_status(client)["allocated_bytes"] > 0
+
+
 def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
     """Memory is lent to another engine by moving blocks: one slip is a wrong byte."""
     storage = f'[[storage]]\ntype = "file"\npath = "{tmp_path}/f"\ncapacity = "64MiB"\n'

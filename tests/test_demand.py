@@ -51,6 +51,19 @@ def test_tokens_are_counted_where_they_came_from() -> None:
     run(test)
 
 
+def test_the_speed_that_an_engine_told_last_is_known() -> None:
+    """`tierd bench` and `tierd doctor` would not know what a tier has to beat."""
+
+    async def test(bench: Bench) -> None:
+        node, space = bench.node, bench.space
+        hashes = bench.store(2)
+        for told, known in ((0, 0), (500, 500), (400, 400), (0, 400)):
+            node.acquire_now(1, [space], hashes, told)
+            assert node.demand.status()[0]["prefill_tokens_per_s"] == known
+
+    run(test)
+
+
 def test_a_request_to_several_ranks_has_its_tokens_once() -> None:
     """The hit ratio would be right and the prefill saved eight times too long."""
 

@@ -74,11 +74,9 @@ def test_a_sound_node_has_no_findings_and_nothing_is_left(
     assert os.listdir(store) == []
 
 
-def test_json_has_its_documented_fields(
-    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_its_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that reads the findings would break with the next release."""
-    rc = main(["doctor", "--json", "--config", "/nowhere.toml", "--socket", daemon.socket])
+    rc = main(["doctor", "--json", "--config", "/nowhere.toml", "--socket", "/nowhere.sock"])
     told = json.loads(capsys.readouterr().out)
     assert rc == 1
     assert told.keys() == {"schema", "counts", "findings"}
@@ -99,14 +97,15 @@ def test_text_says_what_why_and_what_to_do(
     """Somebody at 3 a.m. would have to know what a code means; a name could rule the terminal."""
     body = {**status, "version": "\x1b[31m9.9"}
     with FakeDaemon(tmp_path / "fake.sock", body):
-        words = ["--config", "/nowhere.toml", "--socket", str(tmp_path / "fake.sock")]
+        (tmp_path / "tierd.toml").write_text("capacity")
+        words = ["--config", str(tmp_path / "tierd.toml"), "--socket", str(tmp_path / "fake.sock")]
         assert main(["doctor", *words]) == 1
     text = capsys.readouterr().out
     lines = text.splitlines()
-    assert lines[0].startswith("fault   configuration: cannot read /nowhere.toml")
+    assert lines[0].startswith(f"fault   configuration: {tmp_path / 'tierd.toml'}: ")
     assert lines[1].startswith("        why:  ")
     assert lines[2].startswith("        do:   ")
-    assert lines[-1].startswith("1 faults, ")
+    assert lines[-1].startswith("1 fault, ")
     assert "\x1b" not in text
 
 
@@ -144,11 +143,12 @@ def test_a_look_that_hangs_is_a_finding_and_the_others_are_told(
     assert not ended
 
 
-def test_what_vanishes_under_a_look_is_no_traceback() -> None:
-    """A file that goes between two looks would end the command."""
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), KeyError("field")])
+def test_what_cannot_be_looked_at_is_no_traceback(error: Exception) -> None:
+    """A file that goes between two looks, or an older daemon's status, would end the command."""
 
     def look() -> list[Finding]:
-        raise FileNotFoundError("gone")
+        raise error
 
     [found] = gather([("a", look)], 5.0)
     assert (found.code, found.level) == ("unseen", Level.WARNING)
@@ -168,6 +168,29 @@ def test_a_broken_configuration_is_told_and_the_daemon_still_looked_at(
     assert found["config"]["level"] == "fault"
     assert "did you mean host.capacity" in found["config"]["what"]
     assert found["answers"]["level"] == "ok"
+
+
+def test_a_configuration_that_may_not_be_read_is_no_fault(
+    daemon: DaemonProcess, examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user but root would be told that the node is broken."""
+
+    def closed(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    found = examine("--socket", daemon.socket, config=Path("/closed.toml"))
+    assert found["config_unseen"]["level"] == "note"
+    assert found["answers"]["level"] == "ok"
+
+
+def test_a_daemon_with_another_configuration_is_no_fault(
+    daemon: DaemonProcess, examine: Examine
+) -> None:
+    """Whoever names only a socket would be told that the node is broken."""
+    found = examine("--socket", daemon.socket, config=Path("/nowhere.toml"))
+    assert found["config_unseen"]["level"] == "note"
+    assert found["rc"] != 1
 
 
 def test_no_socket(examine: Examine) -> None:
@@ -251,7 +274,12 @@ def test_a_user_who_may_not_connect(daemon: DaemonProcess, examine: Examine) -> 
     assert found["user_denied"]["level"] == "fault"
     assert found["user_not_allowed"]["level"] == "fault"
     assert "65534" in found["user_not_allowed"]["do"]
-    assert "user_denied" not in examine("--user", "root", socket=daemon.socket)
+    mode = os.stat(daemon.socket).st_mode
+    os.chmod(daemon.socket, 0)
+    try:
+        assert "user_denied" not in examine("--user", "root", socket=daemon.socket)
+    finally:
+        os.chmod(daemon.socket, mode)
 
 
 def test_engines_that_cannot_share(daemon: DaemonProcess, examine: Examine) -> None:

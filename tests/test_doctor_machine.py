@@ -174,8 +174,8 @@ def test_a_disk_slower_than_the_engine(examine: Examine, tmp_path: Path) -> None
     space = {"digest": digest, **fields, "blocks": 0, "sessions": 1}
     seat = {"namespace": digest, "prefill_tokens_per_s": 10**6}
     tiers = tier("file", path=str(tmp_path / "s"), capacity="1MiB", reserve_free=0)
-    status = {"version": __version__, "counters": {}, "storage": [], "host": HOST}
-    status |= {"namespaces": [space], "demand": [seat]}
+    status: dict[str, object] = {"version": __version__, "counters": {}, "storage": []}
+    status |= {"host": HOST, "namespaces": [space], "demand": [seat]}
     with FakeDaemon(tmp_path / "d.sock", status):
         found = examine(socket=str(tmp_path / "d.sock"), tiers=tiers)
     assert found["tier_slow"]["level"] == "warning"

@@ -453,6 +453,8 @@ def test_what_is_taught_counts_where_it_is_more() -> None:
     assert reuse.worth(block(0)) > reuse.worth(block(2)) > reuse.worth(block(3)) == 0
     reuse.use(Request([block(2)], 111.0))
     assert (reuse.uses(block(2)), reuse.last_use(block(2))[1]) == (4, 111_000)  # type: ignore[index]
+    reuse.teach([block(2)], [2], [0], 111_500)
+    assert (reuse.uses(block(2)), reuse.last_use(block(2))[1]) == (4, 111_500)  # type: ignore[index]
     reuse.teach([block(2)], [10**9], [0], 112_000)
     assert reuse.uses(block(2)) == USES_MAX
     reuse.check()
@@ -469,12 +471,13 @@ def test_the_book_is_taught_no_more_than_it_holds() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_is_taught_decides_who_goes_first(again: bool) -> None:
+@pytest.mark.parametrize("hot_first", [False, True])
+def test_what_is_taught_decides_who_goes_first(again: bool, hot_first: bool) -> None:
     """After a restart what was hot before it would go as soon as what was not."""
     cache = Cache(40, "hazard")
     cache.reuse.pass_time(50.0)
     hot, cold = ([block(base + i) for i in range(20)] for base in (0, 100))
-    for chain in (hot, cold):
+    for chain in (hot, cold) if hot_first else (cold, hot):
         for at, block_hash in enumerate(chain):
             cache.index.insert(cache.free.pop(), block_hash, chain[at - 1] if at else ROOT)
     if again:
@@ -484,8 +487,9 @@ def test_what_is_taught_decides_who_goes_first(again: bool) -> None:
     cache.reuse.teach(cold + hot, [1] * 20 + [9] * 20, [9000] * 20 + [3600] * 20, 50_000)
     cache.policy.taught(cache.index.items.values())
     cache.index.check()
-    assert len(cache.index.evict(20, lambda _: False)) == 20
-    assert set(cache.index.items) == set(hot)
+    assert len(cache.index.evict(19, lambda _: False)) == 19
+    assert set(cache.index.items) == {*hot, cold[0]}
+    assert len(cache.index.evict(40, lambda _: False)) == 21
     cache.index.check()
 
 

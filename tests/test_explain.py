@@ -13,12 +13,14 @@ from tierd.cli.explain import named_blocks
 from tierd.cli.operator import tables
 from tierd.cli.reasons import said
 from tierd.config import WritePolicy
-from tierd.core.host import Effect, Evicted
+from tierd.core.host import Dropped, Effect, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
 from tierd.core.writes import Miss
 from tierd.daemon.explain import YOUNG_S
+from tierd.daemon.node import Patience
 from tierd.daemon.orders import Orders
 from tierd.errors import BackendError, RemoteProtocolError
+from tierd.testing.faulty import Fault, FaultPlan
 from tierd.types import Namespace
 from tierd.wire import messages as m
 
@@ -271,6 +273,24 @@ def test_flushed() -> None:
     run(test, only())
 
 
+def test_a_flush_of_another_tier() -> None:
+    """A tier that is too small would be excused by each flush of another one."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(2)
+        await bench.backed_up()
+        await asyncio.sleep(5)
+        flushes = bench.node.flushes
+        work = flushes.begin("", host=False, numbers=[1])
+        bench.node.spawn(lambda: flushes.run(work), "flush")
+        await work.done.wait()
+        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        reasons = await why(bench, hashes[0])
+        assert [(r["what"], r["tier"]) for r in reasons] == [("tier_dropped", 0), ("flushed", 1)]
+
+    run(test, config("small"), config("flushed"))
+
+
 def test_checksum_failed() -> None:
     """A disk that rots would cost hits, and nobody would look at it."""
 
@@ -330,6 +350,9 @@ def test_a_tier_that_is_not_open_or_does_not_answer() -> None:
         assert [r["what"] for r in body["blocks"][0]["why"]][:2] == ["no_answer", "unavailable"]
         assert body["tiers"][1]["why"] == "wrong password"
         await asyncio.sleep(0.1)
+        bench.raw[0].hangs = set()
+        bench.raw[0].plan = FaultPlan({Fault.FAIL_CALL: 1.0})
+        assert (await why(bench, b"h" * 32))[0] == {"what": "no_answer", "tier": 0}
 
     away = Tier()
     away.open_errors = [BackendError("wrong password")] * 1000
@@ -345,16 +368,27 @@ def test_deadline_missed() -> None:
         await bench.backed_up()
         bench.forget()
         bench.raw[0].takes_s = 0.5
-        assert await bench.acquire(hashes, 0.3) == 0
+        nobodys = b"n" * 32
+        assert await bench.acquire([*hashes, nobodys], 0.3) == 0
         bench.raw[0].takes_s = 0.0
         await asyncio.sleep(5)
         [block] = (await explain(bench, hashes[:1]))["blocks"]
         assert block["tiers"] == [0]
         assert block["why"][0]["what"] == "deadline_missed"
         assert block["why"][0]["ago_s"] in range(4, 7)
+        assert [r["what"] for r in await why(bench, nobodys)] == ["restart", "never_stored"]
+        # Or the engine did not wait for it.
+        patience = Patience()
+        patience.end()
+        bench.raw[0].takes_s = 0.5
+        end_ns = bench.loop.now_ns + 10**10
+        await bench.node.acquire(1, [bench.space], hashes, end_ns, patience=patience)
+        bench.raw[0].takes_s = 0.0
+        assert (await why(bench, hashes[0]))[0]["ago_s"] < 2
         # Until a request has got it.
         assert await bench.acquire(hashes) == 4
         assert await why(bench, hashes[0]) == []
+        await asyncio.sleep(2)
         bench.forget()
         assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted"]
 
@@ -420,6 +454,83 @@ def test_tier_dropped() -> None:
         evicted, reason = await why(bench, hashes[0])
         assert evicted["what"] == "evicted"
         assert {**dropped, "had_s": reason["had_s"]} == reason
+        # What another life has written as well, once it has come from there.
+        bench.store(3)
+        await bench.backed_up()
+        bench.forget()
+        bench.node.backups.queues[0].had.records.clear()
+        assert await bench.acquire(hashes) == 3
+        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        bench.forget()
+        assert (await why(bench, hashes[0]))[1]["what"] == "tier_dropped"
+
+    run(test, only())
+
+
+def test_leaving_and_dropped() -> None:
+    """What is still there for whoever asks would be missing, or what is gone would be there."""
+
+    async def test(bench: Bench) -> None:
+        bench.raw[0].hangs = {"put"}
+        hashes = bench.store(2)
+        bench.forget()
+        assert bench.space.leaving
+        body = await explain(bench, hashes)
+        assert [block["host"] for block in body["blocks"]] == ["leaving", "leaving"]
+        slots = [s for s, (h, _) in bench.space.leaving.items() if h == hashes[1]]
+        bench.node.memory.drop(bench.space, slots)
+        body = await explain(bench, hashes)
+        assert [block["host"] for block in body["blocks"]] == ["leaving", ""]
+        await bench.backed_up()
+
+    run(test, only(write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_a_tier_that_is_not_filled_from_below() -> None:
+    """A tier that is left out on purpose would be said to have dropped its blocks."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(2)
+        await bench.backed_up()
+        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        bench.node.backups.queues[0].had.records.clear()
+        bench.forget()
+        assert await bench.acquire(hashes) == 2
+        assert await why(bench, hashes[0]) == [
+            {"what": "not_admitted", "tier": 0, "policy": "fill_from_lower"}
+        ]
+
+    run(test, config("upper", fill_from_lower=False), config("lower"))
+
+
+def test_what_was_flushed_is_not_what_more_memory_would_have_kept() -> None:
+    """After each flush `hit_ratio_at_twice` would ask for more memory than is of use."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(4)
+        slots = [bench.space.chain.items[h] for h in hashes[2:]]
+        bench.node.memory.drop(bench.space, slots, Dropped.FLUSHED)
+        assert bench.space.twice(hashes) == 2
+        bench.forget()
+        assert bench.space.twice(hashes) == 2
+
+    run(test, only())
+
+
+def test_a_block_that_the_tier_had_already() -> None:
+    """What another node wrote into a shared tier, and it dropped, would have no reason."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(1)
+        await bench.backed_up()
+        queue = bench.node.backups.queues[0]
+        queue.had.records.clear()
+        bench.node.backups.lost(bench.space, list(bench.space.chain.items.values()), queue.bit)
+        bench.store(1)  # As an engine does that has the prompt again: the tier says PRESENT.
+        await bench.backed_up()
+        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        bench.forget()
+        assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
 
     run(test, only())
 

@@ -57,8 +57,8 @@ STORED = sum((length + TOKENS - 1) // BLOCK_TOKENS for length in LENGTHS)
 NEW = prompt(450, "new")
 """A prompt that is stored for the first time during a fault."""
 
-LARGE, SMALL = "128MiB", "3MiB"
-"""Host memory for all blocks with room to spare, and for half of them."""
+LARGE, SMALL = "128MiB", "4MiB"
+"""Host memory for all blocks with room to spare, and for two thirds of them."""
 
 
 class Node:

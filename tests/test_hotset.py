@@ -144,6 +144,7 @@ def test_whatever_the_blocks_no_parent_is_missing(blocks: list[Block]) -> None:
 # --- the file -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(BLOCKS, st.integers(0, 15))
 def test_a_file_holds_what_was_written_and_a_cut_one_keeps_parents(
     blocks: list[Block], room: int

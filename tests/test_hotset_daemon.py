@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import time
 from collections import Counter
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.blocks import chain, namespace
+from tests.prometheus import read
 from tierd.clock import SystemClock
 from tierd.config import HotsetConfig
 from tierd.daemon import hotset
+from tierd.daemon.admin import HOTSET, Admin, Phase
 from tierd.daemon.hotset import AGE_S_MAX, FILE, Snapshots, state_directory
+from tierd.daemon.metrics import scrape
 from tierd.daemon.node import Node
 from tierd.hotset import Hot, HotSet
 from tierd.hotset import pieces as whole_pieces
@@ -222,6 +226,8 @@ def test_trouble_with_the_directory_is_told_once_and_harms_nothing(
 ) -> None:
     """A full disk would end the daemon, fill the journal, or leave half a hot set behind."""
     life = live()
+    life.node.snapshots = life.snapshots
+    assert not read(scrape(life.node.status()))["tierd_hotset_age_seconds"].samples
     hot = life.store(3, "hot", 1, 0)
     life.write()
 
@@ -266,6 +272,7 @@ def test_a_second_daemon_on_the_directory_serves_without(
     nowhere.close()
 
 
+@pytest.mark.slow
 def test_it_is_written_now_and_then_and_at_a_stop(
     live: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +292,9 @@ def test_it_is_written_now_and_then_and_at_a_stop(
     asyncio.run(run())
     assert len(hashes_of(kept(tmp_path))) == 6
     assert life.counters["hotset_failed_total"] == 0
-    assert 0 <= float(str(life.snapshots.status()["age_s"])) < 10
+    life.node.snapshots = life.snapshots
+    families = read(scrape(life.node.status()))
+    assert 0 <= families["tierd_hotset_age_seconds"].value() < 60
 
 
 def test_a_stop_does_not_wait_for_a_slow_disk(
@@ -352,3 +361,71 @@ def test_where_state_is() -> None:
     assert state_directory("", {}) is None
     assert state_directory("", {"STATE_DIRECTORY": "/var/lib/a:/var/lib/b"}) == Path("/var/lib/a")
     assert state_directory("/own", {"STATE_DIRECTORY": "/var/lib/a"}) == Path("/own")
+
+
+# --- over HTTP ------------------------------------------------------------------------
+
+
+def test_one_client_at_a_time_gets_the_hot_set(live: Callable[..., Life]) -> None:
+    """Clients that ask and go, or read nothing, would each hold a list of all blocks."""
+    life = live()
+    hot = life.store(50, "hot", 3, 10)
+    admin = Admin(life.node)
+    head = f"GET {HOTSET} HTTP/1.1\r\nHost: x".encode()
+
+    def refused() -> bytes:
+        assert admin.stream(head) is None
+        answer = admin.answer(head)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        return answer.rpartition(b"\r\n")[2]
+
+    async def ask() -> None:
+        assert refused() == b"starting\n"
+        admin.phase = Phase.SERVING
+        for whole in (False, True, True):
+            stream = admin.stream(head)
+            assert stream is not None
+            raw = await anext(stream)
+            assert raw.endswith(b"\r\n\r\n")
+            assert refused() == b"another client reads it\n"
+            if whole:
+                body = b"".join([piece async for piece in stream])
+                assert hashes_of(list(HotSet(io.BytesIO(body), "it"))) == hot
+            await stream.aclose()
+
+    asyncio.run(ask())
+
+
+def test_a_hot_set_over_http_takes_a_small_part_of_the_loops_time(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines would wait while another node reads the hot set."""
+    slept: list[float] = []
+    now_s = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        slept.append(seconds)
+        now_s += seconds
+
+    def monotonic() -> float:
+        nonlocal now_s
+        now_s += 0.0004
+        return now_s
+
+    life = live()
+    for tag in range(40):
+        life.store(3, tag, tag, 10)
+    admin = Admin(life.node)
+    admin.phase = Phase.SERVING
+
+    async def ask() -> None:
+        stream = admin.stream(f"GET {HOTSET} HTTP/1.1\r\n".encode())
+        assert stream is not None
+        monkeypatch.setattr("asyncio.sleep", sleep)
+        monkeypatch.setattr("time.monotonic", monotonic)
+        assert sum([1 async for _ in stream]) > 40
+        monkeypatch.undo()
+
+    asyncio.run(ask())
+    assert sum(slept) >= 0.9 * now_s

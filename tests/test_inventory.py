@@ -9,11 +9,12 @@ import pytest
 
 from tests import blocks
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, run
-from tierd.backend import BlockHeader
+from tierd.backend import BlockHeader, checksum, pack_header
 from tierd.daemon import inventory
 from tierd.daemon.inventory import Inventory
 from tierd.errors import BackendError, RemoteProtocolError
 from tierd.eviction.policy import Request
+from tierd.testing.backend import StoredBlock
 from tierd.testing.loop import VirtualClock
 from tierd.types import NEVER, BlockKey
 from tierd.wire import messages as m
@@ -95,19 +96,18 @@ def test_a_namespace_that_l2_does_not_know() -> None:
     other = blocks.namespace(PAGE, model="other")
 
     async def test(bench: Bench) -> None:
-        hashes = bench.store(20)
+        bench.store(20)
         await bench.backed_up()
-        for block_hash in hashes[:7]:
-            stored = bench.raw[0].blocks[BlockKey(SPACE.digest, block_hash)]
-            bench.raw[0].blocks[BlockKey(other.digest, block_hash)] = stored
+        hashes, parents = blocks.chain(7, "other")
+        for block_hash, parent in zip(hashes, parents, strict=True):
+            key, raw = BlockKey(other.digest, block_hash), blocks.payload(other, block_hash)
+            header = pack_header(BlockHeader(key, parent, PAGE, checksum(raw)))
+            bench.raw[0].blocks[key] = StoredBlock(header, raw)
         asker = Asker(bench)
         assert listed(await asker.all(0, other.digest)) == {}
-        bench.raw[0].blocks = {
-            key: block
-            for key, block in bench.raw[0].blocks.items()
-            if key.namespace != SPACE.digest
-        }
-        assert listed(await asker.all(1, other.digest)) == {}  # Their headers name another one.
+        found = listed(await asker.all(1, other.digest))
+        assert found == {h: (p, 0, NEVER) for h, p in zip(hashes, parents, strict=True)}
+        assert len(listed(await asker.all(1))) == 20
 
     run(test)
 

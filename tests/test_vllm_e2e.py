@@ -333,7 +333,7 @@ def test_two_ranks(l2_daemon: DaemonProcess, tmp_path: Path) -> None:
     full = [whole_blocks(len(tokens)) for tokens in prompts]
     extra = {"transfer": "host_ipc", "layerwise": True}
     two = {"tensor_parallel_size": 2}
-    with Engine(tmp_path, l2_daemon.socket, extra=extra, processes=True, llm=two) as engine:
+    with Engine(tmp_path, l2_daemon.socket, extra=extra, llm=two) as engine:
         cold = engine.generate(prompts, tokens=6)
         assert cold["cached"] == [0, 0]
         engine.wait_stored(l2_daemon, 2 * sum(length // BLOCK_TOKENS for length in full))

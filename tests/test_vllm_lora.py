@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from tests.fake_client import FakeClient, FakeDaemon
+from tests.fake_client import FakeClient, FakeDaemon, FakeHandle
 from tests.test_vllm_connector_unit import FakeRequest, block_hash, namespace
 from tests.test_vllm_jobs import Rig
 from tests.test_vllm_layerwise import forward
 from tierd.errors import NamespaceError
+from tierd_connectors import vllm_mover
 from tierd_connectors.vllm_guard import Boundary
 from tierd_connectors.vllm_hints import NOTHING, RequestHints
 from tierd_connectors.vllm_scheduler import Scheduled, SchedulerSide
@@ -20,6 +21,7 @@ from tierd_connectors.vllm_work import NO_ADAPTER, adapter_of, of_adapters, of_g
 
 if TYPE_CHECKING:
     from tierd.client import Client
+    from tierd.types import Namespace
 
 LORAS = {"sql": "r1", "poet": "r1"}
 ADAPTERS = [NO_ADAPTER, *LORAS]
@@ -178,6 +180,36 @@ def test_blocks_of_one_name_are_kept_apart(copier: str) -> None:
     assert rig.daemon.ended_copies == (4 + 3 if copier == "daemon" else 0)
     assert len(rig.daemon.attachments) == (3 if copier == "daemon" else 0)
     assert rig.boundary.errors == 0
+    rig.close()
+
+
+def test_an_adapter_is_registered_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory would be taken for adapters that nobody asks for, or the first blocks of one not
+    be stored."""
+    rig = Rig(loras=LORAS)
+    assert [handle.namespace for handle in rig.client.handles] == [rig.namespace]
+    register, handles = rig.client.register, rig.client.handles
+
+    def unanswered(asked: Namespace) -> FakeHandle:
+        handle = register(asked)
+        handle.ready = False
+        return handle
+
+    def answer(timeout_s: float) -> None:
+        handles[-1].ready = True
+
+    monkeypatch.setattr(rig.client, "register", unanswered)
+    monkeypatch.setattr(rig.client, "wait", answer)
+    content = rig.write(1)
+    rig.mover.submit_stores([rig.item(1, adapter="sql")])
+    rig.finish()
+    assert rig.stored(block_hash(1), "sql") == content
+    assert [handle.namespace for handle in handles] == [rig.namespace, rig.namespaces["sql"]]
+    monkeypatch.setattr(rig.client, "wait", lambda _: None)
+    monkeypatch.setattr(vllm_mover, "LOAD_MAP_WAIT_S", 0.0)
+    rig.mover.submit_stores([rig.item(1, adapter="poet")])
+    rig.finish()
+    assert rig.stored(block_hash(1), "poet") is None, "the daemon does not answer"
     rig.close()
 
 

@@ -9,7 +9,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,8 +81,15 @@ class Site:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # A busy machine brings no prefix in the time that a user would grant.
-        self.daemon = DaemonProcess(directory / "tierd", prefetch={"policy": "wait_complete"})
+        store = directory / "store"
+        self.daemon = DaemonProcess(
+            directory / "tierd",
+            # Else what was asked for once only is not written.
+            storage=f'[[storage]]\ntype = "file"\npath = "{store}"\ncapacity = "2GiB"\n'
+            'reserve_free = "0"\nwrite_policy = "write_through"\n',
+            # A busy machine brings no prefix in the time that a user would grant.
+            prefetch={"policy": "wait_complete"},
+        )
         self.model = write_model(directory / "model")
         self.adapters = {
             name: write_adapter(directory / name, seed) for seed, name in enumerate(("sql", "poet"))
@@ -126,15 +133,33 @@ class Site:
             self._server.kill()
         self.daemon.stop()
 
-    def run(self, *words: str, status: int = 0) -> str:
+    def run(self, *words: str, statuses: Sequence[int] = (0,)) -> str:
         """What a command of `tierd` prints."""
         done = subprocess.run(
             [sys.executable, "-m", "tierd.cli.main", *words, "--socket", self.daemon.socket],
             capture_output=True,
             text=True,
         )
-        assert done.returncode == status, (words, done.returncode, done.stdout, done.stderr)
+        assert done.returncode in statuses, (words, done.returncode, done.stdout, done.stderr)
         return done.stdout
+
+    def write(self, name: str, *requests: Mapping[str, object]) -> str:
+        """A file with requests, one a line; its path."""
+        file = self.directory / name
+        file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        return str(file)
+
+    @property
+    def lora(self) -> list[str]:
+        """What a command needs to hash an adapter's requests."""
+        return ["--lora", f"sql={self.adapters['sql']}"]
+
+    def explain(self, request: Mapping[str, object]) -> dict:
+        """What `tierd explain` says of a request, whose blocks are all there."""
+        file = self.write("asked.json", request)
+        lora = self.lora if request.get("model") == "sql" else []
+        explained: dict = json.loads(self.run("explain", file, *lora, "--json"))
+        return explained
 
     def first(self, path: str, request: Mapping[str, object]) -> First:
         """A request, after the same one of a tenant whom nobody has seen."""
@@ -146,60 +171,127 @@ class Site:
         return First(warm, cold, round(after - before))
 
     def storage_reads(self) -> int:
-        """Blocks that the daemon has read from its tier."""
-        return self.daemon.tiers()["file"]["read_blocks"]
+        """How often the daemon has read its tier."""
+        reads: int = self.daemon.tiers()["file"]["counters"]["get_calls_total"]
+        return reads
 
 
 class Story:
     """All that happens, in order."""
 
     def __init__(self, site: Site) -> None:
+        # Nothing is stored anywhere, and an engine computes what is to be warm.
         site.daemon.start()
         site.start_engine("host_ipc")
-        self.warmed = self.compute(site)
-
+        prompts = site.write("prompts.jsonl", *(request for _, request in PROMPTS.values()))
+        self.computed = json.loads(
+            site.run("warm", "--engine", site.server.url, *site.lora, "--json", prompts)
+        )
         site.start_engine("shm")
-        self.computed = {name: site.first(*asked) for name, asked in PROMPTS.items()}
+        self.after_restart = {name: site.first(*asked) for name, asked in PROMPTS.items()}
         path, request = PROMPTS["text"]
-        self.stranger = site.server.stream(path, {**request, "cache_salt": "b"})
+        self.tenant = site.server.stream(path, {**request, "cache_salt": "b"})
         path, request = PROMPTS["sql"]
-        self.unnamed = site.first(path, {**request, "model": "poet"})
         self.base = site.server.stream(path, {**request, "model": site.server.model})
+        self.blocks = [space["blocks"] for space in site.daemon.status()["namespaces"]]
+        self.unnamed = site.first(path, {**request, "model": "poet"})
+        self.blocks_later = [space["blocks"] for space in site.daemon.status()["namespaces"]]
 
-        self.cold = {name: site.server.stream(*asked) for name, asked in WORKLOAD.items()}
+        # A workload is served, and all is stopped; what is in storage stays.
+        for asked in WORKLOAD.values():
+            site.server.stream(*asked)
         site.daemon.wait_backed_up()
-        self.hotset = site.directory / "hotset.txt"
-        site.run("hotset", "export", "--output", str(self.hotset))
+        hotset = str(site.directory / "hotset")
+        site.run("hotset", "export", "-o", hotset)
         site.stop_engine()
         site.daemon.stop()
 
         site.daemon.start()
         self.host_blocks = site.daemon.status()["host"]["blocks"]
+        self.brought = json.loads(site.run("warm", "--hotset", hotset, "--json"))
         site.start_engine("host_ipc")
-        self.brought = json.loads(site.run("warm", "--hotset", str(self.hotset), "--json"))
-        self.reads = site.storage_reads()
-        self.again = {name: site.first(*asked) for name, asked in WORKLOAD.items()}
-        self.reads_later = site.storage_reads()
-
-    def compute(self, site: Site) -> dict:
-        """Have the engine compute prompts that no tier has."""
-        file = site.directory / "prompts.jsonl"
-        lines = [json.dumps(request) for _, request in PROMPTS.values()]
-        file.write_text("\n".join(lines) + "\n")
-        adapter = f"sql={site.adapters['sql']}"
-        shown = site.run(
-            *("warm", "--engine", site.server.url, "--lora", adapter, "--json", str(file))
+        self.explained = [site.explain(request) for _, request in WORKLOAD.values()]
+        reads = site.storage_reads()
+        self.after_wipe = {name: site.first(*asked) for name, asked in WORKLOAD.items()}
+        self.reads = site.storage_reads() - reads
+        config = str(site.daemon.config)
+        # Warnings may be of this machine, faults are of tierd or the engine.
+        self.findings = json.loads(
+            site.run(
+                *("doctor", "--config", config, "--engine", site.server.url, "--json"),
+                statuses=(0, 3),
+            )
         )
-        return json.loads(shown)
+        self.errors = site.server.metric("vllm:tierd_errors_total")
+        site.stop_engine()
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     site = Site(tmp_path_factory.mktemp("site"))
-    yield site
-    site.close()
+    try:
+        yield Story(site)
+    finally:
+        site.close()
 
 
-@pytest.fixture(scope="module")
-def story(site: Site) -> Story:
-    return Story(site)
+def test_what_an_engine_was_made_to_compute_is_there_after_its_restart(story: Story) -> None:
+    """The first users after a deploy would pay, though chats, text and adapters were warmed."""
+    report = story.computed
+    assert (report["missing"], report["reasons"]) == (0, [])
+    blocks = sum(first.prefix_tokens for first in story.after_restart.values()) // BLOCK_TOKENS
+    assert report["blocks"] == report["computed"] >= blocks
+    for first in story.after_restart.values():
+        assert first.loaded_tokens == first.warm.cached_tokens >= 0.95 * first.prefix_tokens
+        assert first.cold.cached_tokens == 0
+        assert first.warm.tokens == first.cold.tokens
+
+
+def test_one_tenant_s_warm_never_serves_another(story: Story) -> None:
+    """A tenant could tell from its first answer's time what another had asked."""
+    assert story.tenant.cached_tokens == 0
+    assert story.tenant.tokens == story.after_restart["text"].cold.tokens
+
+
+def test_an_adapter_s_warm_is_for_that_adapter(story: Story) -> None:
+    """The same tokens would get another adapter's KV, and a wrong answer."""
+    assert story.base.cached_tokens == 0
+    assert story.unnamed.warm.cached_tokens == story.unnamed.loaded_tokens == 0
+    assert story.blocks_later == story.blocks, "an adapter without a revision was stored"
+    answers = [story.base.tokens, story.unnamed.warm.tokens]
+    assert story.after_restart["sql"].warm.tokens not in answers
+
+
+def test_a_hot_set_brings_back_what_was_served(
+    story: Story, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a reboot the first users would wait for storage, or for the prompt's computation."""
+    assert story.host_blocks == 0
+    assert (story.brought["missing"], story.brought["reasons"]) == (0, [])
+    for first in story.after_wipe.values():
+        assert first.warm.cached_tokens >= 0.95 * first.prefix_tokens
+        assert first.warm.tokens == first.cold.tokens
+    # The second prompt has its beginning from the first one, by then in the engine's own cache.
+    for name in ("one", "tenant", "sql"):
+        first = story.after_wipe[name]
+        assert first.loaded_tokens == first.warm.cached_tokens
+    assert story.reads == 0, "something was read for a request, not by the warm"
+    with capsys.disabled():
+        for name, first in {**story.after_restart, **story.after_wipe}.items():
+            cold_s, warm_s = first.cold.first_token_s, first.warm.first_token_s
+            assert min(cold_s, warm_s) > 0
+            print(f"\n{name}: first token after {cold_s:.3f} s cold, {warm_s:.3f} s warm", end="")
+
+
+def test_explain_and_doctor_see_it(story: Story) -> None:
+    """An operator would be told of misses, or of faults, where there are none."""
+    for explained, (_, request) in zip(story.explained, WORKLOAD.values(), strict=True):
+        prompt = request["prompt"]
+        assert isinstance(prompt, list)
+        assert explained["tokens_there"] == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        states = {rank["host"] for block in explained["blocks"] for rank in block["ranks"]}
+        assert states == {"ready"}, "it is in storage only"
+    assert story.findings["counts"]["fault"] == 0
+    said = [finding["what"] for finding in story.findings["findings"]]
+    assert any("stored under the hash" in what for what in said)
+    assert story.errors == 0

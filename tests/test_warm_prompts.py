@@ -75,7 +75,9 @@ def test_what_decides_a_chat_s_tokens_reaches_the_tokenizer() -> None:
         (line(text="x"), "want a list of token ids"),
         (line(tokens=[], top_p=1), "unknown field 'top_p'"),
         (line(tokens=[], lora="x"), "lora must be"),
-        (line(tokens=[], salt=1), "salt must be str"),
+        (line(tokens=[], lora=["x", 1]), "lora path must be text"),
+        (line(tokens=[], lora=["\ud800", "x"]), "lora name has no UTF-8 form"),
+        (line(tokens=[], salt=1), "salt must be text"),
         (line(prompt=["a", "b"]), "one prompt a line"),
         (line(prompt=[[1], [2]]), "one prompt a line"),
         (line(prompt=None), "prompt must be text"),
@@ -105,6 +107,8 @@ def test_salt_and_adapter_are_in_the_hashes() -> None:
     for wrong in ([1.5] * 16, "text", [True] * 16):
         with pytest.raises(ConfigError, match="token"):
             hashes_of(wrong, SPACE, "a", None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="tokens must be"):
+        hashes_of(tokens_of(parse(b'{"tokens": null}', {}), None), SPACE, None, None)
     with pytest.raises(ConfigError, match="salt is empty"):
         hashes_of(tokens, SPACE, "", None)
     with pytest.raises(ConfigError, match="opaque-test are its engine's own"):
@@ -159,7 +163,11 @@ def test_local_tokenizer(library, tmp_path) -> None:
     assert tokenizer.tokens({**chat, "add_generation_prompt": False}) == letters("hi")
     with pytest.raises(ConfigError, match="the chat template: no such variable"):
         tokenizer.tokens({**chat, "chat_template_kwargs": {"broken": 1}})
-    for more in ({"tools": []}, {"messages": [{"role": "tool", "content": "x", "id": 1}]}):
+    lacking: list[dict[str, object]] = [
+        {"tools": []},
+        {"messages": [{"role": "tool", "content": "x", "id": 1}]},
+    ]
+    for more in lacking:
         with pytest.raises(ConfigError, match="--engine URL in place"):
             tokenizer.tokens({**chat, **more})
     (tmp_path / "empty").mkdir()

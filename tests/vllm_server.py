@@ -117,7 +117,8 @@ class Server:
         sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body = {"model": self.model, **sampling, **request, **options}
         tokens: list[int] = []
-        usage, first_s = {}, 0.0
+        usage: dict = {}
+        first_s = 0.0
         began_s = time.perf_counter()
         with self._open(path, json.dumps(body).encode()) as answer:
             for line in answer:

@@ -289,8 +289,9 @@ class AdminConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[
         str,
         Meta(
-            description="Where /metrics, /healthz, /readyz and /v1/status are served over HTTP: "
-            '"127.0.0.1:9464", "[::1]:9464", or the path of a unix socket; empty: nowhere.'
+            description="Where /metrics, /healthz, /readyz, /v1/status and /v1/hotset are served "
+            'over HTTP: "127.0.0.1:9464", "[::1]:9464", or the path of a unix socket; empty: '
+            "nowhere.",
         ),
     ] = ""
     allow_remote: Annotated[

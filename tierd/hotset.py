@@ -51,6 +51,9 @@ falls as one over the age. An hour, since a hot set is for the time after the ne
 STEP: Final = 256
 """Blocks between two chances to do something else: 0.2 ms."""
 
+SHARDS: Final = 64
+"""Parts of the index of hashes: a dict of a million doubles its size in 50 ms."""
+
 _NONE: Final = -1
 
 
@@ -88,7 +91,7 @@ class Forest:
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._places: dict[bytes, int] = {}
+        self._places: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._hashes: list[bytes] = []
         self._parents: list[bytes] = []
         self._uses = array("I")
@@ -99,7 +102,8 @@ class Forest:
 
     def add(self, block_hash: bytes, parent: bytes, uses: int, age_s: int) -> None:
         """Take in a block."""
-        place = self._places.setdefault(block_hash, len(self._hashes))
+        shard = self._places[block_hash[0] % SHARDS]
+        place = shard.setdefault(block_hash, len(self._hashes))
         if place == len(self._hashes):
             self._hashes.append(block_hash)
             self._parents.append(parent)
@@ -118,71 +122,74 @@ class Forest:
         yield from self._link(firsts, nexts)
         # The ways down from the root, parents first: what no way leads to is left out.
         order = array("i")
-        heads = list(_siblings(firsts[-1], nexts))
-        todo = heads.copy()
-        while todo:
-            order.append(place := todo.pop())
-            todo.extend(_siblings(firsts[place], nexts))
-            if len(order) % STEP == 0:
-                yield None
+        for head in _siblings(firsts[-1], nexts):
+            todo = [head]
+            while todo:
+                order.append(place := todo.pop())
+                todo.extend(_siblings(firsts[place], nexts))
+                if len(order) % STEP == 0:
+                    yield None
         # A request that used a child has used the parent: worth may only grow on the way up.
         uses, ages_s = self._uses, self._ages_s
         for count, place in enumerate(reversed(order), 1):
             parent = self._parents[place]
             if parent != self._root:
-                above = self._places[parent]
+                above = self._place(parent)
+                assert above is not None
                 uses[above] = max(uses[above], uses[place])
                 ages_s[above] = min(ages_s[above], ages_s[place])
             if count % STEP == 0:
                 yield None
-        yield from self._best_first(heads, firsts, nexts)
+        yield from self._best_first(firsts, nexts)
+
+    def _place(self, block_hash: bytes) -> int | None:
+        return self._places[block_hash[0] % SHARDS].get(block_hash)
 
     def _link(self, firsts: array[int], nexts: array[int]) -> Iterator[None]:
         for place, parent in enumerate(self._parents):
             # The place after the last one is the root's; what hangs on nothing is nobody's child.
-            above = _NONE if parent == self._root else self._places.get(parent)
+            above = _NONE if parent == self._root else self._place(parent)
             if above is not None:
                 nexts[place], firsts[above] = firsts[above], place
             if place % STEP == 0:
                 yield None
 
-    def _best_first(
-        self, heads: Sequence[int], firsts: array[int], nexts: array[int]
-    ) -> Iterator[Run | None]:
-        """Runs from the heads on; with one its children's become next ones."""
-        ready: list[tuple[float, int, int, Run, int]] = []
-        begun = [(head, 0) for head in heads]
-        count = blocks = 0
-        while begun or ready:
-            for place, depth in begun:
-                run, last = self._run(place, depth, firsts, nexts)
+    def _best_first(self, firsts: array[int], nexts: array[int]) -> Iterator[Run | None]:
+        """Runs, the root's first; with one that is the next its children's become ready."""
+        # Worth and blocks, negated, then the first and last place and the blocks above. Numbers
+        # only, which no garbage collection looks at for long.
+        ready: list[tuple[float, int, int, int, int]] = []
+        above, depth, blocks = -1, 0, 0
+        while True:
+            for head in _siblings(firsts[above], nexts):
+                last, length = self._end(head, firsts, nexts)
+                value = worth(self._uses[last], self._ages_s[last])
                 # Of runs that are worth the same, byte for byte, the one with more bytes first.
-                value = -worth(run.uses, run.age_s), -len(run.hashes)
-                heapq.heappush(ready, (*value, count, run, last))
-                count += 1
-                blocks += len(run.hashes)
+                heapq.heappush(ready, (-value, -length, head, last, depth))
+                blocks += length
                 if blocks > STEP:
                     blocks = 0
                     yield None
-            *_, run, last = heapq.heappop(ready)
-            begun = [(child, run.depth) for child in _siblings(firsts[last], nexts)]
-            yield run
+            if not ready:
+                return
+            _, _, head, above, depth = heapq.heappop(ready)
+            hashes = [self._hashes[head]]
+            place = head
+            while place != above:
+                place = firsts[place]
+                hashes.append(self._hashes[place])
+            depth += len(hashes)
+            yield Run(self._parents[head], hashes, self._uses[above], self._ages_s[above], depth)
 
-    def _run(
-        self, place: int, depth: int, firsts: array[int], nexts: array[int]
-    ) -> tuple[Run, int]:
-        """The run that begins with a block, and the place of its last one."""
-        parent = self._parents[place]
-        kind = self._kind(place)
-        hashes = [self._hashes[place]]
-        while len(hashes) < RUN_BLOCKS_MAX:
+    def _end(self, place: int, firsts: array[int], nexts: array[int]) -> tuple[int, int]:
+        """The last place of the run that begins with one, and how many blocks it has."""
+        kind, length = self._kind(place), 1
+        while length < RUN_BLOCKS_MAX:
             child = firsts[place]
             if child == _NONE or nexts[child] != _NONE or self._kind(child) != kind:
                 break
-            hashes.append(self._hashes[child])
-            place = child
-        uses, age_s = self._uses[place], self._ages_s[place]
-        return Run(parent, hashes, uses, age_s, depth + len(hashes)), place
+            place, length = child, length + 1
+        return place, length
 
     def _kind(self, place: int) -> tuple[int, int]:
         """Blocks of a run are of one kind: uses and age of about the same magnitude."""

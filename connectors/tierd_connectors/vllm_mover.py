@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 LOAD_MAP_WAIT_S = 0.25
-"""How long a load waits for this client to learn of the segment that it is to read."""
+"""How long a copy waits for this client to learn of the namespace, or of the segment."""
 
 POPULATE_BYTES = 32 << 20
 """Mapped memory pre-faulted at a time when there is nothing else to do, about 7 ms."""
@@ -81,7 +81,8 @@ class Mover(Queues):
         self.boundary = boundary
         self._client = client
         self._loras = loras or {}
-        self._handles = self._register(namespace)
+        self._namespaces = of_adapters(namespace, self._loras)
+        self._handles = {NO_ADAPTER: client.register(namespace)}
         self._pages = pages
         self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
@@ -110,11 +111,6 @@ class Mover(Queues):
         """Whether the daemon copies for this engine now."""
         jobs = self._jobs
         return jobs is not None and jobs.ready
-
-    def _register(self, namespace: Namespace) -> dict[str, Handle]:
-        """Handles by adapter; all at once, since nothing is stored before the daemon knows one."""
-        namespaces = of_adapters(namespace, self._loras)
-        return {adapter: self._client.register(n) for adapter, n in namespaces.items()}
 
     # The engine's side
 
@@ -224,10 +220,24 @@ class Mover(Queues):
         self._next_namespace = self._take_namespace() or self._next_namespace
         if self._next_namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
-        self._handles = self._register(self._next_namespace)
+        self._namespaces = of_adapters(self._next_namespace, self._loras)
+        self._handles = {NO_ADAPTER: self._client.register(self._next_namespace)}
         self._next_namespace = None
         if self._jobs is not None:
             self._jobs.attach(self._handles[NO_ADAPTER])
+
+    def _handle(self, adapter: str) -> Handle:
+        """An adapter's, registered when it is first used: that takes memory of the daemon's."""
+        handle = self._handles.get(adapter)
+        if handle is None:
+            handle = self._handles[adapter] = self._client.register(self._namespaces[adapter])
+            # Nothing can be stored before the daemon has answered.
+            give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
+            while not (handle.ready or handle.refusal) and time.monotonic() < give_up_s:
+                if not self._client.connected:
+                    break
+                self._client.wait(_BUSY_POLL_S)
+        return handle
 
     def _collect(self) -> bool:
         """End what the daemon has done; whether that was anything."""
@@ -276,7 +286,7 @@ class Mover(Queues):
             if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
                 continue
             # Held from now on: the client forgets a daemon's life when there have been others.
-            handle = self._handles[load.adapter]
+            handle = self._handle(load.adapter)
             views = self._client.lease_views(handle, load.epoch, load.slots[self._rank])
             if views is not None:
                 progress = functools.partial(jobs.progress, job)
@@ -315,7 +325,7 @@ class Mover(Queues):
     @guarded(lambda: False)
     def _ask_load(self, jobs: Jobs | None, load: Load, mark: Mark) -> bool | None:
         """Ask for a load, or else make it here; then whether its blocks are filled."""
-        handle = self._handles[load.adapter]
+        handle = self._handle(load.adapter)
         if jobs is None or not jobs.ready_for(handle):
             return self._copy_in(load, mark)
         jobs.begin_load(handle, load, load.slots[self._rank], mark)
@@ -327,7 +337,7 @@ class Mover(Queues):
         slots = load.slots[self._rank]
         give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
         while True:
-            views = self._client.lease_views(self._handles[load.adapter], load.epoch, slots)
+            views = self._client.lease_views(self._handle(load.adapter), load.epoch, slots)
             if views is not None:
                 break
             if time.monotonic() >= give_up_s or load.expired:
@@ -351,7 +361,7 @@ class Mover(Queues):
     def _copy_out(self, jobs: Jobs | None, chunk: Chunk) -> bool:
         """Store a chunk, or have it stored; False if none of it was or will be."""
         began_s = time.monotonic()
-        handle = self._handles[chunk.adapter]
+        handle = self._handle(chunk.adapter)
         if jobs is not None and not jobs.ready_for(handle):
             jobs = None
         reservation = self._client.reserve(

@@ -25,12 +25,12 @@ from tierd.cli.break_even import (
 )
 from tierd.cli.checks.engine import noise
 from tierd.cli.engine import Engine
-from tierd.cli.operator import Operator, add_socket
+from tierd.cli.operator import Operator
 from tierd.cli.progress import Progress
 from tierd.cli.speed import copy_bytes_per_s
-from tierd.cli.text import latency, number, size
+from tierd.cli.text import latency, number, printable, size
 from tierd.cli.tier_speed import Result, measure
-from tierd.config import DEFAULT_CONFIG, Config, StorageConfig, load
+from tierd.config import DEFAULT_CONFIG, DEFAULT_SOCKET, Config, StorageConfig, load
 from tierd.errors import BackendError, ConfigError, TierdError
 from tierd.sizes import parse_size
 from tierd.types import BLOCK_BYTES_MAX
@@ -62,14 +62,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "directory of its own beside the tier's, Redis and S3 under a namespace of its own that is "
         "deleted afterwards. Then say, for a model and an engine's prefill speed, from how many "
         "tokens on a tier gives a prefix sooner than the engine computes it, as the daemon will "
-        "decide it (prefetch.break_even). Disks and servers are busy for a minute or two.",
+        "decide it (prefetch.break_even). Disks and servers are busy for some seconds each.",
         epilog="Exit status: 0 all measured, 3 some tier could not be, 1 nothing could, 2 the "
         "command line or configuration is wrong.",
     )
     parser.add_argument(
         "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
     )
-    add_socket(parser)
+    parser.add_argument(
+        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+    )
     parser.add_argument(
         "--tier", nargs="+", metavar="NAME", default=[], help="these tiers only (default: all)"
     )
@@ -79,13 +81,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model = parser.add_argument_group("model, for the table; without any: what tierd serves now")
     model.add_argument("--namespace", metavar="DIGEST", help="a model that tierd knows")
     model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of all ranks together")
-    model.add_argument("--layers", type=int, metavar="N")
-    model.add_argument("--kv-heads", type=int, metavar="N")
-    model.add_argument("--head-dim", type=int, metavar="N")
-    model.add_argument("--dtype", choices=sorted(_DTYPE_BYTES), default="bfloat16")
+    model.add_argument("--layers", type=int, metavar="N", help="with the next two: a model's shape")
+    model.add_argument("--kv-heads", type=int, metavar="N", help="of all ranks together")
+    model.add_argument("--head-dim", type=int, metavar="N", help="of one head")
+    model.add_argument(
+        "--dtype", choices=sorted(_DTYPE_BYTES), default="bfloat16", help="of the KV (%(default)s)"
+    )
     model.add_argument("--block-tokens", type=int, default=16, metavar="N", help="default: 16")
     speed = parser.add_argument_group("speed of computing prompts; without any: as tierd was told")
-    speed.add_argument("--prefill", type=float, metavar="TOKENS/S")
+    speed.add_argument("--prefill", type=float, metavar="TOKENS/S", help="as you know it")
     speed.add_argument(
         "--engine", metavar="URL", help="measure it there: it computes a few prompts of noise"
     )
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and tell; the exit status. Raises ConfigError."""
     config = load(args.config, os.environ)
     entries = _chosen(config, args.tier)
-    status = _status(args.socket)
+    status = _status(args.socket or os.environ.get("TIERD_SOCKET") or config.socket)
     model = _model(args, status)
     progress = Progress()
     prefill = _prefill(args, status, progress)
@@ -115,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             progress.clear()
     progress.clear()
     for name, why in failed.items():
-        print(f"tierd: tier {name}: {why}", file=sys.stderr)
+        print(f"tierd: tier {name}: {printable(why)}", file=sys.stderr)
     table = None
     if model is not None and prefill is not None:
         speeds = {"host memory": Speed(0.0, copy)}

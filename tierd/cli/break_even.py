@@ -77,7 +77,7 @@ def learned_load(status: Mapping[str, object]) -> Load | None:
     """The most demanding of the engines that have told the daemon how fast they are."""
     loads = [
         Load(model, whole(seat["prefill_tokens_per_s"]))
-        for seat in tables(status["demand"])
+        for seat in tables(status.get("demand", []))
         if seat.get("prefill_tokens_per_s")
         and (model := model_of(status, str(seat["namespace"]))) is not None
     ]

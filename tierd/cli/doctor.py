@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _examine(args: argparse.Namespace) -> Iterator[Finding]:
     scene = node.Scene(args.config, "", args.user)
-    yield from node.read_config(scene)
+    error = node.read_config(scene)
     configured = scene.config.socket if scene.config is not None else DEFAULT_SOCKET
     scene.socket = args.socket or os.environ.get("TIERD_SOCKET") or configured
     yield from gather([("daemon", lambda: list(node.look_at_daemon(scene)))], DAEMON_S)
+    yield node.look_at_config(scene, error)
     yield from gather(_checks(args, scene), REST_S)
 
 
@@ -130,4 +131,4 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
         sum(finding.level is level for finding in findings)
         for level in (Level.FAULT, Level.WARNING)
     )
-    yield f"{faults} faults, {warnings} warnings"
+    yield f"{faults} fault{'s' * (faults != 1)}, {warnings} warning{'s' * (warnings != 1)}"

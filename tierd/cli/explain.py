@@ -322,12 +322,12 @@ class _Answer:
     def _sum(self) -> Iterator[str]:
         count = len(self._blocks)
         had = count if self.missing is None else self.missing
-        in_memory = next((at for at in range(had) if not all(map(_is_here, self._blocks[at]))), had)
+        brought = sum(not all(map(_is_here, found)) for found in self._blocks[:had])
         later = sum(map(_is_there, self._blocks[had:]))
         size = self._block_tokens
         line = f"A request would get {had * size} of {self._asked.tokens} tokens now"
-        if in_memory < had:
-            line += f", {(had - in_memory) * size} of them from a tier on"
+        if brought:
+            line += f", {brought * size} of them from a tier"
         yield line + "."
         if later:
             yield f"{later * size} more lie behind block {self.missing}: of no use without it."

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Collection, Sequence
 
 from tierd import __version__
@@ -31,7 +32,7 @@ COMMANDS = {
     "serve": "run the daemon",
     "status": "show what a running daemon holds and does",
     "top": "watch what a running daemon does",
-    "warm": "bring prompts' blocks from the tiers into host memory",
+    "warm": "bring prefixes into host memory before they are asked for",
 }
 """Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if word in COMMANDS), None)
     try:
         args = parser_of([chosen] if chosen else []).parse_args(words)
+        args.began_s = time.monotonic() - (_age_s() if argv is None else 0.0)
         status: int = args.run(args)
         sys.stdout.flush()
     except ModuleNotFoundError as error:
@@ -60,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _age_s() -> float:
+    """Of this process: a deadline counts from its start, and imports take some of it."""
+    with open("/proc/self/stat", "rb") as file:
+        # The name before it may have spaces and parentheses.
+        fields = file.read().rpartition(b")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 def parser_of(chosen: Collection[str]) -> argparse.ArgumentParser:

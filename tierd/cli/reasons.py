@@ -139,17 +139,20 @@ def _breaker_open(reason: Reason) -> Said:
     reads = circuits.get("reads") if isinstance(circuits, dict) else None
     since, why = "", "no reason is known"
     if isinstance(reads, dict):
-        since = f", since {ago(reads['since_s'])}" if reads.get("since_s") is not None else ""
+        since = f" for {ago(reads['since_s'])}" if reads.get("since_s") is not None else ""
         why = printable(reads.get("why"))
     return Said(
-        f"{_name(reason)} may have it and takes no reads{since}: {why}",
+        f"{_name(reason)} may have it and has taken no reads{since}: {why}",
         "mend its disk or server; tierd asks again by itself",
     )
 
 
 def _unavailable(reason: Reason) -> Said:
     why = printable(_tier(reason).get("why")) or "it is being opened"
-    return Said(f"{_name(reason)} may have it and is not open: {why}", "")
+    return Said(
+        f"{_name(reason)} may have it and is not open: {why}",
+        "mend that; tierd tries again by itself",
+    )
 
 
 def _no_answer(reason: Reason) -> Said:
@@ -184,6 +187,9 @@ def _tier_dropped(reason: Reason) -> Said:
     )
 
 
+_RANKS: Final = {"tp_rank", "pp_rank", "cp_rank"}
+
+
 def _other_namespace(reason: Reason) -> Said:
     other, where = reason["namespace"], reason["in"]
     assert isinstance(other, dict)
@@ -192,18 +198,18 @@ def _other_namespace(reason: Reason) -> Said:
         "host memory" if place == "host" else f"tier {printable(place)}" for place in where
     )
     differs = other["differs"]
-    what = "its fields are not known here"
+    what, do = "which fields differ is not known here", ""
     if isinstance(differs, dict):
         fields = [
-            f"{printable(name)} {printable(theirs)}, not {printable(mine)}"
+            f"{printable(name)} is {printable(theirs)}, not {printable(mine)}"
             for name, (mine, theirs) in differs.items()
         ]
-        what = f"it has {'; '.join(fields)}"
-    return Said(
-        f"{places} has this hash for another namespace, {printable(other['digest'])} "
-        f"({printable(other['model'])}): {what}",
-        "",
-    )
+        what = f"there {'; '.join(fields)}"
+        do = "blocks are never served across namespaces: undo that change, or warm this one"
+        if differs.keys() <= _RANKS:
+            do = "a prefix is of use only where all ranks have it: see why this one stored less"
+    named = f"{printable(other['digest'])} ({printable(other['model'])})"
+    return Said(f"another namespace, {named}, has this hash in {places}: {what}", do)
 
 
 _SAID: Final[dict[str, Callable[[Reason], Said]]] = {

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count as count_from
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tierd.backend import Backend, GetRequest, Outcome, PutRequest, checksum
 from tierd.daemon.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX
@@ -108,16 +108,18 @@ def _timed(
 
 def copy_bytes_per_s(size_bytes: int = 64 << 20, rounds: int = 5) -> float:
     """How fast one thread copies memory that is in no cache: an engine's way to and from L2."""
-    with mmap.mmap(-1, size_bytes) as one, mmap.mmap(-1, size_bytes) as other:
-        source, target = memoryview(one), memoryview(other)
+    with (
+        mmap.mmap(-1, size_bytes) as one,
+        mmap.mmap(-1, size_bytes) as other,
+        memoryview(one) as source,
+        memoryview(other) as target,
+    ):
         target[:] = source
         seconds = []
         for _ in range(rounds):
             began_s = time.perf_counter()
             target[:] = source
             seconds.append(time.perf_counter() - began_s)
-        source.release()
-        target.release()
     return size_bytes / statistics.median(seconds)
 
 
@@ -150,42 +152,49 @@ class Blocks:
             for i in range(len(self.views))
         ]
 
+    def puts(self, hashes: Sequence[bytes]) -> list[PutRequest]:
+        """What stores the blocks under these names."""
+        return [
+            PutRequest(name, bytes(HASH_BYTES), digest, view, self.block_bytes)
+            for name, digest, view in zip(hashes, self.sums, self.views, strict=True)
+        ]
+
+    def gets(self, hashes: Sequence[bytes]) -> list[GetRequest]:
+        """What brings them again."""
+        return [
+            GetRequest(name, view, self.block_bytes)
+            for name, view in zip(hashes, self.views, strict=True)
+        ]
+
     def close(self) -> None:
         """Let go of the memory."""
         os.close(self._fd)
 
 
 async def put_all(
-    backend: Backend, namespace: bytes, hashes: Sequence[bytes], blocks: Blocks, calls: int
+    backend: Backend, namespace: bytes, requests: Sequence[PutRequest], calls: int
 ) -> None:
-    """Store all blocks in batches as the daemon makes them, `calls` at once.
+    """Store blocks in batches as the daemon makes them, `calls` at once.
 
     Raises BackendError, also for a block that was not stored.
     """
 
-    async def put(places: range) -> None:
-        requests = [
-            PutRequest(
-                hashes[i], bytes(HASH_BYTES), blocks.sums[i], blocks.views[i], blocks.block_bytes
-            )
-            for i in places
-        ]
-        _expect(await backend.put_many(namespace, requests), Outcome.STORED)
+    async def put(part: Sequence[PutRequest]) -> None:
+        _expect(await backend.put_many(namespace, part), Outcome.STORED)
 
-    await _batches(put, blocks, calls)
+    await _batches(put, requests, calls)
 
 
 async def get_all(
-    backend: Backend, namespace: bytes, hashes: Sequence[bytes], blocks: Blocks, calls: int
+    backend: Backend, namespace: bytes, requests: Sequence[GetRequest], calls: int
 ) -> None:
     """The same for bringing them, verified."""
 
-    async def get(places: range) -> None:
-        requests = [GetRequest(hashes[i], blocks.views[i], blocks.block_bytes) for i in places]
-        results = await backend.get_into(namespace, requests)
+    async def get(part: Sequence[GetRequest]) -> None:
+        results = await backend.get_into(namespace, part)
         _expect([result.outcome for result in results], Outcome.HIT)
 
-    await _batches(get, blocks, calls)
+    await _batches(get, requests, calls)
 
 
 def _expect(outcomes: Sequence[Outcome], wanted: Outcome) -> None:
@@ -194,14 +203,18 @@ def _expect(outcomes: Sequence[Outcome], wanted: Outcome) -> None:
             raise BackendError(f"the tier answered {outcome.value!r} instead of {wanted.value!r}")
 
 
-async def _batches(call: Callable[[range], Awaitable[None]], blocks: Blocks, calls: int) -> None:
-    batch = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(blocks.views[0])))
-    count = len(blocks.views)
-    queue = iter([range(at, min(at + batch, count)) for at in range(0, count, batch)])
+_Request = TypeVar("_Request", PutRequest, GetRequest)
+
+
+async def _batches(
+    call: Callable[[Sequence[_Request]], Awaitable[None]], requests: Sequence[_Request], calls: int
+) -> None:
+    batch = max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // len(requests[0].view)))
+    starts = iter(range(0, len(requests), batch))
 
     async def work() -> None:
-        for places in queue:
-            await call(places)
+        for start in starts:
+            await call(requests[start : start + batch])
 
     tasks = [asyncio.create_task(work()) for _ in range(calls)]
     try:

@@ -60,6 +60,8 @@ def _lines(status: dict[str, object]) -> list[str]:
         lines.append(f"  {size(host['limit_bytes'])} allowed while the machine is short of memory")
     if host["unproven_blocks"]:
         lines.append(f"  {host['unproven_blocks']} blocks kept over a restart, not yet verified")
+    if why := _table(status["hotset"]).get("why"):
+        lines.append(f"hot set  no snapshot: {printable(why)}")
     for device in _tables(status["copies"]):
         lines += _device_lines(device)
     for tier in _tables(status["storage"]):

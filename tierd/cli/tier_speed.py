@@ -87,7 +87,7 @@ async def measure(entry: StorageConfig, block_bytes: int, progress: Progress) ->
 async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -> Result:
     count = max(1, min(BLOCKS_MAX, ROUND_BYTES // block_bytes))
     blocks = Blocks(count, block_bytes)
-    gets, puts, alone, raw = [], [], [], []
+    get_speeds, put_speeds, alone, raw = [], [], [], []
     namespace = hashlib.sha256(b"tierd bench" + secrets.token_bytes(16)).digest()[:DIGEST_BYTES]
     try:
         async with _scratch(entry, blocks) as (backend_entry, directory):
@@ -98,20 +98,19 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -
                 for turn in range(ROUNDS):
                     progress.say(f"{entry.name}: round {turn + 1} of {ROUNDS}")
                     names.append(blocks.hashes(turn))
+                    puts, gets = blocks.puts(names[-1]), blocks.gets(names[-1])
                     began_s = time.perf_counter()
-                    await put_all(backend, namespace, names[-1], blocks, entry.write_batches)
-                    puts.append(blocks.size_bytes / (time.perf_counter() - began_s))
+                    await put_all(backend, namespace, puts, entry.write_batches)
+                    put_speeds.append(blocks.size_bytes / (time.perf_counter() - began_s))
                     began_s = time.perf_counter()
-                    await get_all(backend, namespace, names[-1], blocks, entry.read_batches)
-                    gets.append(blocks.size_bytes / (time.perf_counter() - began_s))
+                    await get_all(backend, namespace, gets, entry.read_batches)
+                    get_speeds.append(blocks.size_bytes / (time.perf_counter() - began_s))
                     if directory is not None:
                         raw.append(await asyncio.to_thread(_raw, entry, directory, blocks))
-                first = Blocks(1, block_bytes)
                 for _ in range(ALONE):
                     began_s = time.perf_counter()
-                    await get_all(backend, namespace, names[0][:1], first, 1)
+                    await get_all(backend, namespace, gets[:1], 1)
                     alone.append(time.perf_counter() - began_s)
-                first.close()
             finally:
                 try:
                     for each in names:
@@ -122,8 +121,8 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -
         blocks.close()
     return Result(
         entry.name,
-        statistics.median(gets),
-        statistics.median(puts),
+        statistics.median(get_speeds),
+        statistics.median(put_speeds),
         statistics.median(alone),
         _median(raw) if raw else None,
     )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from tierd.cli.engine import Engine
-from tierd.cli.operator import Operator, add_socket, tables
+from tierd.cli.operator import Operator, add_socket, table, tables, whole
 from tierd.cli.progress import Progress
-from tierd.cli.warm_dry import estimate
+from tierd.cli.warm_dry import Estimate, estimate
 from tierd.cli.warm_journal import Done, Journal, still_there
 from tierd.cli.warm_prompts import LocalTokenizer
 from tierd.cli.warm_report import Report
@@ -83,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     source.add_argument(
         "--skip-bad",
         action="store_true",
-        help="go on after a malformed line, and end with 3 (default: stop there)",
+        help="go on after a malformed line or hot set, and end with 3 (default: stop there)",
     )
     meaning = parser.add_argument_group("what it means")
     meaning.add_argument(
@@ -146,15 +146,13 @@ def run(args: argparse.Namespace) -> int:
                 run_.journal = stack.enter_context(closing(journal))
             run_.warm(operator)
     except _DeadlineError:
-        run_.report.late = True
+        run_.report.late = not run_.over
     except KeyboardInterrupt:
         run_.report.interrupted = True
     except ConfigError:
         raise
     except TierdError as error:
-        run_.progress.clear()
-        print(f"tierd: {error}", file=sys.stderr)
-        return FAILED
+        run_.failure = error
     finally:
         run_.progress.clear()
     return run_.end()
@@ -168,6 +166,10 @@ class _Run:
         self.report = Report()
         self.progress = Progress(lines_s=LINES_S)
         self.journal: Journal | None = None
+        self.over = False
+        """It has come to its end; what the report lacks was not to be had."""
+        self.failure: TierdError | None = None
+        """Of the daemon's."""
         self._args = args
         self._order = order
         self._adapters = _adapters(args.lora)
@@ -180,18 +182,22 @@ class _Run:
             raise ConfigError("--concurrency must be at least 1")
         self._warmer: Warmer | None = None
         self._still: Mapping[str, Done] = {}
-        self._told: list[str] = []
+        self._estimate: Estimate | None = None
         self._shown_s = 0.0
 
     def warm(self, operator: Operator) -> None:
         """Do it. Raises DisconnectedError, RefusedError, ConfigError."""
         args = self._args
-        names = [str(tier["name"]) for tier in tables(operator.status()["storage"])]
+        status = operator.status()
+        names = [str(tier["name"]) for tier in tables(status["storage"])]
         for name in filter(None, (args.to, args.source)):
             if name not in names:
                 known = ", ".join(names) or "none"
                 raise ConfigError(f"no tier is named {name!r}; there are {known}")
-        self._order.target = names.index(args.to) + 1 if args.to else 0
+        if args.to:
+            self._order.target = names.index(args.to) + 1
+        else:
+            self._order.room_bytes = whole(table(status["host"])["limit_bytes"])
         wait_for_tiers(operator, self.progress.say)
         if self.journal is not None:
             self._still = still_there(self.journal, operator, self._order.target)
@@ -203,13 +209,11 @@ class _Run:
             tokenizer=self._tokenizer,
             engine=self._engine,
             skip_bad=args.skip_bad,
-            is_done=self._is_done,
+            done=self._done,
         )
         wants = self._wants(sources, names)
         if args.dry_run:
-            found = estimate(operator, wants, self._order.target)
-            told = found.as_json()
-            self._told = [json.dumps(told)] if args.json else [*found.lines(args.to or HOST)]
+            self._estimate = estimate(operator, wants, self._order.target)
             return
         ahead = REPLAYS_AHEAD * args.concurrency
         self._warmer = Warmer(
@@ -222,6 +226,7 @@ class _Run:
             on_progress=lambda: self._show(sources),
         )
         self._warmer.run(wants)
+        self.over = not self.report.late
 
     def end(self) -> int:
         """Tell what it came to; the exit status."""
@@ -229,13 +234,14 @@ class _Run:
         error = None if self._warmer is None else self._warmer.wrong
         if report.late and self._warmer is not None:
             self._warmer.give_up()
-        if self._told:
-            print("\n".join(self._told))
-            return ALL if report.whole else PARTLY
-        if args.json:
-            print(json.dumps(report.as_json()))
-        else:
-            print("\n".join(report.lines(args.to or HOST)))
+        if self._estimate is not None:
+            return self._tell_estimate(self._estimate)
+        if self.failure is None or report.units:
+            lines = [json.dumps(report.as_json())] if args.json else report.lines(args.to or HOST)
+            print("\n".join(lines))
+        if self.failure is not None:
+            print(f"tierd: {self.failure}", file=sys.stderr)
+            return FAILED
         if report.interrupted:
             return INTERRUPTED
         if error is not None:
@@ -246,6 +252,15 @@ class _Run:
         if report.whole:
             return ALL
         return FAILED if report.engine_away and not report.had else PARTLY
+
+    def _tell_estimate(self, found: Estimate) -> int:
+        report = self.report
+        if self._args.json:
+            print(json.dumps({**found.as_json(), "reasons": report.reasons_as_json()}))
+        else:
+            told = [*found.lines(self._args.to or HOST), *report.reason_lines()]
+            print("\n".join(told))
+        return ALL if report.whole else PARTLY
 
     def _wants(self, sources: Sources, tiers: list[str]) -> Iterator[Want]:
         """Of all sources: hot sets first, since they bring along the namespaces of prompts."""
@@ -260,11 +275,9 @@ class _Run:
         if not (args.file or args.hotset or args.source):
             yield from sources.prompts("-")
 
-    def _is_done(self, unit: str) -> bool:
+    def _done(self, unit: str) -> int | None:
         done = self._still.get(unit)
-        if done is not None:
-            self.report.finished_before(done.blocks)
-        return done is not None
+        return None if done is None else done.blocks
 
     def _finished(self, want: Want) -> None:
         if self.journal is not None:
@@ -318,7 +331,7 @@ def _order(args: argparse.Namespace) -> Order:
         bytes_per_s=rate,
         pin_s=parse_time(args.pin) if args.pin else 0.0,
         verify=args.verify,
-        end_s=None if deadline_s is None else time.monotonic() + deadline_s,
+        end_s=None if deadline_s is None else args.began_s + deadline_s,
     )
 
 

@@ -79,9 +79,8 @@ def parse(line: bytes, adapters: Mapping[str, str]) -> Prompt:
 
 def tokens_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """The prompt's token ids, unchecked. Raises ConfigError if nothing can make them."""
-    tokens = prompt.request.get("tokens")
-    if tokens is not None:
-        return tokens  # type: ignore[return-value]  # whoever hashes them checks each
+    if "tokens" in prompt.request:
+        return prompt.request["tokens"]  # type: ignore[return-value]  # whoever hashes them checks
     if tokenizer is None:
         raise ConfigError(
             "the prompt is text: give --tokenizer DIR (a directory with the model's tokenizer) "
@@ -120,15 +119,14 @@ def _own(fields: dict[str, object]) -> Prompt:
     if given is not None:
         if not isinstance(given, list) or len(given) != 2:
             raise ConfigError("lora must be a list of its name and its path")
-        lora = Lora(*given)
+        lora = Lora(_text("lora name", given[0]), _text("lora path", given[1]))
     namespaces = None if own is None else own if isinstance(own, list) else [own]
     return Prompt({"tokens": fields["tokens"]}, _salt(fields, "salt"), lora, None, namespaces)
 
 
 def _openai(fields: dict[str, object], adapters: Mapping[str, str]) -> Prompt:
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise ConfigError(f"model must be text, not {model!r:.40}")
+    given = fields.get("model")
+    model = None if given is None else _text("model", given)
     for name in _OPAQUE_FIELDS:
         if fields.get(name) is not None:
             raise ConfigError(
@@ -172,9 +170,17 @@ def _check_messages(messages: object) -> None:
 
 def _salt(fields: dict[str, object], name: str) -> str | None:
     salt = fields.get(name)
-    if salt is not None and not isinstance(salt, str):
-        raise ConfigError(f"{name} must be str, not {salt!r:.40}")
-    return salt
+    return None if salt is None else _text(name, salt)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, not {value!r:.40}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} has no UTF-8 form: {value!r:.40}") from None
+    return value
 
 
 class LocalTokenizer:
@@ -193,7 +199,8 @@ class LocalTokenizer:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--tokenizer {directory}: {error!s:.200}") from error
+            why = " ".join(str(error).split())
+            raise ConfigError(f"--tokenizer {directory}: {why:.200}") from error
 
     def tokens(self, request: Mapping[str, object]) -> list[int]:
         """Only what is rendered here as there: messages of a role and text, and their template."""

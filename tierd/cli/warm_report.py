@@ -55,7 +55,13 @@ class Report:
     before: int = 0
     """Blocks of units that the journal has as finished, and that are still there."""
     bytes_read: int = 0
-    """What was brought, in all ranks."""
+    """What was brought, in all ranks; what two calls have from one read counts for both."""
+    had_bytes: int = 0
+    """What is there, in all ranks."""
+    kept_bytes: int | None = None
+    """Of that what is kept for a time; None: that was not asked for."""
+    unproven: int = 0
+    """Blocks that were to be verified, and have no checksum yet."""
     reasons: dict[str, Reason] = field(default_factory=dict)
     late: bool = False
     """The deadline passed before all input was read."""
@@ -129,6 +135,15 @@ class Report:
         told = ", ".join(f"{count} {what}" for what, count in parts if count)
         if told:
             yield f"  {told}; {size(self.bytes_read)} in {spent_s:.1f} s, {size(self.speed())}/s"
+        if self.kept_bytes is not None:
+            more = "" if self.kept_bytes >= self.had_bytes else "; host.pin_share allows no more"
+            yield f"  kept: {size(self.kept_bytes)} of {size(self.had_bytes)}{more}"
+        if self.unproven:
+            yield f"  not verified: {self.unproven} blocks, which have no checksum yet"
+        yield from self.reason_lines()
+
+    def reason_lines(self) -> Iterator[str]:
+        """Why not all is warm, or was looked at."""
         for why, reason in sorted(self.reasons.items(), key=lambda item: -item[1].blocks):
             more = ", ..." if reason.units > len(reason.labels) else ""
             count = f"{reason.blocks} blocks" if reason.blocks else f"{reason.units} not read"
@@ -150,11 +165,17 @@ class Report:
             "before": self.before,
             "missing": self.blocks - self.had,
             "bytes": self.bytes_read,
+            "kept_bytes": self.kept_bytes,
+            "unproven": self.unproven,
             "seconds": round(time.monotonic() - self.began_s, 3),
             "late": self.late,
             "interrupted": self.interrupted,
-            "reasons": [
-                {"why": why, "blocks": r.blocks, "units": r.units, "first": r.labels}
-                for why, r in self.reasons.items()
-            ],
+            "reasons": self.reasons_as_json(),
         }
+
+    def reasons_as_json(self) -> list[dict[str, object]]:
+        """Why not all is warm, or was looked at, for programs."""
+        return [
+            {"why": why, "blocks": r.blocks, "units": r.units, "first": r.labels}
+            for why, r in self.reasons.items()
+        ]

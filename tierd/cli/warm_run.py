@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from tierd.cli.engine import Engine, EngineAwayError, EngineRefusedError
-from tierd.cli.operator import Operator
+from tierd.cli.operator import Operator, whole
 from tierd.cli.warm_report import COLD, Report
 from tierd.cli.warm_sources import Want
 from tierd.errors import ConfigError
@@ -58,6 +58,8 @@ class Order:
     """How the command has its wants warmed."""
 
     target: int = 0
+    room_bytes: int | None = None
+    """What there is room for where it is brought; None: nobody knows."""
     bytes_per_s: int = 0
     pin_s: float = 0.0
     verify: bool = False
@@ -75,6 +77,8 @@ class _Unit:
 
     want: Want
     outcomes: bytearray
+    asked: int
+    """Blocks, from the first on, that the daemon is asked for; for the others there is no room."""
     left: int
     """Answers to come: one for each piece and rank."""
     before: bytes | None = None
@@ -92,6 +96,8 @@ class _Piece(NamedTuple):
 class _Call:
     pieces: list[_Piece]
     namespace: Namespace
+    hashes: list[bytes]
+    """Each once: prompts share prefixes."""
 
 
 class Replays:
@@ -203,17 +209,27 @@ class Warmer:
     # --- asking -------------------------------------------------------------------------
 
     def _begin(self, want: Want) -> None:
-        unit = _Unit(want, bytearray(len(want.hashes)), 0)
+        if want.done is not None:
+            self._take_room(want, want.done)
+            self.report.finished_before(want.done)
+            return
+        asked = self._take_room(want, len(want.hashes))
+        unit = _Unit(want, bytearray(len(want.hashes)), asked, 0)
         self._open[id(unit)] = unit
-        if not want.hashes:
-            self._finish(unit)
-        elif want.by_worth and self._full_calls >= FULL_CALLS:
-            unit.outcomes[:] = bytes([Warmth.NO_ROOM]) * len(unit.outcomes)
-            self._finish(unit)
-        else:
-            if want.uses:
-                self._teach(want)
-            self._ask(unit)
+        if asked and want.uses:
+            self._teach(want)
+        self._ask(unit)
+
+    def _take_room(self, want: Want, blocks: int) -> int:
+        """For how many of the blocks there is room: of what is ordered by its worth, the last
+        must not push out the first."""
+        if not want.by_worth or self.order.room_bytes is None:
+            return blocks
+        if self._full_calls >= FULL_CALLS:
+            return 0
+        fit = max(0, min(blocks, self.order.room_bytes // _slot_bytes(want)))
+        self.order.room_bytes -= fit * _slot_bytes(want)
+        return fit
 
     def _teach(self, want: Want) -> None:
         """What has been used elsewhere is worth room here. Ranks share what is known of uses."""
@@ -222,13 +238,15 @@ class Warmer:
         self.operator.teach(handle, want.hashes, [want.uses] * count, [want.age_s] * count)
 
     def _ask(self, unit: _Unit) -> None:
-        size = _blocks_per_call(unit.want.ranks)
-        unit.outcomes = bytearray(len(unit.outcomes))
-        for start in range(0, len(unit.outcomes), size):
-            piece = _Piece(unit, start, min(start + size, len(unit.outcomes)))
-            self._pieces.append(piece)
+        size = self._blocks_per_call(unit.want.ranks)
+        unit.outcomes[:] = bytes([Warmth.NO_ROOM]) * len(unit.outcomes)
+        unit.outcomes[: unit.asked] = bytes([Warmth.HERE]) * unit.asked
+        for start in range(0, unit.asked, size):
+            self._pieces.append(_Piece(unit, start, min(start + size, unit.asked)))
             unit.left += len(unit.want.ranks)
-        self._ahead_blocks += len(unit.outcomes)
+        self._ahead_blocks += unit.asked
+        if not unit.asked:
+            self._finish(unit)
         self._send()
 
     def _send(self) -> None:
@@ -237,10 +255,9 @@ class Warmer:
             if not self._ready and not self._gather():
                 return
             call = self._ready.popleft()
-            hashes = [h for unit, start, stop in call.pieces for h in unit.want.hashes[start:stop]]
             number = self.operator.begin_warm(
                 self._handle(call.namespace),
-                hashes,
+                call.hashes,
                 target=self.order.target,
                 deadline_s=max(0.0, min(self.order.left_s() - MARGIN_S, CALL_S_MAX)),
                 bytes_per_s=self.order.bytes_per_s,
@@ -254,7 +271,7 @@ class Warmer:
         if not self._pieces:
             return False
         ranks = self._pieces[0].unit.want.ranks
-        room = _blocks_per_call(ranks)
+        room = self._blocks_per_call(ranks)
         pieces: list[_Piece] = []
         while self._pieces and self._pieces[0].unit.want.ranks == ranks:
             room -= self._pieces[0].stop - self._pieces[0].start
@@ -262,8 +279,16 @@ class Warmer:
                 break
             pieces.append(self._pieces.popleft())
         self._ahead_blocks -= sum(piece.stop - piece.start for piece in pieces)
-        self._ready.extend(_Call(pieces, rank) for rank in ranks)
+        all_hashes = (h for unit, start, stop in pieces for h in unit.want.hashes[start:stop])
+        hashes = list(dict.fromkeys(all_hashes))
+        self._ready.extend(_Call(pieces, rank, hashes) for rank in ranks)
         return True
+
+    def _blocks_per_call(self, ranks: Sequence[Namespace]) -> int:
+        """At a limited rate so many that a call ends about every second."""
+        size_bytes = min(CALL_BYTES_MAX, self.order.bytes_per_s or CALL_BYTES_MAX)
+        largest = max(rank.block_bytes for rank in ranks)
+        return max(1, min(CALL_BLOCKS_MAX, size_bytes // largest))
 
     def _handle(self, namespace: Namespace) -> int:
         handle = self._handles.get(namespace.digest)
@@ -294,14 +319,19 @@ class Warmer:
         outcomes = reply.outcomes
         brought = outcomes.count(Warmth.BROUGHT)
         self.report.bytes_read += brought * call.namespace.block_bytes
-        if brought or Warmth.HERE in outcomes:
+        warm = brought + outcomes.count(Warmth.HERE)
+        self.report.had_bytes += warm * call.namespace.block_bytes
+        self.report.unproven += whole(reply.body["unproven"])
+        if self.order.pin_s and not self.order.target:
+            kept_bytes = whole(reply.body["pinned"]) * call.namespace.block_bytes
+            self.report.kept_bytes = (self.report.kept_bytes or 0) + kept_bytes
+        if warm:
             self._full_calls = 0
         elif Warmth.NO_ROOM in outcomes:
             self._full_calls += 1
-        at = 0
+        fates = dict(zip(call.hashes, outcomes, strict=True))
         for unit, start, stop in call.pieces:
-            some = outcomes[at : at + stop - start]
-            at += stop - start
+            some = [fates[block_hash] for block_hash in unit.want.hashes[start:stop]]
             # HERE and BROUGHT come first: a block is as warm as it is in the coldest rank.
             unit.outcomes[start:stop] = bytes(map(max, unit.outcomes[start:stop], some))
             unit.left -= 1
@@ -341,11 +371,14 @@ class Warmer:
 
     def _finish(self, unit: _Unit, why: str | None = None) -> None:
         del self._open[id(unit)]
+        if unit.want.by_worth and self.order.room_bytes is not None:
+            missed = sum(outcome > Warmth.BROUGHT for outcome in unit.outcomes[: unit.asked])
+            self.order.room_bytes += missed * _slot_bytes(unit.want)
         self.report.finished(unit.want.label, bytes(unit.outcomes), unit.before, why)
         if not unit.outcomes or max(unit.outcomes) <= Warmth.BROUGHT:
             self.on_finished(unit.want)
 
 
-def _blocks_per_call(ranks: Sequence[Namespace]) -> int:
-    largest = max(rank.block_bytes for rank in ranks)
-    return max(1, min(CALL_BLOCKS_MAX, CALL_BYTES_MAX // largest))
+def _slot_bytes(want: Want) -> int:
+    """What a block takes in host memory, in all ranks."""
+    return sum(rank.slot_bytes for rank in want.ranks)

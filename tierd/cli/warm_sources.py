@@ -7,7 +7,9 @@ they are asked, and never far ahead.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +21,7 @@ from typing import BinaryIO, Final, NamedTuple
 from tierd.cli.engine import Engine, EngineAwayError, EngineRefusedError
 from tierd.cli.namespaces import ADAPTER_MARK, Namespaces, Ranks
 from tierd.cli.operator import Operator
+from tierd.cli.text import printable
 from tierd.cli.warm_prompts import Prompt, Tokenizer, hashes_of, parse, tokens_of
 from tierd.cli.warm_report import Report
 from tierd.errors import ConfigError
@@ -29,6 +32,9 @@ from tierd.wire.messages import unpack_slots
 
 LINE_BYTES_MAX: Final = 64 << 20
 """Of a prompt: a million token ids take less than 8 MB."""
+
+URL_BYTES_MAX: Final = 4 << 30
+"""Of another node's hot set; one of a million blocks has 70 MB."""
 
 URL_S: Final = 30.0
 """Longest wait for another node's hot set to go on."""
@@ -56,6 +62,8 @@ class Want(NamedTuple):
     age_s: int = NEVER
     by_worth: bool = False
     """Whatever comes after it from the same source is worth less."""
+    done: int | None = None
+    """How many blocks it has, if it was finished by an earlier run and need not be looked at."""
 
 
 class Sources:
@@ -71,9 +79,9 @@ class Sources:
         tokenizer: Tokenizer | None,
         engine: Engine | None,
         skip_bad: bool,
-        is_done: Callable[[str], bool],
+        done: Callable[[str], int | None],
     ) -> None:
-        """`is_done` says whether a unit need not be warmed, and counts it if so."""
+        """`done` says how many blocks a unit has that need not be warmed; None: it has to be."""
         self.namespaces = Namespaces(operator)
         self.share: float | None = None
         """How much of the source that is being read has been; None if nobody knows."""
@@ -87,7 +95,7 @@ class Sources:
         self._tokenizer = tokenizer
         self._engine = engine
         self._skip_bad = skip_bad
-        self._is_done = is_done
+        self._done = done
         self._models: dict[str, bool] = {}
         """Whether what requests have as their model is an adapter."""
 
@@ -96,6 +104,14 @@ class Sources:
     def hot_set(self, name: str) -> Iterator[Want]:
         """The runs of a hot set, of a file or of another node."""
         try:
+            yield from self._hot_set(name)
+        except ConfigError as error:
+            if not self._skip_bad:
+                raise
+            self._report.missing(printable(name), f"malformed: {error}")
+
+    def _hot_set(self, name: str) -> Iterator[Want]:
+        try:
             with self._opened(name) as file:
                 found = HotSet(file, name)
                 age_s = max(0, int(time.time()) - found.written_s)
@@ -103,17 +119,16 @@ class Sources:
                     self._note(file)
                     self.namespaces.learn(found.namespaces.values())
                     unit = _unit(b"run", ranks, run.hashes[-1], len(run.hashes))
-                    if self._is_done(unit):
-                        continue
                     since_s = NEVER if run.age_s == NEVER else min(run.age_s + age_s, NEVER)
                     yield Want(
-                        f"{name}, run {number}",
+                        f"{printable(name)}, run {number}",
                         ranks,
                         run.hashes,
                         unit,
                         uses=run.uses,
                         age_s=since_s,
                         by_worth=True,
+                        done=self._done(unit),
                     )
                 self.namespaces.learn(found.namespaces.values())
         except OSError as error:
@@ -140,15 +155,15 @@ class Sources:
             left -= len(hashes)
             self.share = 1 - min(left, whole) / whole
             unit = _unit(b"run", ranks, hashes[-1], len(hashes))
-            if not self._is_done(unit):
-                yield Want(f"{name}, run {count}", ranks, hashes, unit, by_worth=True)
+            label, done = f"{name}, run {count}", self._done(unit)
+            yield Want(label, ranks, hashes, unit, by_worth=True, done=done)
 
     # --- prompts --------------------------------------------------------------------------
 
     def prompts(self, name: str) -> Iterator[Want]:
         """The prompts of a file, or of stdin."""
         with self._opened(name) as file:
-            shown = "stdin" if name == "-" else name
+            shown = "stdin" if name == "-" else printable(name)
             for number, line in enumerate(_lines(file), 1):
                 self._note(file)
                 where = f"{shown}, line {number}"
@@ -175,8 +190,8 @@ class Sources:
         prompt = parse(line, self._adapters)
         base = self._base(prompt)
         unit = _unit(line.strip(), base, *map(str.encode, prompt.lora or ()))
-        if self._is_done(unit):
-            return None
+        if (done := self._done(unit)) is not None:
+            return Want(where, base, (), unit, done=done)
         by_engine = "tokens" not in prompt.request and self._tokenizer is self._engine
         if by_engine and self._report.engine_away:
             raise EngineAwayError(self._report.engine_away)
@@ -239,18 +254,33 @@ class Sources:
             if name == "-":
                 return nullcontext(sys.stdin.buffer)
             if name.startswith(("http://", "https://")):
-                response: BinaryIO = urllib.request.urlopen(name, timeout=URL_S)
-                return closing(response)
+                return closing(_fetched(name))
             path = Path(name)
             self._size_bytes = path.stat().st_size
             file = path.open("rb")  # the caller closes it
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             why = error.reason if isinstance(error, urllib.error.URLError) else error
             raise ConfigError(f"{name}: {getattr(why, 'strerror', None) or why}") from error
         return file
 
     def _note(self, file: BinaryIO) -> None:
         self.share = file.tell() / self._size_bytes if self._size_bytes else None
+
+
+def _fetched(url: str) -> BinaryIO:
+    """What is at a URL, whole: a node gives its hot set to one at a time, and not for ever."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
+    try:
+        with urllib.request.urlopen(url, timeout=URL_S) as response:
+            while piece := response.read(1 << 20):
+                if file.tell() > URL_BYTES_MAX:
+                    raise ConfigError(f"{url}: longer than {URL_BYTES_MAX} bytes")
+                file.write(piece)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:

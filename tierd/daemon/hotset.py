@@ -222,7 +222,9 @@ class Snapshots:
             passed_s = max(0, int(self._wall_s()) - hot_set.written_s)
             for hot in hot_set:
                 pace.step()
-                yield hot, min(NEVER, hot.run.age_s + passed_s)
+                # What nobody is known to have used yet was there, at least.
+                age_s = 0 if hot.run.age_s == NEVER else hot.run.age_s
+                yield hot, min(NEVER, age_s + passed_s)
 
     def _keep_aside(self, why: str) -> None:
         """Out of the way of the next snapshot, for whoever can make something of it."""

@@ -275,8 +275,8 @@ class Node:
 
     # --- namespaces -----------------------------------------------------------------
 
-    def register(self, namespace: Namespace) -> Space:
-        """The space of a namespace, with memory ready for its first blocks."""
+    def register(self, namespace: Namespace, *, to_store: bool = True) -> Space:
+        """The space of a namespace, with memory ready for its first blocks if it is to store."""
         if len(self.host.spaces) >= SPACES_MAX and namespace.digest not in self.host.spaces:
             raise RefusedError(f"this tierd holds {SPACES_MAX} namespaces already")
         space = self.host.open_space(namespace)
@@ -286,7 +286,8 @@ class Node:
                 f"({self.host.capacity_bytes} bytes)"
             )
         space.sessions += 1
-        self.memory.make_room_ahead(space, 0)
+        if to_store:
+            self.memory.make_room_ahead(space, 0)
         return space
 
     def unregister(self, space: Space) -> None:
@@ -438,12 +439,12 @@ class Node:
             async with patience.within(max(0.0, left_s)):
                 await lookup.finish(asks)
         except TimeoutError:
+            self._note_unserved(Why.LATE, lookup)
             if patience.ended:
                 self.counters["best_effort_ended_total"] += 1
             else:
                 self.counters["deadline_missed_total"] += 1
                 lookup.blame()
-                self._note_unserved(Why.LATE, lookup)
         finally:
             # Not waited for: a backend may take its time to let go, a deadline does not.
             for ask in asks:

@@ -246,6 +246,8 @@ class _Life:
         finishing = None if node.snapshots is None else node.spawn(node.snapshots.finish, "hotset")
         left = await node.drain(budget_s, self._signals.stop_now)
         if finishing is not None:
+            if self._signals.stop_now.is_set():
+                finishing.cancel()
             await asyncio.wait([finishing])
         if left:
             log.warning("stopping with %d blocks that were not backed up", left)

@@ -36,7 +36,7 @@ log = logging.getLogger("tierd")
 ACQUIRES_IN_FLIGHT_MAX: Final = 256
 """Waiting ACQUIREs a session; the next one is answered as a miss at once."""
 
-HANDLES_MAX: Final = 256
+HANDLES_MAX: Final = 1024
 """Registrations a session."""
 
 SESSIONS_MAX: Final = 1024
@@ -236,7 +236,8 @@ class Session:
                 self._guard = self._node.lives.guard()
                 if self._guard is not None:
                     self._send(m.Guard(), self._guard)
-            space = self._node.register(Namespace.from_fields(message.namespace))
+            namespace = Namespace.from_fields(message.namespace)
+            space = self._node.register(namespace, to_store=message.want_segments)
         except (NamespaceError, RefusedError, OSError) as error:
             log.warning(
                 "session %d (%s): registration refused: %s",

@@ -65,8 +65,9 @@ def gather(checks: Sequence[tuple[str, Check]], limit_s: float) -> list[Finding]
             found[at] = list(check())
         except OSError as error:
             # Something vanished, or was closed to us, between two looks.
-            what = f"this could not be looked at: {error}"
-            found[at] = [Finding(Level.WARNING, subject, "unseen", what)]
+            found[at] = [_unseen(subject, str(error))]
+        except KeyError as error:
+            found[at] = [_unseen(subject, f"tierd does not tell of {error}: another version?")]
 
     threads = [
         threading.Thread(target=run, args=(at, subject, check), daemon=True)
@@ -83,6 +84,17 @@ def gather(checks: Sequence[tuple[str, Check]], limit_s: float) -> list[Finding]
         for (subject, _), own in zip(checks, list(found), strict=True)
         for finding in (own if own is not None else [_silent(subject, limit_s)])
     ]
+
+
+def _unseen(subject: str, why: str) -> Finding:
+    return Finding(
+        Level.WARNING,
+        subject,
+        "unseen",
+        f"this could not be looked at: {why}",
+        "whether it is well is not known",
+        "run it again, as root or as tierd's user, and of the daemon's version",
+    )
 
 
 def _silent(subject: str, limit_s: float) -> Finding:

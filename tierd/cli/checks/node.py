@@ -58,27 +58,37 @@ class Scene:
             return None
 
 
-def read_config(scene: Scene) -> list[Finding]:
-    """Load the configuration into the scene."""
+def read_config(scene: Scene) -> ConfigError | None:
+    """Load the configuration into the scene, or say why that cannot be done."""
     try:
         scene.config = load(scene.config_path, os.environ)
     except ConfigError as error:
-        unseen = isinstance(error.__cause__, PermissionError)
-        return [
-            Finding(
-                Level.NOTE if unseen else Level.FAULT,
-                "configuration",
-                "config_unseen" if unseen else "config",
-                str(error),
-                "the tiers cannot be looked at"
-                if unseen
-                else "tierd does not start with it, and a reload changes nothing",
-                "run `tierd doctor` as root or as tierd's user"
-                if unseen
-                else "mend the file, or name another by --config; `tierd config check` tells more",
-            )
-        ]
-    return [Finding(Level.OK, "configuration", "config", f"{scene.config_path} is sound")]
+        return error
+    return None
+
+
+def look_at_config(scene: Scene, error: ConfigError | None) -> Finding:
+    """What there is to say of it, once it is known whether a daemon runs."""
+    if error is None:
+        return Finding(Level.OK, "configuration", "config", f"{scene.config_path} is sound")
+    away = isinstance(error.__cause__, FileNotFoundError)
+    if isinstance(error.__cause__, PermissionError) or (away and scene.status is not None):
+        return Finding(
+            Level.NOTE,
+            "configuration",
+            "config_unseen",
+            str(error),
+            "the tiers cannot be looked at",
+            "name the daemon's file by --config; run this as root or as tierd's user",
+        )
+    return Finding(
+        Level.FAULT,
+        "configuration",
+        "config",
+        str(error),
+        "tierd does not start with it, and a reload changes nothing",
+        "mend the file, or name another by --config; `tierd config check` tells more",
+    )
 
 
 def look_at_daemon(scene: Scene) -> Iterator[Finding]:
