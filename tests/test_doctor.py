@@ -81,6 +81,8 @@ def test_json_has_its_documented_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert rc == 1
     assert told.keys() == {"schema", "counts", "findings"}
     assert told["schema"] == 1
+    faults = [each["code"] for each in told["findings"] if each["level"] == "fault"]
+    assert faults == ["no_socket", "config"], "no daemon runs, and none would start"
     assert told["counts"].keys() == {"ok", "note", "warning", "fault"}
     assert sum(told["counts"].values()) == len(told["findings"])
     levels = [each["level"] for each in told["findings"]]

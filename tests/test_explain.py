@@ -16,7 +16,7 @@ from tierd.config import WritePolicy
 from tierd.core.host import Dropped, Effect, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
 from tierd.core.writes import Miss
-from tierd.daemon.explain import YOUNG_S
+from tierd.daemon.explain import OTHERS_MAX, YOUNG_S
 from tierd.daemon.node import Patience
 from tierd.daemon.orders import Orders
 from tierd.errors import BackendError, RemoteProtocolError
@@ -228,7 +228,11 @@ def test_evicted(by: Evicted) -> None:
             {"what": "evicted", "by": by.value},
             {"what": "refused_by_budget", "tier": 0, "demand": 0.9},
         ]
-        # And nothing of it once it is back.
+        # It stays so once a request has asked for it, and nothing but that once it is back.
+        bench.node.learning.note([bench.space], hashes, 0)
+        await bench.learned()
+        assert (await why(bench, hashes[2]))[1]["what"] == "refused_by_budget"
+        selective(bench, 0.9)
         bench.store(3)
         assert [r["what"] for r in await why(bench, hashes[2])] == ["refused_by_budget"]
 
@@ -313,6 +317,9 @@ def test_checksum_failed() -> None:
         bench.store(3)
         await bench.backed_up()
         assert await why(bench, hashes[1]) == []
+        await asyncio.sleep(5)
+        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        assert [r["what"] for r in await why(bench, hashes[1])] == ["tier_dropped"]
 
     run(test, only())
 
@@ -558,6 +565,7 @@ def test_other_namespace() -> None:
                 "differs": {"weights": ["rev-1", "rev-3"], "kv_dtype": ["float32", "fp8"]},
             },
         ]
+        assert bench.raw[0].calls("contains") == 3  # Of another root it cannot have them.
         first, second, nobody = [block["why"] for block in body["blocks"]]
         assert first[:2] == [
             {"what": "other_namespace", "other": 0, "in": ["host", 0]},
@@ -573,6 +581,31 @@ def test_other_namespace() -> None:
         assert body["others"][0]["differs"] is None
 
     run(test, only())
+
+
+def test_not_all_other_namespaces_are_looked_at() -> None:
+    """On a node of a thousand namespaces one question would keep the tiers busy."""
+
+    async def test(bench: Bench) -> None:
+        for number in range(2 * OTHERS_MAX):
+            bench.node.register(blocks.namespace(PAGE, weights=f"rev-{number + 2}"))
+        await explain(bench, [b"n" * 32])
+        assert bench.raw[0].calls("contains") == 1 + OTHERS_MAX
+
+    run(test, only())
+
+
+def test_not_proven_yet() -> None:
+    """After a restart with memory kept, tiers would seem to be left out."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(1)
+        slot = bench.space.chain.items[hashes[0]]
+        bench.space.unproven[slot] = b"c" * 16
+        [block] = (await explain(bench, hashes))["blocks"]
+        assert (block["host"], block["why"]) == ("unproven", [{"what": "waiting", "tier": 0}])
+
+    run(test, only(write_policy=WritePolicy.WRITE_BACK))
 
 
 def test_what_requests_did_not_get_is_bounded() -> None:

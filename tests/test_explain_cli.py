@@ -15,6 +15,7 @@ from tierd.cli.main import main
 from tierd.client import Client
 from tierd.hashing import KeyStyle, Lora, RequestExtras, hash_blocks, root_hash
 from tierd.types import Namespace
+from tierd.wire.messages import EXPLAINED_MAX
 
 ROOT = root_hash()
 TOKENS = 16
@@ -38,11 +39,12 @@ def hashes_of(tokens: list[int], salt: str | None = None, lora: Lora | None = No
     return hash_blocks(tokens, TOKENS, parent=ROOT, extra=keys)
 
 
-def store(client: Client, namespace: Namespace, hashes: list[bytes]) -> None:
+def store(client: Client, namespace: Namespace, hashes: list[bytes]) -> bool:
+    """Whether all of a prompt's blocks were stored: an arena that is full may refuse some."""
     parents = [ROOT, *hashes[:-1]]
     contents = [blocks.payload(namespace, h) for h in hashes]
     handle = client.register(namespace)
-    assert all(client.put(handle, list(zip(hashes, parents, contents, strict=True))))
+    return all(client.put(handle, list(zip(hashes, parents, contents, strict=True))))
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +59,10 @@ def daemon(tmp_path_factory):
         running.wait_tier("disk", "ready")
         client = running.client()
         for rank in RANKS:
-            store(client, rank, hashes_of(prompt(0)))
-            store(client, rank, hashes_of(prompt(2), "tenant"))
-        store(client, RANKS[0], hashes_of(prompt(1)))
-        store(client, RANKS[1], hashes_of(prompt(1))[:4])
+            assert store(client, rank, hashes_of(prompt(0)))
+            assert store(client, rank, hashes_of(prompt(2), "tenant"))
+        assert store(client, RANKS[0], hashes_of(prompt(1)))
+        assert store(client, RANKS[1], hashes_of(prompt(1))[:4])
         client.close()
         running.wait_backed_up()
         yield running
@@ -106,7 +108,7 @@ def test_some_is_missing(daemon, capsys) -> None:
     assert lines[-1] == "A request would get 64 of 96 tokens now."
     # Behind a hole nothing is of use.
     client = daemon.client()
-    store(client, RANKS[0], hashes_of(prompt(3, 3)))
+    assert store(client, RANKS[0], hashes_of(prompt(3, 3)))
     handle, last = client.register(RANKS[1]), hashes_of(prompt(3, 3))[2]
     assert all(client.put(handle, [(last, b"p" * 32, blocks.payload(RANKS[1], last))]))
     client.close()
@@ -127,7 +129,7 @@ def test_an_adapter(daemon, capsys) -> None:
     client = daemon.client()
     for rank in RANKS:
         own = replace(rank, weights=f"{rank.weights}+lora:law=2")
-        store(client, own, hashes_of(prompt(4), lora=Lora("law", "/adapters/law")))
+        assert store(client, own, hashes_of(prompt(4), lora=Lora("law", "/adapters/law")))
     client.close()
     words = ("--tokens", json.dumps(prompt(4)))
     assert explain(daemon, "--lora", "law=/adapters/law", *words) == 0
@@ -148,6 +150,12 @@ def test_json_and_hashes(daemon, capsys) -> None:
     assert second["why"][0]["in"] == ["host", "disk"]
     assert second["why"][0]["namespace"]["digest"] == RANKS[0].digest.hex()
     words = [block["hash"] for block in told["blocks"]]
+    # One that takes more than one question.
+    assert explain(daemon, "--json", "--tokens", json.dumps(prompt(0, EXPLAINED_MAX + 2))) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert [block["there"] for block in told["blocks"]] == [True] * 6 + [False] * (
+        EXPLAINED_MAX - 4
+    )
     assert explain(daemon, "--namespace", RANKS[1].digest.hex(), words[3], words[4]) == 3
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"block 0 ({words[3][:16]}...): in host memory and tier disk"
@@ -224,8 +232,8 @@ def test_a_tier_that_is_too_small(daemon, capsys) -> None:
     client = daemon.client()
     for number in range(100, 160):
         store(client, RANKS[0], hashes_of(prompt(number)))
-        if number % 8 == 0:
-            daemon.wait_backed_up()  # More would not fit its write queue.
+        if number % 4 == 0:
+            daemon.wait_backed_up()  # More might not fit its write queue.
     digest = RANKS[0].digest.hex()
     for number in range(100, 160):
         words = [h.hex() for h in hashes_of(prompt(number))]

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tierd.cli.main import main
 from tierd.cli.operator import Operator
 from tierd.client import Client
 from tierd.daemon.admin import HOTSET
+from tierd.daemon.server import HANDLES_MAX
 from tierd.hotset import Hot, HotSet, Run, pieces
 from tierd.types import Namespace
 from tierd.wire import messages as m
@@ -51,7 +53,9 @@ def use(client: Client, spaces: Sequence[Namespace], hashes: Sequence[bytes]) ->
         while not pending.done:
             client.wait(0.1)
         if pending.lease is not None:
-            return client.release(pending.lease)
+            client.release(pending.lease)
+            if pending.lease.blocks == len(hashes):
+                return
         assert time.monotonic() < end
 
 
@@ -62,14 +66,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("hotset")
     admin = f'state_dir = "{directory}/state"\n[admin]\nlisten = "{directory}/admin.sock"'
     with DaemonProcess(directory, capacity="64MiB", extra=admin) as process:
-        client = process.client()
-        store(client, RANKS, 8, "hot")
-        store(client, RANKS, 12, "cold")
-        store(client, [OTHER], 3, "one")
-        for _ in range(3):
-            use(client, RANKS, HOT)
-        use(client, RANKS, COLD)
-        client.close()
+        with closing(process.client()) as client:
+            store(client, RANKS, 8, "hot")
+            store(client, RANKS, 12, "cold")
+            store(client, [OTHER], 3, "one")
+            for _ in range(3):
+                use(client, RANKS, HOT)
+            use(client, RANKS, COLD)
         process.wait_backed_up()
         yield process
 
@@ -206,10 +209,9 @@ def test_import_teaches_what_was_hot_elsewhere(
     raw = re.sub(rb'"written": \d+', an_hour_ago, raw)
     out.write_bytes(raw)
     with DaemonProcess(tmp_path / "new", capacity="64MiB", storage="") as new:
-        client = new.client()
-        store(client, RANKS[:1], 8, "hot")
-        store(client, [OTHER], 3, "one")
-        client.close()
+        with closing(new.client()) as client:
+            store(client, RANKS[:1], 8, "hot")
+            store(client, [OTHER], 3, "one")
         capsys.readouterr()
         assert tierd(new, "import", str(out), "--json") == 0
         told = json.loads(capsys.readouterr().out)["namespaces"]
@@ -227,7 +229,8 @@ def test_import_teaches_what_was_hot_elsewhere(
         assert "other?[31m: 3 blocks, of which host memory has 3" in said
         assert f"`tierd warm --hotset {out}` brings the others" in said
         # A session registers so many namespaces, and no more.
-        many = [Run(OTHER.hash_root, [n.to_bytes(2, "big") * 16], 1, 0, 1) for n in range(300)]
+        names = [n.to_bytes(2, "big") * 16 for n in range(HANDLES_MAX + 1)]
+        many = [Run(OTHER.hash_root, [name], 1, 0, 1) for name in names]
         parts = pieces([([OTHER], many)], written_s=1, version="1")
         (tmp_path / "many.jsonl").write_bytes(b"".join(parts))
         assert tierd(new, "import", str(tmp_path / "many.jsonl")) == 0
@@ -283,9 +286,9 @@ def test_uses_survive_a_restart(daemon: DaemonProcess, tmp_path: Path) -> None:
     kept = daemon.directory / "state" / "hotset.jsonl"
     assert summary(runs_in(kept.read_bytes())) == ALL
     daemon.start()
-    client = daemon.client()
     assert daemon.status()["host"]["blocks"] == 0  # No service manager has kept it.
-    use(client, RANKS, HOT)
+    with closing(daemon.client()) as client:
+        use(client, RANKS, HOT)
     end = time.monotonic() + 20
     while True:
         assert tierd(daemon, "export", "-o", str(out)) == 0
@@ -293,7 +296,6 @@ def test_uses_survive_a_restart(daemon: DaemonProcess, tmp_path: Path) -> None:
         if found == [(DIGESTS, 4, HOT)]:
             break
         assert time.monotonic() < end, found
-    client.close()
     assert daemon.stop() == 0
     after = summary(runs_in(kept.read_bytes()))
     assert after == [(DIGESTS, 4, HOT), *ALL[1:]]

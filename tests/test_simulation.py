@@ -204,7 +204,7 @@ def test_release_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return lease is not None and release(self, lease_id, lease.owner)
 
     monkeypatch.setattr(HostTier, "release", release_any)
-    assert "leased slot" in caught()
+    assert "leased slot" in caught(range(80, 80 + MUTANT_SEEDS))  # About one in 80 notices.
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from tests.vllm_server import Server, Streamed, write_adapter, write_model
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
+STORED_S = 30.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REVISIONS = {"sql": "1"}
 """Of the adapters that are offloaded; the other one, poet, is not."""
@@ -97,9 +99,11 @@ class Site:
         template = directory / "template.jinja"
         template.write_text(TEMPLATE)
         paths = [f"{name}={path}" for name, path in self.adapters.items()]
+        # One slot more than adapters: on CPUs vLLM computes the model's own tokens with what is
+        # in the last one, when an adapter's are in the same batch (vllm-project/vllm#48421).
         self._arguments = [
             *("--chat-template", str(template), "--enable-lora", "--max-lora-rank", "8"),
-            *("--max-loras", "2", "--lora-modules", *paths),
+            *("--max-loras", str(len(paths) + 1), "--lora-modules", *paths),
         ]
         self._started = 0
         self._server: Server | None = None
@@ -161,6 +165,17 @@ class Site:
         explained: dict = json.loads(self.run("explain", file, *lora, "--json"))
         return explained
 
+    def wait_stored(self, requests: Iterable[Mapping[str, object]]) -> None:
+        """Until all blocks of these are in host memory: an engine stores after it has answered."""
+        file = self.write("stored.jsonl", *requests)
+        end = time.monotonic() + STORED_S
+        while True:
+            shown = self.run("warm", file, *self.lora, "--dry-run", "--json", statuses=(0, 3))
+            found = json.loads(shown)
+            if found["here"] == found["blocks"]:
+                return
+            assert time.monotonic() < end, found
+
     def first(self, path: str, request: Mapping[str, object]) -> First:
         """A request, after the same one of a tenant whom nobody has seen."""
         self._colds += 1
@@ -193,13 +208,14 @@ class Story:
         self.tenant = site.server.stream(path, {**request, "cache_salt": "b"})
         path, request = PROMPTS["sql"]
         self.base = site.server.stream(path, {**request, "model": site.server.model})
-        self.blocks = [space["blocks"] for space in site.daemon.status()["namespaces"]]
+        lookups = site.server.metric("vllm:tierd_lookups_total")
         self.unnamed = site.first(path, {**request, "model": "poet"})
-        self.blocks_later = [space["blocks"] for space in site.daemon.status()["namespaces"]]
+        self.unnamed_lookups = site.server.metric("vllm:tierd_lookups_total") - lookups
 
         # A workload is served, and all is stopped; what is in storage stays.
         for asked in WORKLOAD.values():
             site.server.stream(*asked)
+        site.wait_stored(request for _, request in WORKLOAD.values())
         site.daemon.wait_backed_up()
         hotset = str(site.directory / "hotset")
         site.run("hotset", "export", "-o", hotset)
@@ -257,7 +273,7 @@ def test_an_adapter_s_warm_is_for_that_adapter(story: Story) -> None:
     """The same tokens would get another adapter's KV, and a wrong answer."""
     assert story.base.cached_tokens == 0
     assert story.unnamed.warm.cached_tokens == story.unnamed.loaded_tokens == 0
-    assert story.blocks_later == story.blocks, "an adapter without a revision was stored"
+    assert story.unnamed_lookups == 0, "an adapter without a revision is offloaded"
     answers = [story.base.tokens, story.unnamed.warm.tokens]
     assert story.after_restart["sql"].warm.tokens not in answers
 
@@ -277,7 +293,7 @@ def test_a_hot_set_brings_back_what_was_served(
         assert first.loaded_tokens == first.warm.cached_tokens
     assert story.reads == 0, "something was read for a request, not by the warm"
     with capsys.disabled():
-        for name, first in {**story.after_restart, **story.after_wipe}.items():
+        for name, first in [*story.after_restart.items(), *story.after_wipe.items()]:
             cold_s, warm_s = first.cold.first_token_s, first.warm.first_token_s
             assert min(cold_s, warm_s) > 0
             print(f"\n{name}: first token after {cold_s:.3f} s cold, {warm_s:.3f} s warm", end="")

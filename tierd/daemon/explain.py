@@ -270,20 +270,20 @@ class _Case:
     def _why_not_in_tier(self, number: int, at: int) -> Iterator[Reason]:
         queue, block_hash = self._queues[number], self._hashes[at]
         key = self._digest + block_hash
-        had = queue.had.records.get(key)
-        had_s = -1 if had is None else had >> 1
-        damaged_s = queue.tier.damaged.records.get(key)
+        had_s = queue.had.records.get(key, -1) >> 1
+        damaged_s = queue.tier.damaged.records.get(key, -1)
+        is_damaged = damaged_s >= max(0, had_s)
         miss = queue.writes.missed.why(self._digest, block_hash)
-        if damaged_s is not None and damaged_s >= had_s:
+        if is_damaged:
             yield {"what": "checksum_failed", "tier": number, "ago_s": self._ago_s(damaged_s)}
         if miss in (Miss.REFUSED, Miss.MISSED):
             demand = round(queue.writes.budget.demand, 3)
             yield {"what": "refused_by_budget", "tier": number, "demand": demand}
         elif miss is not None:
             yield {"what": "skipped", "tier": number, "by": miss.value}
-        elif damaged_s is not None:
+        elif is_damaged:
             return
-        elif had is not None:
+        elif had_s >= 0:
             flushed_s = self._explainer.flushes.latest(self._digest, queue.tier)
             if flushed_s is not None and flushed_s >= had_s:
                 yield {"what": "flushed", "tier": number, "ago_s": self._ago_s(flushed_s)}
