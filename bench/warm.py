@@ -1,4 +1,4 @@
-"""Warming 10,000 blocks from a file tier, against fio on the same disk, and what engines feel of it.
+"""Warming 10,000 blocks from a file tier, against fio on the same disk, and what engines feel.
 
 Speed: a daemon that has just started has the blocks in its tier and none in host memory, and is
 told to warm them as `tierd warm` does. fio reads as many bytes, direct, with the same block size
@@ -26,6 +26,7 @@ from tests.daemon_process import DaemonProcess
 from tests.page_engine import chain, content, namespace, parents_of
 from tierd.cli.operator import Operator
 from tierd.client import Client, Handle
+from tierd.types import Namespace
 from tierd.wire.messages import Warmth
 
 BLOCK_BYTES = 256 << 10
@@ -67,7 +68,7 @@ def main() -> None:
     write_result("warm", results)  # type: ignore[arg-type]
 
 
-def _space(tag: str = "bench"):  # type: ignore[no-untyped-def]
+def _space(tag: str = "bench") -> Namespace:
     return namespace(block_bytes=BLOCK_BYTES, model=tag)
 
 
@@ -121,7 +122,7 @@ def _warm(daemon: DaemonProcess, hashes: Sequence[bytes]) -> bytes:
     answers: dict[int, bytes] = {}
     with Operator(daemon.socket, "bench") as operator:
         handle = operator.register(_space())
-        begun = []
+        begun: list[int] = []
         for at in range(0, len(hashes), PER_CALL):
             if len(begun) - len(answers) == IN_FLIGHT:
                 _answer(operator, answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,7 +38,8 @@ class FakeOpenAI:
         self.hold = threading.Event()
         """Nothing is computed until this is set."""
         self.hold.set()
-        self._store = store
+        self.store = store
+        self.store_delay_s = 0.0
         self._at_once = 0
         self._lock = threading.Lock()
 
@@ -57,9 +59,15 @@ class FakeOpenAI:
         self.hold.wait()
         with self._lock:
             self.computed.append(request)
-            self._store(request)
             self._at_once -= 1
         return 200, {"choices": [{"text": ""}]}
+
+    def end(self, path: str, request: Request) -> None:
+        """The answer is out; as in the real one stores come later."""
+        if path == "/v1/completions" and self.refusal is None:
+            time.sleep(self.store_delay_s)
+            with self._lock:
+                self.store(request)
 
 
 @contextmanager
@@ -69,12 +77,14 @@ def serving(engine: FakeOpenAI) -> Iterator[FakeOpenAI]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the base class's name
             length = int(self.headers["Content-Length"])
-            status, body = engine.answer(self.path, json.loads(self.rfile.read(length)))
+            request = json.loads(self.rfile.read(length))
+            status, body = engine.answer(self.path, request)
             data = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
+            engine.end(self.path, request)
 
         def log_message(self, *_: object) -> None:
             """Nobody reads it."""

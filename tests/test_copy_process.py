@@ -28,7 +28,7 @@ from tierd.memory.arena import Segment
 from tierd.wire import messages as m
 
 if TYPE_CHECKING:
-    from tierd.core.host import Space
+    from tierd.core.space import Space
     from tierd.daemon.copying import Copies
 
 pytestmark = [pytest.mark.slow]

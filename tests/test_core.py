@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests import blocks
-from tierd.core.host import (
+from tierd.core.host import HostTier
+from tierd.core.space import (
     Effect,
     Forget,
     HollowSegment,
-    HostTier,
     Lease,
     Move,
     NewSegment,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests import blocks
 from tests.prometheus import Family, read
 from tests.tier_bench import SPACE, Bench, run
-from tierd.core.host import HostTier, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Space
 from tierd.daemon.demand import SEATS_MAX, Demand, Tally
 from tierd.daemon.metrics import scrape
 

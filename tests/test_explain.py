@@ -13,7 +13,7 @@ from tierd.cli.explain import named_blocks
 from tierd.cli.operator import tables
 from tierd.cli.reasons import said
 from tierd.config import WritePolicy
-from tierd.core.host import Dropped, Effect, Evicted
+from tierd.core.space import Dropped, Effect, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
 from tierd.core.writes import Miss
 from tierd.daemon.explain import OTHERS_MAX, YOUNG_S

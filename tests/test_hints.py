@@ -18,7 +18,8 @@ from tierd.chain import ChainIndex
 from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
 from tierd.core.hints import HIGH_PRIORITY_S, Hint, Hints, Part, Priority
-from tierd.core.host import Evicted, HostTier, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Evicted, Space
 from tierd.eviction import POLICIES, make_policy
 from tierd.eviction.policy import Request
 from tierd.eviction.reuse import Reuse

@@ -17,7 +17,8 @@ from tests.tier_bench import Bench, Tier, config, run
 from tierd.backend import checksum
 from tierd.clock import SystemClock
 from tierd.config import StorageConfig, WritePolicy
-from tierd.core.host import HostTier, NewSegment, Space
+from tierd.core.host import HostTier
+from tierd.core.space import NewSegment, Space
 from tierd.daemon.lives import Lives
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.proofs import Proofs

@@ -23,8 +23,9 @@ from tests.daemon_process import DaemonProcess
 from tests.traffic import wait_until
 from tierd.clock import SystemClock
 from tierd.core.hints import Hint
-from tierd.core.host import Evicted, HostTier, Refusal, Space
+from tierd.core.host import HostTier
 from tierd.core.pressure import CALM_S, FORGOTTEN_S, Pressure, Sample
+from tierd.core.space import Evicted, Refusal, Space
 from tierd.daemon.node import Node
 from tierd.daemon.pressure import ThisMachine
 from tierd.limits import memory_cgroups

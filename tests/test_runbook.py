@@ -303,6 +303,7 @@ def test_every_line_has_a_scene(node: Node) -> None:
     """A situation would be described that nobody has tried."""
     page = runbook()
     [head] = page.pop("Runbook")
+    assert head[0].command == f"export PATH={node.names['PATH']}"
     assert [line.command.split("=")[0] for line in head] == [f"export {n}" for n in node.names]
     assert {title: len(blocks) for title, blocks in page.items()} == {
         title: len(scenes) for title, scenes in SCENES.items()

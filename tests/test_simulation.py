@@ -23,7 +23,8 @@ from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
-from tierd.core.host import HostTier, Lease, Reservation, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Lease, Reservation, Space
 from tierd.daemon import tier as tier_module
 from tierd.daemon.backup import Backups, WriteQueue
 from tierd.daemon.lookup import Lookup

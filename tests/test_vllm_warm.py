@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from tests.vllm_server import Server, Streamed, write_adapter, write_model
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
-STORED_S = 30.0
+STORED_S = 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REVISIONS = {"sql": "1"}
 """Of the adapters that are offloaded; the other one, poet, is not."""
@@ -165,13 +165,28 @@ class Site:
         explained: dict = json.loads(self.run("explain", file, *lora, "--json"))
         return explained
 
-    def wait_stored(self, requests: Iterable[Mapping[str, object]]) -> None:
-        """Until all blocks of these are in host memory: an engine stores after it has answered."""
-        file = self.write("stored.jsonl", *requests)
+    def compute(self, prompts: str) -> list[dict]:
+        """What `tierd warm` reports of a file's prompts, each time until all of it is there.
+
+        A busy machine's daemon may be too late for a store, which an engine then drops.
+        """
+        command = ["warm", "--engine", self.server.url, *self.lora, "--json", prompts]
+        reports: list[dict] = []
+        end = time.monotonic() + STORED_S
+        while not reports or reports[-1]["missing"]:
+            assert time.monotonic() < end, reports
+            reports.append(json.loads(self.run(*command, statuses=(0, 3))))
+        return reports
+
+    def serve(self, asked: Collection[tuple[str, Mapping[str, object]]]) -> None:
+        """Requests, again until all of their blocks are stored, which is after the answer."""
+        file = self.write("served.jsonl", *(request for _, request in asked))
+        command = ["warm", *self.lora, "--dry-run", "--json", file]
         end = time.monotonic() + STORED_S
         while True:
-            shown = self.run("warm", file, *self.lora, "--dry-run", "--json", statuses=(0, 3))
-            found = json.loads(shown)
+            for path, request in asked:
+                self.server.stream(path, request)
+            found = json.loads(self.run(*command, statuses=(0, 3)))
             if found["here"] == found["blocks"]:
                 return
             assert time.monotonic() < end, found
@@ -199,9 +214,7 @@ class Story:
         site.daemon.start()
         site.start_engine("host_ipc")
         prompts = site.write("prompts.jsonl", *(request for _, request in PROMPTS.values()))
-        self.computed = json.loads(
-            site.run("warm", "--engine", site.server.url, *site.lora, "--json", prompts)
-        )
+        self.computed = site.compute(prompts)
         site.start_engine("shm")
         self.after_restart = {name: site.first(*asked) for name, asked in PROMPTS.items()}
         path, request = PROMPTS["text"]
@@ -213,9 +226,7 @@ class Story:
         self.unnamed_lookups = site.server.metric("vllm:tierd_lookups_total") - lookups
 
         # A workload is served, and all is stopped; what is in storage stays.
-        for asked in WORKLOAD.values():
-            site.server.stream(*asked)
-        site.wait_stored(request for _, request in WORKLOAD.values())
+        site.serve(WORKLOAD.values())
         site.daemon.wait_backed_up()
         hotset = str(site.directory / "hotset")
         site.run("hotset", "export", "-o", hotset)
@@ -253,10 +264,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def test_what_an_engine_was_made_to_compute_is_there_after_its_restart(story: Story) -> None:
     """The first users after a deploy would pay, though chats, text and adapters were warmed."""
-    report = story.computed
+    report = story.computed[-1]
     assert (report["missing"], report["reasons"]) == (0, [])
     blocks = sum(first.prefix_tokens for first in story.after_restart.values()) // BLOCK_TOKENS
-    assert report["blocks"] == report["computed"] >= blocks
+    assert sum(each["computed"] for each in story.computed) == report["blocks"] >= blocks
     for first in story.after_restart.values():
         assert first.loaded_tokens == first.warm.cached_tokens >= 0.95 * first.prefix_tokens
         assert first.cold.cached_tokens == 0

@@ -12,7 +12,7 @@ from tests import blocks
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, damage, key, run
 from tierd.backend import Outcome, PutRequest, checksum
 from tierd.config import WritePolicy
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.warming import BUSY_SHARE, QUIET_NS, Pace, Want, Warming
 from tierd.eviction.policy import Request
 from tierd.testing.backend import MemoryBackend

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests import blocks
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
-from tierd.core.host import Effect, Evicted, Lease, Space
+from tierd.core.space import Effect, Evicted, Lease, Space
 from tierd.daemon.node import Node
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier, opened

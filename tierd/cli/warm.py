@@ -313,8 +313,11 @@ def _alarm(end_s: float | None) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise _DeadlineError
 
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise _DeadlineError
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(1e-3, end_s - time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, left_s)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.core.writes import MISSED_MAX, Miss, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks

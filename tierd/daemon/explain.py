@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from tierd.clock import Clock
-from tierd.core.host import Dropped, Space
+from tierd.core.space import Dropped, Space
 from tierd.core.unserved import Unserveds, Why
 from tierd.core.writes import Miss
 from tierd.daemon.backup import Backups

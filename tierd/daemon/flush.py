@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tierd.backend import BlockHeader
-from tierd.core.host import Dropped, Space
+from tierd.core.space import Dropped, Space
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups, nobody
 from tierd.daemon.memory import HostMemory

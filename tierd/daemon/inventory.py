@@ -13,7 +13,8 @@ from typing import Final
 
 from tierd.backend import BlockHeader
 from tierd.clock import Clock
-from tierd.core.host import HostTier, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Space
 from tierd.daemon.promotion import Spawn
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RemoteProtocolError

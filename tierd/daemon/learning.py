@@ -14,7 +14,8 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from tierd.clock import Clock
-from tierd.core.host import HostTier, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Space
 from tierd.daemon.backup import Backups
 from tierd.eviction.policy import Request
 from tierd.eviction.reuse import SLICE, Reuse

@@ -22,7 +22,7 @@ import msgspec
 from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
-from tierd.core.host import Adopted, Lease
+from tierd.core.space import Adopted, Lease
 from tierd.daemon.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger

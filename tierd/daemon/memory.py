@@ -16,12 +16,12 @@ from typing import Final, TypeVar, assert_never
 
 from tierd.backend import checksum
 from tierd.clock import Clock
-from tierd.core.host import (
+from tierd.core.host import HostTier
+from tierd.core.space import (
     Dropped,
     Effect,
     Forget,
     HollowSegment,
-    HostTier,
     Move,
     NewSegment,
     Reservation,

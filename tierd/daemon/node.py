@@ -20,9 +20,10 @@ from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import CopyConfig, HostConfig, PrefetchConfig
 from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
-from tierd.core.host import WRITING_SHARE_MAX, Evicted, HostTier, Lease, Reservation, Space
+from tierd.core.host import WRITING_SHARE_MAX, HostTier
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.pressure import Pressure
+from tierd.core.space import Evicted, Lease, Reservation, Space
 from tierd.core.unserved import Unserveds, Why
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.flush import Flush
 from tierd.daemon.node import Node
 from tierd.daemon.scrub import Scrub

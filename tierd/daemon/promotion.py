@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
-from tierd.core.host import HostTier, Lease, Reservation, Space
+from tierd.core.host import HostTier
+from tierd.core.space import Lease, Reservation, Space
 from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.memory import HostMemory
 
 log = logging.getLogger("tierd")

@@ -19,7 +19,7 @@ from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import PrefetchPolicy
 from tierd.core.hints import Hint, Priority
-from tierd.core.host import Lease, Refusal, Space
+from tierd.core.space import Lease, Refusal, Space
 from tierd.daemon.copying import SessionCopies
 from tierd.daemon.inventory import Inventory
 from tierd.daemon.node import Node, Patience

@@ -26,7 +26,7 @@ from tierd.backend import (
     PutRequest,
 )
 from tierd.config import StorageConfig
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.turns import Lane
 from tierd.errors import BackendError, ConfigError
 from tierd.eviction.policy import Ghosts

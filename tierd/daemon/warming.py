@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.core.hints import Hint, Priority
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.backup import Backups
 from tierd.daemon.flush import Flushes
 from tierd.daemon.memory import HostMemory

@@ -11,7 +11,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.errors import ConfigError
 from tierd.limits import memory_limit
 from tierd.mapping import SharedMapping

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from tierd.config import PrefetchPolicy
-from tierd.core.host import Space
+from tierd.core.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier, opened
