@@ -576,8 +576,9 @@ def test_a_container_that_fills_up_kills_nobody(tmp_path: Path, cgroup: Cgroup) 
         python = [*cgroup.launcher, sys.executable, "-c"]
         # Pages count for the cgroup of who touches them first, so it must be one in it.
         subprocess.run([*python, FILL, daemon.socket], check=True)
-        assert daemon.status()["host"]["allocated_bytes"] == 320 * MIB
-        assert memory_files_of(pid) == 320 * MIB
+        # It looks once a second: if this took longer, a segment or two have gone back already.
+        assert daemon.status()["host"]["allocated_bytes"] >= 290 * MIB
+        assert memory_files_of(pid) >= 290 * MIB
         with subprocess.Popen([*python, HOG], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as hog:
             assert hog.stdout is not None
             assert hog.stdin is not None
@@ -590,8 +591,8 @@ def test_a_container_that_fills_up_kills_nobody(tmp_path: Path, cgroup: Cgroup) 
             assert cgroup.kills() == 0
             status = daemon.status()
             assert daemon.pid == pid
-            assert 80 * MIB <= status["host"]["allocated_bytes"] < 300 * MIB
+            assert 80 * MIB <= status["host"]["allocated_bytes"] < 280 * MIB
             assert status["counters"]["evicted_shrunk_blocks_total"] > 20
-            assert memory_files_of(pid) < 300 * MIB
+            assert memory_files_of(pid) < 280 * MIB
             hog.communicate()
         assert "memory is short" in daemon.log.read_text()
