@@ -90,6 +90,8 @@ def serving(engine: FakeOpenAI) -> Iterator[FakeOpenAI]:
             """Nobody reads it."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        # So that the end waits for them.
+        server.daemon_threads = False
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         engine.url = f"http://127.0.0.1:{server.server_port}"

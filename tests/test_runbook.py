@@ -159,7 +159,10 @@ class Node:
             self.engine.ask(f"{next(asked)} times something new. " * 10)
             return condition()
 
-        wait_until(met, 20, "nobody notices")
+        try:
+            wait_until(met, 20, "nobody notices")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status()['storage']}") from None
 
     def wait_written(self) -> None:
         """Until the tiers have what they are to get."""
@@ -264,6 +267,8 @@ def tier_is_back(node: Node) -> None:
 
 def disk_is_full(node: Node) -> None:
     """Somebody else has filled the disk, a small one for this."""
+    # What it brings would be written before the disk is full.
+    node.machine.run("systemctl", "disable", "tierd-warm")
     node.machine.run("systemctl", "stop", "tierd")
     small = "size=64m,mode=700,uid=tierd"
     node.machine.run("mount", "-t", "tmpfs", "-o", small, "tmpfs", STORE)

@@ -22,6 +22,7 @@ from tierd import hotset
 from tierd.cli import main as main_module
 from tierd.cli import warm as warm_module
 from tierd.cli import warm_run
+from tierd.cli.engine import Engine
 from tierd.cli.main import main
 from tierd.cli.operator import Operator, tables
 from tierd.cli.text import size
@@ -357,11 +358,20 @@ def test_engine_that_refuses(cold, engine, ranks, tmp_path, capsys) -> None:
     assert f"({path}, line 2, {path}, line 1)" in told
 
 
-def test_engine_that_is_down(cold, ranks, tmp_path, capsys) -> None:
+def test_engine_that_is_down(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
     """What tiers have would stay cold as well; or the exit status would not tell."""
     url = "http://127.0.0.1:9"
-    path = lines(tmp_path, prompt(41), {"prompt": TEXT}, prompt(0))
+    path = lines(tmp_path, prompt(41), {"prompt": TEXT}, {"messages": CHAT}, prompt(0))
+    asked: list[object] = []
+    tokenize = Engine.tokens
+
+    def tokens(self, request):
+        asked.append(request)
+        return tokenize(self, request)
+
+    monkeypatch.setattr(Engine, "tokens", tokens)
     assert warm(cold, path, *ranks, "--engine", url) == 3
+    assert len(asked) == 1, "who does not answer may take its time to"
     assert f"no answer from the engine at {url}" in capsys.readouterr().err
     assert resident(cold) == both(COUNT)
     assert warm(cold, lines(tmp_path, prompt(41)), *ranks, "--engine", url) == 1

@@ -43,10 +43,14 @@ class Operator:
         self._sock.settimeout(ANSWER_S)
         try:
             self._sock.connect(path)
+            self._send(m.Hello(m.PROTOCOL_VERSION, name))
         except OSError as error:
             self._sock.close()
             raise self._away(error) from error
-        self._send(m.Hello(m.PROTOCOL_VERSION, name))
+        except BaseException:
+            # Nobody has it yet who would close it when a deadline or Ctrl-C comes just here.
+            self._sock.close()
+            raise
 
     def __enter__(self) -> Operator:
         return self
