@@ -780,6 +780,18 @@ def test_room_made_ahead_is_new_memory_while_there_is_any() -> None:
     host.check()
 
 
+def test_memory_grown_ahead_costs_no_block() -> None:
+    """A warm-up would wait for the kernel's memory, or evict for blocks that have not come yet."""
+    host, space = tier(64, segment_slots=16)
+    store(host, space, 20, "some")
+    assert [type(effect) for effect in host.grow_ahead(space)] == [NewSegment]
+    assert host.grow_ahead(space) == []  # A whole segment is free.
+    store(host, space, 44, "full")
+    assert host.grow_ahead(space) == []
+    assert len(space.chain) == 64
+    host.check()
+
+
 def test_room_made_ahead_spares_what_is_leased() -> None:
     """A block would be evicted under the engine that copies it, before anybody needs its slot."""
     host, space = tier(256, segment_slots=16)

@@ -194,7 +194,7 @@ def test_what_is_worth_as_much_stays() -> None:
         assert all(h in bench.space.chain for each in hot for h in each)
 
         # Of these more is known than of the oldest of those.
-        await asyncio.sleep(10.0)
+        await asyncio.sleep(100.0)
         use(bench, cold, times=3)
         use(bench, hot[7])
         assert fates(await warm(bench, cold)) == {Warmth.BROUGHT: 64}

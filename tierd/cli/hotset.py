@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from tierd import __version__
+from tierd.cli.namespaces import PREFIX_MIN
 from tierd.cli.operator import Operator, add_socket, tables
 from tierd.cli.text import duration, printable, size
 from tierd.errors import ConfigError, TierdError
@@ -22,9 +23,6 @@ from tierd.hotset import Gathered, Hot, HotSet, merged, pieces
 from tierd.sizes import parse_size
 from tierd.types import DIGEST_BYTES, NEVER
 from tierd.wire import messages as m
-
-PREFIX_MIN: Final = 8
-"""Digits of a digest that are enough to mean one namespace."""
 
 SHOWN: Final = 20
 """Runs in a table, unless said otherwise."""

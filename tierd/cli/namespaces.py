@@ -8,6 +8,7 @@ weights are those of the base model and then "+lora:NAME=REVISION".
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from tierd.types import DIGEST_BYTES, Namespace
 
 ADAPTER_MARK: Final = "+lora:"
 """In the weights of an adapter's namespace, after those of the base model."""
+
+PREFIX_MIN: Final = 8
+"""Digits of a digest that are enough, if only one namespace begins with them."""
 
 Ranks = tuple[Namespace, ...]
 """The namespaces of an engine's ranks on this node, each rank once."""
@@ -37,7 +41,7 @@ class Namespaces:
         self._known.update((namespace.digest, namespace) for namespace in namespaces)
 
     def named(self, given: object) -> Namespace:
-        """The namespace of its fields (`hash_root` in hex) or its digest in hex.
+        """The namespace of its fields (`hash_root` in hex) or its digest's first digits.
 
         Raises ConfigError, which lists the known ones for a digest that is none of them.
         """
@@ -49,23 +53,22 @@ class Namespaces:
             raise ConfigError(
                 f"a namespace is an object of its fields or a digest, not {given!r:.40}"
             )
-        try:
-            digest = bytes.fromhex(given)
-        except ValueError:
-            digest = b""
-        if len(digest) != DIGEST_BYTES:
+        if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", given, re.ASCII):
             raise ConfigError(
-                f"{given!r:.80} is neither a file nor a digest of {2 * DIGEST_BYTES} digits"
+                f"{given!r:.80} is neither a file nor a digest, of which {PREFIX_MIN} to "
+                f"{2 * DIGEST_BYTES} digits are needed"
             )
-        if digest not in self._known:
-            try:
-                self.learn([self._operator.describe(digest)])
-            except RefusedError:
-                self._ask()
-                raise ConfigError(
-                    f"tierd knows no namespace {given}; it knows {self._listed()}"
-                ) from None
-        return self._known[digest]
+        found = self._beginning(given)
+        if not found:
+            self._ask()
+            found = self._beginning(given)
+        if len(found) != 1:
+            many = "several namespaces that begin with" if found else "no namespace"
+            raise ConfigError(f"tierd knows {many} {given}; it knows {self._listed()}")
+        return found[0]
+
+    def _beginning(self, digits: str) -> list[Namespace]:
+        return [known for digest, known in self._known.items() if digest.hex().startswith(digits)]
 
     def given(self, words: Iterable[str]) -> Ranks:
         """Those of --namespace: a file of its fields or a digest, for each rank."""

@@ -63,6 +63,10 @@ LEAVING_SHARE_MAX: Final = 1 / 8
 """Share of a space's slots whose blocks may be leaving: what is written late is no longer L2's."""
 
 
+WORTH_LESS: Final = 0.8
+"""A block gives way to one that nobody waits for if it is worth less than so much of it: the blocks
+of one hot set, of which the daemon is told over some seconds, do not push each other out."""
+
 Claim = Callable[[Space, Sequence[int], int], None]
 """Told of the slots whose blocks are leaving. It may hold some, at most so many, to write them:
 they are free when `settle` finds that nobody holds them any more."""
@@ -500,6 +504,14 @@ class HostTier:
             self._evict(space, short, Evicted.AHEAD, effects)
         return effects
 
+    def grow_ahead(self, space: Space) -> list[Effect]:
+        """Have a whole segment free, while memory is left: its pages can be faulted in before
+        blocks are read into them, twice as fast on a disk of 1.5 GB/s. Evicts nothing."""
+        effects: list[Effect] = []
+        if len(space.free) + len(space.doubtful) < space.slots_per_segment:
+            self._grow(space, effects)
+        return effects
+
     def commit_count(self, owner: int, reservation_id: int, count: int) -> int:
         """How many blocks a `commit` with these arguments would make READY."""
         reservation = self.reservations.get(reservation_id)
@@ -659,7 +671,10 @@ class HostTier:
             leaving[slot] = chain.hash_of(slot), chain.parent_of(slot)
             return False
 
-        spare = None if worth is None else lambda other: space.reuse.worth(other) >= worth
+        spare = None
+        if worth is not None:
+            floor = worth * WORTH_LESS
+            spare = lambda other: space.reuse.worth(other) >= floor  # noqa: E731
         slots = chain.evict(count, busy, spare)
         self.evicted[why] += len(slots)
         record = self._left(why)

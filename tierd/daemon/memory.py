@@ -105,6 +105,10 @@ class HostMemory:
         """Have slots for the next `count` blocks before they are asked for."""
         self._apply(self.host.make_room_ahead(space, count))
 
+    def grow_ahead(self, space: Space) -> None:
+        """Have a segment more before the last one is full."""
+        self._apply(self.host.grow_ahead(space))
+
     def shrink(self) -> bool:
         """Give a segment back if there is more than the limit; whether that could be done."""
         before = self.host.allocated_bytes

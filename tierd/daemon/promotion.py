@@ -263,6 +263,8 @@ class Promotions:
             if worth is None:
                 # As a session does: else the next batch finds what leaves not written yet.
                 self._memory.make_room_ahead(space, len(hashes))
+            else:
+                self._memory.grow_ahead(space)
             granted = [(i, slot) for i, slot in enumerate(reservation.slots) if slot >= 0]
             if len(granted) < len(hashes):
                 self._memory.counters["promotion_no_room_total"] += len(hashes) - len(granted)

@@ -62,6 +62,9 @@ lost two points to LRU where few agents with long chains came first."""
 WORTH_S: Final = 3600.0
 """How far ahead `worth` looks: what brings blocks without a request does it for the next hour."""
 
+WORTH_FADES_MS: Final = 60_000
+"""Until enough is learned a block is worth half as much after so long, a third after twice that."""
+
 # A record of a block: last use in ms, class, uses.
 _USES_BITS: Final = 5
 _USES_MASK: Final = (1 << _USES_BITS) - 1
@@ -70,10 +73,6 @@ _KIND_MASK: Final = (1 << _KIND_BITS) - 1
 _TIME_SHIFT: Final = _USES_BITS + _KIND_BITS
 assert KINDS <= 1 << _KIND_BITS
 assert USES_MAX <= _USES_MASK
-
-
-_EARLIEST_MS: Final = 1000 * (NEVER + 1)
-"""No use is longer before the clock's beginning."""
 
 
 class Reuse:
@@ -267,7 +266,7 @@ class Reuse:
         if record is None:
             return 0.0
         if self.requests < LEARNED_REQUESTS:
-            return float(_EARLIEST_MS + (record >> _TIME_SHIFT))
+            return 1 / (1 + max(0, self.now_ms - (record >> _TIME_SHIFT)) / WORTH_FADES_MS)
         return self.chance(block_hash, WORTH_S)
 
     def check(self) -> None:
