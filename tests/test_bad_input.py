@@ -43,7 +43,7 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[hots]\ncapacity = 1\n", r"hots is not a key; did you mean host\?"),
+        ("[hosst]\ncapacity = 1\n", r"hosst is not a key; did you mean host\?"),
         ("sokcet = 'x'\n" + GOOD, r"sokcet is not a key; did you mean socket\?"),
         ("[host]\ncapactiy = '1GiB'\n", r"host\.capactiy is not a key; did you mean host\.capac"),
         (GOOD + "lease_ttl = 5000\n", r"host\.lease_ttl is not .*did you mean host\.lease_ttl_ms"),

@@ -38,6 +38,7 @@ from tierd.memory.arena import Arena
 from tierd.storage.breaker import BreakerBackend
 from tierd.storage.circuit import Circuit
 from tierd.testing import backend as backend_module
+from tierd.testing import simulation as simulation_module
 from tierd.testing.engine import Habits, Link
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
@@ -79,7 +80,7 @@ def test_worlds(first: int) -> None:
         assert done["backed_up_blocks"] > 100
         assert done["promoted_blocks"] > 50
         assert done["audited_blocks"] > 50
-        assert done["warmed_blocks"] > 10
+        assert done["warmings"] > 0
         assert done["restarts"] > CHUNK
 
 
@@ -412,6 +413,8 @@ def test_hung_storage_calls_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return ever_s(inner, name=name, probe_s=probe_s)
 
     monkeypatch.setattr(tier_module, "BreakerBackend", patient)
+    # Who warms would read the tier that hangs again, which is another violation, and no news.
+    monkeypatch.setattr(simulation_module, "WARM_CHANCE", 0.0)
     assert "left behind" in caught()
 
 

@@ -17,12 +17,12 @@ from tierd import __version__
 from tierd.errors import ConfigError
 
 COMMANDS = {
-    "bench": "measure this host's tiers, and say from which prefix length each pays",
+    "bench": "measure the tiers, and from which prefix on each pays",
     "completion": "print a shell's completion of this command",
     "doctor": "check this node, and an engine on it, and say what to do",
     "flush": "drop blocks from host memory and all tiers",
     "config": "check, show or explain the configuration",
-    "explain": "say where a prompt's blocks are, and why not where they are not",
+    "explain": "say where a prompt's blocks are, or why they are not",
     "fsck": "check file tiers on disk, with tierd stopped",
     "hash": "compute the block hashes of prompts given as token ids",
     "hotset": "write, teach or show the prefixes that are worth having",

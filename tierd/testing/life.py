@@ -260,6 +260,7 @@ class Life:
             if space is None or not self.accepting:
                 continue
             warming = Warming(space, hashes, want, pace)
+            world.counts["warmings"] += 1
             end_ns = world.now_ns() + int(deadline_s * 1e9)
             run = partial(warmings.run, warming, deadline_s)
             await asyncio.wait([self.node.spawn(run, "warm order")])
