@@ -189,10 +189,10 @@ def full(backend: Backend) -> int:
     return backend.counters["skipped_full_total"]
 
 
-async def room(backend: Backend) -> None:
-    """Return when a count has found room."""
+async def room(backend: Backend, blocks: int = 1) -> None:
+    """Return when a count has found room; a count may fall between two deletions."""
     async with asyncio.timeout(SOON_S):
-        while backend.stats().used_bytes + STORED_BYTES > CAPACITY:
+        while backend.stats().used_bytes + blocks * STORED_BYTES > CAPACITY:
             await asyncio.sleep(0.01)
 
 
@@ -243,7 +243,7 @@ async def test_room_is_found_by_the_next_count(tier: Open, monkeypatch: pytest.M
         assert (await put(backend, blocks)).count(Outcome.REFUSED) == 2
         # As a server that evicts, or expires, or a rule of a bucket's.
         await other.delete_many(NAMESPACE, [b.key.block_hash for b in blocks[:2]])
-        await room(backend)
+        await room(backend, 2)
         assert await put(backend, blocks[FITTING:]) == [Outcome.STORED] * 2
         assert await contains(backend, blocks) == [False] * 2 + [True] * FITTING
         # What others store counts as well.
