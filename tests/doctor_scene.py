@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests import blocks
 from tests.daemon_process import DaemonProcess
+from tests.traffic import wait_until
 from tierd.cli.checks import storage
 from tierd.cli.checks.finding import Finding, Level
 from tierd.cli.main import main
@@ -34,14 +34,6 @@ def codes(findings: Sequence[Finding]) -> dict[str, Level]:
     return {finding.code: finding.level for finding in findings}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; an assertion if it never does."""
-    end_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def register(client: Client, space: Namespace) -> Handle:
     """A handle that the daemon has accepted."""
     handle = client.register(space)
@@ -50,7 +42,7 @@ def register(client: Client, space: Namespace) -> Handle:
         client.wait(0.05)
         return handle.ready
 
-    wait_for(accepted)
+    wait_until(accepted, 10, "the daemon does not accept a namespace")
     return handle
 
 

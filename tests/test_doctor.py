@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,19 +130,16 @@ def test_a_look_that_hangs_is_a_finding_and_the_others_are_told(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead NFS mount would hang the command that is to find it."""
-    ended: list[bool] = []
+    mended = threading.Event()
 
     def hang() -> list[Finding]:
-        time.sleep(1.0)
-        ended.append(True)
+        mended.wait()
         return []
 
     fine = Finding(Level.OK, "b", "fine", "")
-    began_s = time.monotonic()
     found = gather([("a", hang), ("b", lambda: [fine])], 0.1)
-    assert time.monotonic() - began_s < 1.0
+    mended.set()
     assert [(each.subject, each.code) for each in found] == [("a", "no_answer"), ("b", "fine")]
-    assert not ended
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), KeyError("field")])

@@ -17,9 +17,9 @@ from tests.doctor_scene import (
     namespace,
     register,
     running,
-    wait_for,
 )
 from tests.fake_node import FakeEngine
+from tests.traffic import wait_until
 from tierd.cli.checks import engine as engine_checks
 from tierd.hashing import hash_blocks, root_hash
 
@@ -104,7 +104,11 @@ def test_an_engine_that_stores_nothing(
 
 def test_an_engine_without_the_connector(daemon: DaemonProcess, examine: Examine) -> None:
     """An engine that was started without tierd would look as if it only missed."""
-    wait_for(lambda: not any(space["sessions"] for space in daemon.status()["namespaces"]))
+    wait_until(
+        lambda: not any(space["sessions"] for space in daemon.status()["namespaces"]),
+        10,
+        "a session stays",
+    )
     with FakeEngine() as fake:
         found = examine("--engine", fake.url, "--socket", daemon.socket)
     assert found["not_attached"]["level"] == "fault"

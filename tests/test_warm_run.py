@@ -82,6 +82,23 @@ def test_nothing_is_tried_that_is_worth_less_than_what_had_no_room() -> None:
     assert reason.blocks == run.report.blocks
 
 
+def test_a_deadline_while_only_answers_are_awaited_is_told() -> None:
+    """A warm that was cut off would say that all is warm, and a deploy go on."""
+    daemon = Daemon(lambda _: Warmth.BROUGHT)
+    run = warmer(daemon)
+
+    def nothing_comes(timeout_s: float) -> None:
+        if timeout_s:  # All wants have been read.
+            run.order.end_s = 0.0
+
+    daemon.next_warmed = nothing_comes  # type: ignore[method-assign]
+    run.run(iter([want(0)]))
+    assert run.report.late
+    run.give_up()
+    assert not run.report.whole
+    assert (run.report.blocks, run.report.had) == (4, 0)
+
+
 class StuckReplays(Replays):
     """An engine that does not come to an end, until the deadline is there."""
 

@@ -460,6 +460,23 @@ def test_what_a_tier_was_given_is_not_written_again() -> None:
     run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
 
 
+def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
+    """Bytes that changed between two lives would get a checksum that makes them look sound."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(3)
+        slots = [bench.space.chain.items[h] for h in hashes]
+        for slot, block_hash in zip(slots, hashes, strict=True):
+            payload = blocks.payload(SPACE, block_hash)
+            bench.space.unproven[slot] = checksum(payload)
+        bench.node.memory.payload(bench.space, slots[1])[0] ^= 1
+        warming = await warm(bench, hashes, Want(target=1))
+        assert list(warming.outcomes) == [Warmth.BROUGHT, Warmth.NOWHERE, Warmth.BROUGHT]
+        assert {k.block_hash for k in bench.raw[0].blocks} == {hashes[0], hashes[2]}
+
+    run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
+
+
 def test_a_tier_that_takes_nothing_is_told() -> None:
     """A warm of a full, or a dead, tier would look as if it had worked."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tierd.cli.engine import Engine, EngineAwayError, EngineRefusedError
-from tierd.cli.namespaces import ADAPTER_MARK, Namespaces, Ranks
+from tierd.cli.namespaces import ADAPTER_MARK, Namespaces, Ranks, add_namespace
 from tierd.cli.operator import Operator, add_socket, table, tables
 from tierd.cli.reasons import said
 from tierd.cli.text import printable
@@ -64,13 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument("--text", help="a prompt as text")
     what.add_argument("--tokens", metavar="LIST", help='a prompt as token ids, "[1, 2, ...]"')
     meaning = parser.add_argument_group("what it means")
-    meaning.add_argument(
-        "--namespace",
-        action="append",
-        metavar="FILE|DIGEST",
-        help="a JSON file of its fields, or the digest of one that the daemon knows; once for "
-        "each rank of an engine (default: those of the only engine that the daemon knows)",
-    )
+    add_namespace(meaning)
     meaning.add_argument("--salt", help="the requests' cache_salt")
     meaning.add_argument("--lora", metavar="NAME=PATH", help="the requests' LoRA adapter")
     meaning.add_argument(

@@ -7,6 +7,7 @@ weights are those of the base model and then "+lora:NAME=REVISION".
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Iterable
@@ -129,6 +130,17 @@ class Namespaces:
 
     def _listed(self) -> str:
         return ", ".join(shown(known) for known in self._known.values()) or "none"
+
+
+def add_namespace(group: argparse._ArgumentGroup) -> None:
+    """Add --namespace."""
+    group.add_argument(
+        "--namespace",
+        action="append",
+        metavar="FILE|DIGEST",
+        help="a JSON file of its fields, or the first digits of the digest of one that the daemon "
+        "knows; once for each rank of an engine (default: those of its only engine)",
+    )
 
 
 def ranks(namespaces: Iterable[Namespace]) -> Ranks:

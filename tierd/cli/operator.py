@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from tierd.client import DEFAULT_SOCKET
@@ -41,16 +42,15 @@ class Operator:
         self._path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(ANSWER_S)
-        try:
-            self._sock.connect(path)
+        # Nobody has it yet who would close it when a deadline or Ctrl-C comes just here.
+        with ExitStack() as undo:
+            undo.callback(self._sock.close)
+            try:
+                self._sock.connect(path)
+            except OSError as error:
+                raise self._away(error) from error
             self._send(m.Hello(m.PROTOCOL_VERSION, name))
-        except OSError as error:
-            self._sock.close()
-            raise self._away(error) from error
-        except BaseException:
-            # Nobody has it yet who would close it when a deadline or Ctrl-C comes just here.
-            self._sock.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> Operator:
         return self

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tierd.cli.engine import Engine
+from tierd.cli.namespaces import add_namespace
 from tierd.cli.operator import Operator, add_socket, table, tables, whole
 from tierd.cli.progress import Progress
 from tierd.cli.warm_dry import Estimate, estimate
@@ -86,13 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="go on after a malformed line or hot set, and end with 3 (default: stop there)",
     )
     meaning = parser.add_argument_group("what it means")
-    meaning.add_argument(
-        "--namespace",
-        action="append",
-        metavar="FILE|DIGEST",
-        help="a JSON file of its fields, or the digest of one that the daemon knows; once for "
-        "each rank of an engine (default: those of the only engine that the daemon knows)",
-    )
+    add_namespace(meaning)
     meaning.add_argument(
         "--lora",
         action="append",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -43,11 +44,10 @@ class Journal:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115  # `close` does
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from error
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._file.close)
             self._claim(target)
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
 
     def finish(self, unit: str, done: Done) -> None:
         """A unit is finished: it will not be forgotten if this process dies now."""

@@ -172,7 +172,7 @@ class Warmer:
         more = True
         while more or self._open:
             if self.order.left_s() <= 0:
-                self.report.late = self.report.late or more
+                self.report.late = True  # Whether more was to be read, or answers are to come.
                 return
             if more and self._may_read():
                 want = self._next(wants)

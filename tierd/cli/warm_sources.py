@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
@@ -269,17 +269,15 @@ class Sources:
 
 def _fetched(url: str) -> BinaryIO:
     """What is at a URL, whole: a node gives its hot set to one at a time, and not for ever."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
-    try:
+    with ExitStack() as undo:
+        file = undo.enter_context(tempfile.TemporaryFile())
         with urllib.request.urlopen(url, timeout=URL_S) as response:
             while piece := response.read(1 << 20):
                 if file.tell() > URL_BYTES_MAX:
                     raise ConfigError(f"{url}: longer than {URL_BYTES_MAX} bytes")
                 file.write(piece)
         file.seek(0)
-    except BaseException:
-        file.close()
-        raise
+        undo.pop_all()  # The caller closes it.
     return file
 
 
