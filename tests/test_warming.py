@@ -96,6 +96,8 @@ def test_blocks_come_from_tiers() -> None:
         warming = await warm(bench, hashes)
         assert fates(warming) == {Warmth.BROUGHT: 100}
         assert warming.sources == {"tier0": 99, "tier1": 1}
+        # The next blocks need not wait for the kernel's memory.
+        assert len(bench.space.free) >= bench.space.slots_per_segment
         assert fates(await warm(bench, hashes)) == {Warmth.HERE: 100}
         read = bench.raw[0].calls("get")
         assert await bench.acquire(hashes) == 100
@@ -200,6 +202,22 @@ def test_what_is_worth_as_much_stays() -> None:
         assert fates(await warm(bench, cold)) == {Warmth.BROUGHT: 64}
         assert all(h in bench.space.chain for h in hot[7])
         assert len(bench.space.chain) == 256
+
+    run(test)
+
+
+def test_one_hot_set_does_not_push_itself_out() -> None:
+    """A hot set that is too large would end as its least worthy part, read for nothing before."""
+
+    async def test(bench: Bench) -> None:
+        first = [h for tag in (1, 2) for h in bench.store(128, tag)]
+        await bench.backed_up()
+        more = await in_tiers(bench, 32, "more")
+        use(bench, first)
+        await asyncio.sleep(5.0)
+        use(bench, more)  # As much worth, but the daemon was told of it later.
+        assert fates(await warm(bench, more)) == {Warmth.NO_ROOM: 32}
+        assert all(h in bench.space.chain for h in first)
 
     run(test)
 

@@ -365,8 +365,7 @@ class Warmings:
         self, warming: Warming, target: StorageTier, batch: Sequence[bytes]
     ) -> None:
         space, memory = warming.space, self._memory
-        found = ((block_hash, space.chain.items.get(block_hash)) for block_hash in batch)
-        slots = {h: s for h, s in found if s is not None and s not in space.unproven}
+        slots = {h: slot for h in batch if (slot := space.chain.items.get(h)) is not None}
         warming.all_are((h for h in batch if h not in slots), Warmth.NOWHERE)
         held = list(slots.values())
         memory.host.hold(space, held)
