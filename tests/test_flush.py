@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -21,7 +21,7 @@ from tierd.daemon.flush import Flush
 from tierd.daemon.orders import Orders
 from tierd.errors import BackendError, RefusedError, RemoteProtocolError
 from tierd.testing.backend import StoredBlock
-from tierd.types import BlockKey, Namespace
+from tierd.types import Namespace
 from tierd.wire import messages as m
 
 OTHER = blocks.namespace(PAGE, model="other")
@@ -55,7 +55,7 @@ class SlowTier(Tier):
 def plant(raw: Tier, namespace: Namespace, block_hash: bytes) -> None:
     """A block that another node has written."""
     payload = blocks.payload(namespace, block_hash)
-    where = BlockKey(namespace.digest, block_hash)
+    where = key(block_hash, namespace)
     header = pack_header(BlockHeader(where, blocks.ROOT, len(payload), checksum(payload)))
     raw.blocks[where] = StoredBlock(header, payload)
 
@@ -98,7 +98,16 @@ def test_nothing_is_served_again_and_the_counts_are_right() -> None:
             "complete": True,
             "host": {"flushed": True, "blocks": 10, "leased": 0},
             "tiers": [
-                {"name": f"tier{i}", "shared": False, "blocks": 30, "empty": True, "why": ""}
+                {
+                    "name": f"tier{i}",
+                    "shared": False,
+                    "final": True,
+                    "waits": "",
+                    "blocks": 30,
+                    "left": 0,
+                    "garbage": "",
+                    "why": "",
+                }
                 for i in range(2)
             ],
             "namespaces": {SPACE.digest.hex(): 70},
@@ -403,7 +412,7 @@ def test_a_tier_that_is_away_is_named() -> None:
         work = await flush(bench)
         status = work.status()
         assert not status["complete"]
-        assert [tier.empty for tier in work.tiers] == [True, False]
+        assert [tier.final for tier in work.tiers] == [True, False]
         assert "not open" in work.tiers[1].why
         bench.raw[1]._opened = True
         assert await bench.acquire(hashes) == 10  # So the warning was right.
@@ -491,25 +500,6 @@ def test_the_loop_goes_on_meanwhile() -> None:
         assert turns > 1000 // flush_module.SLICE
 
     run(test, config("tier"), blocks_in_l2=2048)
-
-
-def test_blocks_that_other_nodes_write() -> None:
-    """A flush of a shared tier in use would never end, or be called complete."""
-
-    class Shared(Tier):
-        async def scan(self) -> AsyncIterator[BlockHeader]:
-            plant(self, SPACE, bytes(32))
-            async for header in super().scan():
-                yield header
-
-    async def test(bench: Bench) -> None:
-        bench.store(10)
-        await bench.backed_up()
-        work = await flush(bench)
-        assert not work.status()["complete"]
-        assert "from elsewhere" in work.tiers[0].why
-
-    run(test, raw=[Shared()])
 
 
 def test_the_flush_outlives_who_asked_for_it() -> None:

@@ -25,7 +25,7 @@ from tierd.config import StorageConfig
 from tierd.daemon.backends import backend_class, options_of
 from tierd.errors import BackendError, ConfigError
 from tierd.sizes import parse_size, parse_size_of
-from tierd.types import DIGEST_BYTES
+from tierd.types import SCOPE_BYTES
 
 CALL_S: Final = 5.0
 """Longest that a server may take for opening, or for the round trip."""
@@ -249,7 +249,7 @@ async def _trip(backend: Backend) -> dict[str, float]:
 
     Raises BackendError, ConfigError, TimeoutError.
     """
-    namespace = hashlib.sha256(b"tierd doctor" + secrets.token_bytes(16)).digest()[:DIGEST_BYTES]
+    namespace = hashlib.sha256(b"tierd doctor" + secrets.token_bytes(16)).digest()[:SCOPE_BYTES]
     took_s: dict[str, float] = {}
     blocks = Blocks(1, PROBE_BYTES)
     hashes = blocks.hashes(0)
