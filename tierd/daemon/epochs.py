@@ -45,6 +45,9 @@ MARGIN_S: Final = 2.0
 """What a flush waits beyond EPOCH_VALID_S: clocks that run at different speeds, and a node that
 was just about to use what it had read."""
 
+TOUCH_S: Final = 6 * 3600.0
+"""How often marks of a shared tier are stored anew: lifecycle rules drop what is old, and by days."""
+
 READS_MAX: Final = 4
 """Readings until one needs nothing done: one that makes a mark and one that sees it, and the same
 once more if another node does so too."""
@@ -134,6 +137,8 @@ class TierEpochs:
         """The marks at the last reading that holds good."""
         self._read_s = 0.0
         """When that began."""
+        self._touch_s = 0.0
+        """When the marks are to be stored anew."""
         self._alone = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
@@ -169,7 +174,7 @@ class TierEpochs:
                 raise BackendError("the tier is closing")
             reading.result()
         elif age_s >= REFRESH_S and allowed():
-            self._begin()
+            self._begin(touch=True)
         return self.now(digest)
 
     async def close(self) -> None:
@@ -246,16 +251,21 @@ class TierEpochs:
             return None
         return self._times.awake_s() - self._read_s if self._backend.shared else 0.0
 
-    def _begin(self) -> asyncio.Task[None]:
-        """Read, unless a reading is under way."""
+    def _begin(self, *, touch: bool = False) -> asyncio.Task[None]:
+        """Read, unless a reading is under way; with `touch` nobody waits for it."""
         if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read_alone(), name=f"marks-{self._name}")
+            work = self._read_alone(touch)
+            self._reading = asyncio.create_task(work, name=f"marks-{self._name}")
             self._reading.add_done_callback(_tell)
         return self._reading
 
-    async def _read_alone(self) -> None:
+    async def _read_alone(self, touch: bool) -> None:
         async with self._alone:
             await self._read()
+            if touch and self._times.awake_s() >= self._touch_s:
+                self._touch_s = self._times.awake_s() + TOUCH_S
+                for mark in self._view.known:
+                    await self._backend.add_mark(pack_mark(mark))
 
     async def _read(self, own: Mark | None = None) -> None:
         """Read until a reading holds good. Raises BackendError."""
