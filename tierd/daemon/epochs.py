@@ -46,7 +46,8 @@ MARGIN_S: Final = 2.0
 was just about to use what it had read."""
 
 TOUCH_S: Final = 6 * 3600.0
-"""How often marks of a shared tier are stored anew: lifecycle rules drop what is old, and by days."""
+"""How often marks of a shared tier are stored anew: lifecycle rules drop what is old,
+counted in days."""
 
 READS_MAX: Final = 4
 """Readings until one needs nothing done: one that makes a mark and one that sees it, and the same
@@ -197,8 +198,9 @@ class TierEpochs:
         """
         async with self._alone:
             await self._read()
-            # A mark of everything makes all others idle, and is never one too many.
-            if prefix and len(self._view.known) >= MARKS_MAX:
+            # What it makes idle goes: a mark of everything is never one too many.
+            kept = [known for known in self._view.known if not known.prefix.startswith(prefix)]
+            if len(kept) >= MARKS_MAX:
                 raise BackendError(
                     f"it has marks of {MARKS_MAX} flushes by name: flush it with --all once"
                 )
