@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from tierd.types import HASH_BYTES, Namespace
+from tierd.types import FORMAT_VERSION, HASH_BYTES, Namespace
 
 ROOT = hashlib.sha256(b"test root").digest()
 
@@ -28,7 +28,7 @@ def namespace(block_bytes: int = 4096, **changes: object) -> Namespace:
         "cp_size": 1,
         "hash_scheme": "opaque-test",
         "hash_root": ROOT,
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
     }
     return Namespace.from_fields({**fields, **changes})
 

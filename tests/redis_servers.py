@@ -30,7 +30,10 @@ BUS_OFFSET = 10_000
 
 USER = "tierd"
 PASSWORD = "open-sesame"
-LEAST_RIGHTS = "+get +set +exists +unlink +scan +getrange +cluster|slots +asking"
+LEAST_RIGHTS = (
+    "+get +set +exists +unlink +scan +getrange +sadd +srem +smembers "
+    "+cluster|slots +cluster|nodes +asking"
+)
 """All that the tier needs, on its prefix."""
 
 

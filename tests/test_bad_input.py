@@ -398,7 +398,7 @@ def test_a_namespace_without_a_field_is_refused_by_name(name: str) -> None:
         ("hash_root", bytes(31), "'hash_root' must be 32 bytes"),
         ("hash_scheme", "builtin", "--prefix-caching-hash-algo sha256_cbor"),
         ("hash_scheme", "sha256", "--prefix-caching-hash-algo sha256_cbor"),
-        ("format_version", 2, "this tierd stores version 1"),
+        ("format_version", 1, "this tierd stores version 2"),
         ("groups", [1], "'groups' must be"),
         ("extra", 1, "'extra' is unknown"),
     ],

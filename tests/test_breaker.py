@@ -29,7 +29,7 @@ from tests.breaker_rig import (
 )
 from tierd.backend import Outcome, PutRequest
 from tierd.errors import BackendError
-from tierd.testing.suite import NAMESPACE
+from tierd.testing.suite import NAMESPACE, scanned
 
 # --- deadlines --------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ async def test_deletes_are_bounded_and_never_refused(rig: Rig) -> None:
 async def test_a_scan_is_bounded_step_by_step(rig: Rig) -> None:
     """A scan of millions would be cut off, or one of a dead server never end."""
     rig.tier.reads = Act(takes_s=DEADLINE_S * 0.9)
-    assert [h async for h in rig.breaker.scan()] == [block.header for block in BLOCKS]
+    assert await scanned(rig.breaker) == [block.header for block in BLOCKS]
     assert rig.reads() == "closed"
     rig.tier.reads = HUNG
     with pytest.raises(BackendError, match="no answer within 2 s"):

@@ -22,6 +22,7 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
 from tierd.clock import SystemClock
 from tierd.config import PrefetchConfig, StorageConfig
+from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.host import HostTier
 from tierd.daemon.node import SPACES_MAX, Node
 from tierd.daemon.promotion import Waiter
@@ -910,7 +911,7 @@ class LyingBackend(MemoryBackend):
             case "another hash":
                 header = first._replace(key=BlockKey(namespace, bytes(32)))
             case "another namespace":
-                header = first._replace(key=BlockKey(bytes(16), requests[0].block_hash))
+                header = first._replace(key=BlockKey(bytes(24), requests[0].block_hash))
             case "another length":
                 header = first._replace(length=first.length - 1)
             case "too few":
@@ -928,7 +929,7 @@ class LyingBackend(MemoryBackend):
 )
 async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
     """A bug in a third party's backend would be served as somebody's KV, or pin its slots."""
-    backend = LyingBackend()
+    backend = LyingBackend(marks={pack_mark(Mark("", 1))})
     backend.lie = lie
     tier = StorageTier(StorageConfig(type="lying", name="lying"), backend)
     namespace = blocks.namespace()
@@ -948,7 +949,9 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
         for h, parent in zip(hashes, parents, strict=True):
             slot[:] = blocks.payload(namespace, h)
             request = PutRequest(h, parent, checksum(slot), slot, 4096)
-            assert await backend.put_many(namespace.digest, [request]) == [Outcome.STORED]
+            assert await backend.put_many(scope_of(namespace.digest, 1), [request]) == [
+                Outcome.STORED
+            ]
         space = node.register(namespace)
         deadline_ns = clock.monotonic_ns() + 10_000_000_000
         assert await node.acquire(1, [space], hashes, deadline_ns) is None

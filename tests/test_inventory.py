@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import pytest
 
 from tests import blocks
-from tests.tier_bench import PAGE, SPACE, Bench, Tier, run
+from tests.tier_bench import PAGE, SPACE, Bench, Tier, key, run
 from tierd.backend import BlockHeader, checksum, pack_header
+from tierd.backend import Scanned as Step
 from tierd.daemon import inventory
 from tierd.daemon.inventory import Inventory
 from tierd.errors import BackendError, RemoteProtocolError
 from tierd.eviction.policy import Request
 from tierd.testing.backend import StoredBlock
 from tierd.testing.loop import VirtualClock
-from tierd.types import NEVER, BlockKey
+from tierd.types import NEVER
 from tierd.wire import messages as m
 
 
@@ -100,9 +101,9 @@ def test_a_namespace_that_l2_does_not_know() -> None:
         await bench.backed_up()
         hashes, parents = blocks.chain(7, "other")
         for block_hash, parent in zip(hashes, parents, strict=True):
-            key, raw = BlockKey(other.digest, block_hash), blocks.payload(other, block_hash)
-            header = pack_header(BlockHeader(key, parent, PAGE, checksum(raw)))
-            bench.raw[0].blocks[key] = StoredBlock(header, raw)
+            where, raw = key(block_hash, other), blocks.payload(other, block_hash)
+            header = pack_header(BlockHeader(where, parent, PAGE, checksum(raw)))
+            bench.raw[0].blocks[where] = StoredBlock(header, raw)
         asker = Asker(bench)
         assert listed(await asker.all(0, other.digest)) == {}
         found = listed(await asker.all(1, other.digest))
@@ -119,13 +120,14 @@ class Scanned(Tier):
     ended = False
     fails_at = -1
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Step]:
         try:
-            async for header in super().scan():
-                if self.seen == self.fails_at:
-                    raise BackendError("the disk is gone")
-                self.seen += 1
-                yield header
+            async for step in super().scan():
+                for header in step.headers:
+                    if self.seen == self.fails_at:
+                        raise BackendError("the disk is gone")
+                    self.seen += 1
+                    yield Step([header])
         finally:
             self.ended = True
 

@@ -42,6 +42,7 @@ from tierd.testing.suite import (
     make_block,
     make_chain,
     put,
+    scanned,
 )
 from tierd.types import PAGE_BYTES, BlockKey
 
@@ -64,7 +65,9 @@ class TestMemory(BackendSuite):
         assert isinstance(backend, MemoryBackend)
         await backend.close()
         capacity_bytes = backend.stats().capacity_bytes or None
-        again = MemoryBackend(capacity_bytes, plan=self.plan, blocks=backend.blocks)
+        again = MemoryBackend(
+            capacity_bytes, plan=self.plan, blocks=backend.blocks, marks=backend.kept_marks
+        )
         await again.open()
         return again
 
@@ -175,7 +178,7 @@ async def test_blocks_mixed_up_while_closed_are_not_admitted() -> None:
         blocks = backend.blocks
         first, second = chain[0].key, chain[1].key
         blocks[first], blocks[second] = blocks[second], blocks[first]
-        assert [header async for header in backend.scan()] == [chain[2].header]
+        assert await scanned(backend) == [chain[2].header]
     again = MemoryBackend(blocks=blocks)
     await again.open()
     assert again.stats().blocks == 1

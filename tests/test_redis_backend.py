@@ -43,6 +43,7 @@ from tierd.testing.suite import (
     indexed,
     make_chain,
     put,
+    scanned,
 )
 from tierd.types import slot_bytes_for
 from tierd_backends import redis as redis_module
@@ -232,7 +233,7 @@ async def test_others_keys(server):
             client.set(b"ours:%064d" % 0, pack_header(blocks[0].header))
         async with running(server.options(), prefix="ours") as again:
             assert again.stats().blocks == 3
-            assert sorted([h async for h in again.scan()]) == sorted(b.header for b in blocks)
+            assert sorted(await scanned(again)) == sorted(b.header for b in blocks)
 
 
 async def test_ttl(server):

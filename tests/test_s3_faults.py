@@ -21,6 +21,7 @@ from tierd.testing.suite import (
     indexed,
     make_chain,
     put,
+    scanned,
 )
 from tierd_backends._s3_failure import S3Error
 from tierd_backends.s3 import S3Backend, S3Options
@@ -532,7 +533,7 @@ async def test_foreign_objects(fake):
     async with running(fake) as backend:
         await put(backend, blocks)
         assert backend.stats().blocks == 4
-        assert sorted([h async for h in backend.scan()]) == sorted(b.header for b in blocks)
+        assert sorted(await scanned(backend)) == sorted(b.header for b in blocks)
 
 
 async def test_many_pages(fake):
@@ -540,7 +541,7 @@ async def test_many_pages(fake):
     blocks = make_chain("pages", 2500, 10)
     async with running(fake, connections=8, timeout_ms=5000) as backend:
         await put(backend, blocks)
-        assert len([header async for header in backend.scan()]) == 2500
+        assert len(await scanned(backend)) == 2500
     async with running(fake) as again:
         assert again.stats().blocks == 2500
         assert again.stats().used_bytes == 2500 * 138
@@ -554,7 +555,7 @@ async def test_endless_listing(fake):
         fake.script = lambda request: [page]
         with pytest.raises(BackendError, match="again and again"):
             async with asyncio.timeout(5):
-                assert not [header async for header in backend.scan()]
+                assert not await scanned(backend)
 
 
 async def test_counting_waits_for_the_server(fake, monkeypatch):

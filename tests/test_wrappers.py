@@ -89,11 +89,12 @@ class WrappedSuite(BackendSuite, abstract=True):
 
 class MemorySuite(WrappedSuite, test_memory_backend.TestMemory, abstract=True):
     def bare(self) -> Backend:
-        return MemoryBackend(self.capacity, blocks=self.blocks)
+        return MemoryBackend(self.capacity, blocks=self.blocks, marks=self.marks)
 
     async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:
         self.capacity = capacity_bytes
         self.blocks: dict[BlockKey, StoredBlock] = {}
+        self.marks: set[str] = set()
         return await self._opened()
 
     async def damage(self, backend: Backend, key: BlockKey, how: Damage, offset: int) -> None:

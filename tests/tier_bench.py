@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tests import blocks
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
+from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.space import Effect, Evicted, Lease, Space
 from tierd.daemon.node import Node
 from tierd.daemon.service import ServiceManager
@@ -20,6 +21,9 @@ from tierd.types import BlockKey, Namespace
 
 PAGE = 4096
 SPACE = blocks.namespace(PAGE)
+EPOCH = 1
+"""Of all namespaces in a tier here, until they are flushed."""
+
 DEADLINE_S = 2.0
 PROBE_S = 1.0
 
@@ -28,7 +32,7 @@ class Tier(MemoryBackend):
     """A tier that hangs, or is slow, when it is told to, and keeps a log of its calls."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(marks={pack_mark(Mark("", EPOCH))})
         self.hangs: set[str] = set()
         self.takes_s = 0.0
         self.lingers_s = 0.0
@@ -211,7 +215,7 @@ def run(
 
 
 def key(block_hash: bytes, namespace: Namespace = SPACE) -> BlockKey:
-    return BlockKey(namespace.digest, block_hash)
+    return BlockKey(scope_of(namespace.digest, EPOCH), block_hash)
 
 
 def damage(tier: Tier, block_hash: bytes) -> None:

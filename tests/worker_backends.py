@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from tierd.backend import (
+    SCANNED_MAX,
     Backend,
     BackendStats,
     BlockHeader,
@@ -20,6 +21,7 @@ from tierd.backend import (
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
@@ -131,13 +133,26 @@ class OddBackend(Backend):
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         return len(hashes)
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
+        names = [number.to_bytes(32, "big") for number in range(self._options.headers)]
+        headers = [
+            BlockHeader(BlockKey(name[-24:], name), name, number, name[-16:])
+            for number, name in enumerate(names)
+        ]
         try:
-            for number in range(self._options.headers):
-                name = number.to_bytes(32, "big")
-                yield BlockHeader(BlockKey(name[-16:], name), name, number, name[-16:])
+            for at in range(0, len(headers), SCANNED_MAX):
+                yield Scanned(headers[at : at + SCANNED_MAX])
         finally:
             self.counters["scans_ended_total"] += 1
+
+    async def marks(self) -> list[str]:
+        return ["no utf-8: \udcff"]
+
+    async def add_mark(self, mark: str) -> None:
+        pass
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        pass
 
     def stats(self) -> BackendStats:
         return self._stats

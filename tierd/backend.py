@@ -18,13 +18,14 @@ import msgspec
 import xxhash
 
 from tierd.errors import ConfigError
-from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, FORMAT_VERSION, HASH_BYTES, BlockKey
+from tierd.types import CHECKSUM_BYTES, FORMAT_VERSION, HASH_BYTES, SCOPE_BYTES, BlockKey
 
 HEADER_BYTES = 128
 _MAGIC = b"TIERDBLK"
-_HEADER = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
+_HEADER = struct.Struct(f"<8sHHI{SCOPE_BYTES}s{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
 _SEALED_BYTES = _HEADER.size
-assert _SEALED_BYTES + CHECKSUM_BYTES == HEADER_BYTES
+_SEAL_BYTES = 8
+assert _SEALED_BYTES + _SEAL_BYTES == HEADER_BYTES
 
 
 class Outcome(enum.Enum):
@@ -93,6 +94,18 @@ class BackendStats:
     index_complete: bool = True
 
 
+SCANNED_MAX = 1024
+"""Headers that one step of a scan gives at most: 110 KiB in a worker's frame."""
+
+
+class Scanned(NamedTuple):
+    """One step of a scan: some headers, or none if it has only come on."""
+
+    headers: Sequence[BlockHeader] = ()
+    unread: Sequence[str] = ()
+    """What could not be looked at, in words: blocks may lie there."""
+
+
 EXAMPLES_MAX = 3
 """Places that a report names of each kind of finding; the others are counted."""
 
@@ -144,8 +157,8 @@ def checksum(payload: memoryview | bytes) -> bytes:
 
 
 def pack_header(header: BlockHeader) -> bytes:
-    """HEADER_BYTES for `header`: fields, then the xxh3-128 of those fields."""
-    assert len(header.key.namespace) == DIGEST_BYTES
+    """HEADER_BYTES for `header`: fields, then the xxh3-64 of those fields."""
+    assert len(header.key.namespace) == SCOPE_BYTES
     assert len(header.key.block_hash) == HASH_BYTES
     assert len(header.parent) == HASH_BYTES
     assert len(header.checksum) == CHECKSUM_BYTES
@@ -159,7 +172,7 @@ def pack_header(header: BlockHeader) -> bytes:
         header.parent,
         header.checksum,
     )
-    return sealed + xxhash.xxh3_128_digest(sealed)
+    return sealed + xxhash.xxh3_64_digest(sealed)
 
 
 def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
@@ -167,7 +180,7 @@ def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
     if len(raw) < HEADER_BYTES:
         return None
     sealed = bytes(raw[:_SEALED_BYTES])
-    if xxhash.xxh3_128_digest(sealed) != bytes(raw[_SEALED_BYTES:HEADER_BYTES]):
+    if xxhash.xxh3_64_digest(sealed) != bytes(raw[_SEALED_BYTES:HEADER_BYTES]):
         return None
     magic, version, flags, length, namespace, block_hash, parent, digest = _HEADER.unpack(sealed)
     if magic != _MAGIC or version != FORMAT_VERSION or flags != 0:
@@ -200,6 +213,10 @@ class Backend(ABC):
     is cancelled returns only when it no longer touches the views it was given: the caller
     owns them again after that. Deadlines are the caller's, who cancels: a backend that
     talks to a peer must let go soon, however silent the peer is.
+
+    A `namespace` is a scope here, SCOPE_BYTES that mean nothing to a backend. Marks are short
+    texts of MARK_CHARS that it keeps beside the blocks, and never drops by itself: they say which
+    scopes hold good (`tierd.core.epochs`).
     """
 
     Options: ClassVar[type[msgspec.Struct]]
@@ -223,6 +240,11 @@ class Backend(ABC):
     def shared(self) -> bool:
         """Whether other nodes have the same blocks in it, and lose what this one drops."""
         return False
+
+    @property
+    def place(self) -> str:
+        """Which storage it is, so that another one is not taken for it; no secret is in it."""
+        return ""
 
     @classmethod
     @abstractmethod
@@ -278,11 +300,33 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks so that they are not found again, also after a restart; the count dropped."""
+        """Drop blocks, so that also a process that starts after a SIGKILL finds none; the count.
+
+        A loss of power may bring them back. Raises BackendError if some could not be dropped.
+        """
 
     @abstractmethod
-    def scan(self) -> AsyncIterator[BlockHeader]:
-        """Headers of all blocks held, in no order; blocks stored or dropped meanwhile may show."""
+    def scan(self) -> AsyncIterator[Scanned]:
+        """Headers of all blocks held, in no order; blocks stored or dropped meanwhile may show.
+
+        Each step is little work, well within a call's deadline, whatever lies beside the blocks.
+        What cannot be looked at is told in `unread`, and the scan goes on; a scan that ends
+        without it, and without a BackendError, has seen everything.
+        """
+
+    @abstractmethod
+    async def marks(self) -> list[str]:
+        """All marks there are now. Raises BackendError unless it is certain that there are no
+        others: marks that are taken for absent bring flushed blocks back."""
+
+    @abstractmethod
+    async def add_mark(self, mark: str) -> None:
+        """Keep a mark. When this returns, it outlasts a loss of power as well as anything in the
+        tier does. One that is there already is no error. After a BackendError it may be kept."""
+
+    @abstractmethod
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        """Forget marks; some may be gone already."""
 
     @abstractmethod
     def stats(self) -> BackendStats:

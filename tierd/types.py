@@ -22,6 +22,13 @@ HASH_BYTES = 32
 DIGEST_BYTES = 16
 """Length of a namespace digest; 2^64 namespaces before a collision is likely."""
 
+EPOCH_BYTES = 8
+"""Length of an epoch, a big-endian integer: a flush of a storage tier raises it."""
+
+SCOPE_BYTES = DIGEST_BYTES + EPOCH_BYTES
+"""Length of a scope, which is all that storage tiers see of a namespace: its digest and the epoch
+that it has in the tier. Blocks of an older epoch are barred for good."""
+
 CHECKSUM_BYTES = 16
 """Length of an xxh3-128 checksum."""
 
@@ -31,7 +38,7 @@ NEVER = 0xFFFF_FFFF
 PAGE_BYTES = 4096
 """Slots are multiples of this and aligned to it, so that O_DIRECT can fill them."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the stored block format; part of every namespace."""
 
 BLOCK_BYTES_MAX = 1 << 30
@@ -45,7 +52,10 @@ HASH_SCHEMES = frozenset({"vllm-sha256-cbor-tagged", "vllm-sha256-cbor-untagged"
 
 
 class BlockKey(NamedTuple):
-    """Identity of a stored block in every tier: namespace digest and block hash."""
+    """Identity of a block: namespace digest and block hash.
+
+    In a storage tier `namespace` is a scope: the daemon adds the epoch, and takes it off again.
+    """
 
     namespace: bytes
     block_hash: bytes

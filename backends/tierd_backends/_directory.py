@@ -2,7 +2,8 @@
 
     LOCK                    held by flock while a process owns the directory; holds its pid
     FORMAT                  name and version of this layout
-    <namespace hex>/        one folder a namespace
+    marks/                  empty files, whose names are the tier's marks
+    <namespace hex>/        one folder a namespace, which is a scope
         00000001.slab       records; see _slab.py
         00000001.index
 
@@ -18,10 +19,11 @@ import mmap
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tierd.errors import ConfigError
-from tierd.types import DIGEST_BYTES, PAGE_BYTES
+from tierd.types import PAGE_BYTES, SCOPE_BYTES
 
 _UNBOUNDED_BYTES = 1 << 62
 """Free space of a file system that, like ramfs, has no size."""
@@ -31,8 +33,9 @@ LOCK_S = 1.0
 killed ends after it, once its mappings of the arena are taken apart."""
 
 _LOCK_TRY_S = 0.01
-_FORMAT = "tierd file store 1\n"
-_FOLDER = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", re.ASCII)
+_FORMAT = "tierd file store 2\n"
+_FOLDER = re.compile(rf"[0-9a-f]{{{2 * SCOPE_BYTES}}}", re.ASCII)
+_MARKS = "marks"
 _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
 
 
@@ -83,7 +86,7 @@ class StoreDirectory:
             for entry in entries:
                 if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     found[Path(entry.path)] = []
-                elif entry.name not in ("LOCK", "FORMAT"):
+                elif entry.name not in ("LOCK", "FORMAT", _MARKS):
                     foreign.append(entry.name)
         for folder, numbers in found.items():
             names = os.listdir(folder)
@@ -99,6 +102,32 @@ class StoreDirectory:
     def folder(self, namespace: bytes) -> Path:
         """Where a namespace's slabs lie; may not exist yet."""
         return self.path / namespace.hex()
+
+    def marks(self) -> list[str]:
+        """The tier's marks. Raises OSError."""
+        try:
+            return os.listdir(self.path / _MARKS)
+        except FileNotFoundError:
+            return []
+
+    def add_mark(self, mark: str) -> None:
+        """Keep a mark, on the disk when this returns. Raises OSError."""
+        folder = self.path / _MARKS
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        # Each time: whoever made the folder may have been killed before this.
+        _sync(self.path)
+        fd = os.open(folder / mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        _sync(folder)
+
+    def drop_marks(self, marks: Iterable[str]) -> None:
+        """Forget marks. Raises OSError."""
+        for mark in marks:
+            (self.path / _MARKS / mark).unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
         """What the file system lets an unprivileged writer still allocate."""
@@ -174,7 +203,7 @@ class StoreDirectory:
             finally:
                 os.close(fd)
             temporary.rename(path)
-            self._sync()
+            _sync(self.path)
             self.formatted = True
             return
         if found != _FORMAT.encode():
@@ -187,9 +216,11 @@ class StoreDirectory:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
 
-    def _sync(self) -> None:
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+
+def _sync(folder: Path) -> None:
+    """Have the names in a directory on the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -37,6 +37,7 @@ REDIRECTS = ("MOVED", "ASK")
 """Codes of error replies that name another node."""
 
 _SLOTS = command(b"CLUSTER", b"SLOTS")
+_NODES = command(b"CLUSTER", b"NODES")
 _ASKING = command(b"ASKING")
 
 _Job = TypeVar("_Job")
@@ -259,6 +260,30 @@ class Nodes:
             self._apply(node, reply)
             return
         raise failure
+
+    def shape(self, turn: Turn[_Job]) -> tuple[dict[Address, bytes], bool]:
+        """The slots of each master that answers, as it tells of itself, and whether any are just
+        being moved: if either is not the same after a scan, keys may have passed it by.
+
+        Raises UnreachableError or DeniedError if no node says.
+        """
+        if not self.cluster:
+            return {}, False
+        self.learn(turn)
+        shape, moving = {}, False
+        for node in self.masters():
+            try:
+                reply = self.ask(turn, node, lambda link: link.exchange(_NODES, 1)[0])
+            except UnreachableError:
+                continue  # The scan meets it, too, and tells.
+            if isinstance(reply, ErrorReply) or not isinstance(reply, bytes):
+                raise self.connector.refusal(node.address, str(reply))
+            for line in reply.splitlines():
+                words = line.split()
+                if len(words) >= 8 and b"myself" in words[2]:
+                    shape[node.address] = b" ".join(words[8:])
+                    moving = moving or any(word.startswith(b"[") for word in words[8:])
+        return shape, moving
 
     def close(self) -> None:
         """Close every link that is idle now, and the others when they are given back."""

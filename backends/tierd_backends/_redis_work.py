@@ -105,6 +105,22 @@ class PageJob:
     node: Node
     cursor: bytes = b"0"
     headers: list[BlockHeader] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ShapeJob:
+    """How the slots of a cluster lie, see `Nodes.shape`."""
+
+    shape: tuple[object, bool] = ({}, False)
+
+
+@dataclass(slots=True, eq=False)
+class MarksJob:
+    """A command for the set of marks, and the server's reply."""
+
+    words: tuple[bytes, ...]
+    reply: Reply = None
 
 
 _Block = TypeVar("_Block", GetJob, PutJob)
@@ -117,6 +133,8 @@ class Work:
         self._nodes = nodes
         self._prefix = prefix
         self._ttl_ms = ttl_ms
+        self.marks_key = f"{prefix}:marks".encode()
+        """Of the set of marks, which lies in one slot: a reading of it is whole."""
 
     def key_of(self, block: BlockKey) -> bytes:
         """The server's key of a block."""
@@ -260,32 +278,63 @@ class Work:
                 self._check(job.keys[number], reply)
         return replies
 
-    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes) -> Reply:
-        sent = command(verb, key)
+    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes, *rest: bytes) -> Reply:
+        sent = command(verb, key, *rest)
         return self._nodes.perform(turn, key, lambda link: link.exchange(sent, 1)[0])
+
+    def shape(self, turn: Turn[ShapeJob]) -> None:
+        """Learn how the slots lie. Raises UnreachableError."""
+        while (job := turn.take()) is not None:
+            job.shape = self._nodes.shape(turn)
+
+    def marks(self, turn: Turn[MarksJob]) -> None:
+        """Do something with the set of marks. Raises UnreachableError."""
+        while (job := turn.take()) is not None:
+            verb, *rest = job.words
+            job.reply = self._one(turn, verb, self.marks_key, *rest)
 
     def page(self, turn: Turn[PageJob]) -> None:
         """Read the headers of the next page of blocks. Raises UnreachableError."""
         while (job := turn.take()) is not None:
-            job.cursor, job.headers = self._nodes.ask(
-                turn, job.node, partial(self._page, job.node, job.cursor)
-            )
+            self._nodes.ask(turn, job.node, partial(self._page, job))
 
-    def _page(self, node: Node, cursor: bytes, link: Link) -> tuple[bytes, list[BlockHeader]]:
+    def _page(self, job: PageJob, link: Link) -> None:
         pattern = f"{self._prefix}:*".encode()
         count = b"%d" % PAGE_KEYS
-        scan = command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", count)
+        scan = command(b"SCAN", job.cursor, b"MATCH", pattern, b"COUNT", count)
         match link.exchange(scan, 1)[0]:
             case [bytes(following), list(found)]:
-                keys = [key for key in found if isinstance(key, bytes)]
-            case ErrorReply() as reply:
-                raise self._nodes.connector.refusal(node.address, str(reply))
+                keys = [key for key in found if isinstance(key, bytes) and key != self.marks_key]
+            case ErrorReply() as refusal:
+                raise self._nodes.connector.refusal(job.node.address, str(refusal))
             case _:
                 raise WireError("SCAN is not understood")
-        first = commands(b"GETRANGE", keys, b"0", b"%d" % (HEADER_BYTES - 1))
-        headers = []
-        for key, raw in zip(keys, link.exchange(first, len(keys)) if keys else [], strict=True):
-            header = unpack_header(raw) if isinstance(raw, bytes) else None
+        replies = dict(zip(keys, _beginnings(link, keys, asking=False), strict=True))
+        # Of a slot that is just being moved here a node gives keys only to who says ASKING.
+        moving = [key for key, reply in replies.items() if self._is_redirect(reply)]
+        replies |= zip(moving, _beginnings(link, moving, asking=True), strict=True)
+        headers: list[BlockHeader] = []
+        failed: list[ErrorReply] = []
+        for key, reply in replies.items():
+            if isinstance(reply, ErrorReply):
+                if reply.code != "WRONGTYPE":
+                    self._nodes.connector.check(job.node.address, reply)
+                    failed.append(reply)
+                continue
+            header = unpack_header(reply) if isinstance(reply, bytes) else None
             if header is not None and self.key_of(header.key) == key:
                 headers.append(header)
-        return following, headers
+        job.cursor, job.headers = following, headers
+        job.unread = [f"{len(failed)} keys at {job.node.address}: {failed[0]}"] if failed else []
+
+
+def _beginnings(link: Link, keys: list[bytes], *, asking: bool) -> list[Reply]:
+    """What GETRANGE says of the first bytes of each key."""
+    if not keys:
+        return []
+    if not asking:
+        first = commands(b"GETRANGE", keys, b"0", b"%d" % (HEADER_BYTES - 1))
+        return link.exchange(first, len(keys))
+    last = b"%d" % (HEADER_BYTES - 1)
+    each = (command(b"ASKING") + command(b"GETRANGE", key, b"0", last) for key in keys)
+    return link.exchange(b"".join(each), 2 * len(keys))[1::2]

@@ -37,7 +37,7 @@ def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]
         )
     for folder, numbers in folders.items():
         for number in numbers:
-            slab = _open_slab(directory, folder, number, space.direct, counters)
+            slab = _open_slab(directory, folder, number, space, counters)
             shelf = space.shelves.get(bytes.fromhex(folder.name))
             if slab is not None and shelf is not None and shelf.slot_bytes != slab.slot_bytes:
                 # Block bytes are part of a namespace, so one of the two slabs is damaged.
@@ -59,11 +59,11 @@ def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]
 
 
 def _open_slab(
-    directory: StoreDirectory, folder: Path, number: int, direct: bool, counters: dict[str, int]
+    directory: StoreDirectory, folder: Path, number: int, space: Space, counters: dict[str, int]
 ) -> Slab | None:
     read_only = directory.read_only
     try:
-        slab = Slab.load(folder, number, direct=direct, read_only=read_only)
+        slab = Slab.load(folder, number, direct=space.direct, read_only=read_only)
         if slab is None:
             counters["lost_slabs_total"] += 1
             _log.warning("%s/%08d.slab is not a whole slab", folder, number)
@@ -73,6 +73,7 @@ def _open_slab(
         # Nothing is known about what lies there: it stays, and its bytes count.
         counters["lost_slabs_total"] += 1
         counters["io_errors_total"] += 1
+        space.unread.append(f"{folder.name}/{number:08d}.slab: {error.strerror or error}")
         _log.warning("%s/%08d.slab cannot be used, left alone: %s", folder, number, error)
         return None
     return slab
@@ -98,6 +99,8 @@ async def _read_shelf(
         except OSError as error:
             entries = []
             counters["io_errors_total"] += 1
+            where = f"{slab.folder.name}/{slab.number:08d}.index"
+            space.unread.append(f"{where}: {error.strerror or error}")
             _log.warning("%s/%08d.index cannot be read: %s", slab.folder, slab.number, error)
         free[slab.number] = set(range(slab.records)) - {entry.record for entry in entries}
         found.extend((slab, entry) for entry in entries)

@@ -26,7 +26,7 @@ import xxhash
 
 from tierd.backend import HEADER_BYTES, BlockHeader, match_header
 from tierd.errors import BackendError
-from tierd.types import DIGEST_BYTES, HASH_BYTES, BlockKey
+from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends._s3_failure import ERROR_BYTES_MAX, Kind, S3Error, code_of, failure
 from tierd_backends._s3_http import Connection, Head, PeerError, StalledError, UnreachableError
 from tierd_backends._s3_sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
@@ -51,8 +51,14 @@ PAGE_BYTES_MAX: Final = 4 << 20
 DRAIN_BYTES_MAX: Final = 64 << 10
 """Unwanted rest of a body that is read to keep the connection; a new one costs less than more."""
 
+MARKS: Final = "marks/"
+"""Where marks lie, below the tier's prefix."""
+
 CHANGE_S_MAX: Final = 30.0
 """A put or delete whose answer comes by drips is given up then; nobody else would end it."""
+
+RANGE_STATUS: Final = 416
+"""No such bytes: the object is empty."""
 
 _ANY: Final = "{*}"
 
@@ -104,9 +110,11 @@ class Listed(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Part of a listing. `last` is the last name in it, `token` asks for the next page."""
+    """Part of a listing. `names` are those of all objects in it, `last` is the last one, `token`
+    asks for the next page."""
 
     objects: list[Listed]
+    names: list[str]
     last: str
     token: str
 
@@ -139,7 +147,7 @@ class Bucket:
         self._tally = tally
         self._prefix = f"{prefix}/" if prefix else ""
         self._name = re.compile(
-            f"{re.escape(self._prefix)}([0-9a-f]{{{2 * DIGEST_BYTES}}})/"
+            f"{re.escape(self._prefix)}([0-9a-f]{{{2 * SCOPE_BYTES}}})/"
             f"([0-9a-f]{{{2 * HASH_BYTES}}})",
             re.ASCII,
         )
@@ -206,10 +214,13 @@ class Bucket:
         return self._ask(turn, _Request("GET", self._path(name)), finish)
 
     def read_header(self, turn: OnCall, name: str) -> bytes | None:
-        """The first bytes of an object, None if there is none. Raises S3Error."""
+        """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
 
         def finish(connection: Connection) -> bytes | None:
             head = connection.read_head()
+            if head.status == RANGE_STATUS:
+                _drain(connection)
+                return None
             if head.status not in (200, 206):
                 self._missing(connection, head)
                 return None
@@ -231,8 +242,11 @@ class Bucket:
         tries = 0
         while True:
             found = self.size_of(turn, name)
-            if found is not None:
+            if found == size_bytes:
                 return Written(False, found)
+            if found is not None:
+                # It is no such block, and would be in its way for ever.
+                self.delete(turn, name)
             conditional = self._conditional
             try:
                 stored = self._put(turn, name, (raw_header, view), conditional=conditional)
@@ -287,14 +301,37 @@ class Bucket:
 
         self._ask(turn, _Request("DELETE", self._path(name)), finish)
 
-    def page(self, turn: OnCall, token: str, *, limit: int = 1000) -> Page:
-        """The next objects in the order of their names. Raises S3Error."""
+    def marks(self, turn: OnCall) -> list[str]:
+        """All marks. Raises S3Error unless the listing is whole."""
+        found: list[str] = []
+        token = ""
+        while True:
+            page = self.page(turn, token, under=MARKS)
+            found += [name.removeprefix(f"{self._prefix}{MARKS}") for name in page.names]
+            token = page.token
+            if not token:
+                return found
+
+    def add_mark(self, turn: OnCall, mark: str) -> None:
+        """Keep a mark: an object of a few bytes, whose name is what matters. Raises S3Error."""
+        name = f"{self._prefix}{MARKS}{mark}"
+        self._put(turn, name, (b"tierd",), conditional=False)
+
+    def drop_mark(self, turn: OnCall, mark: str) -> None:
+        """Forget a mark. Raises S3Error."""
+        self.delete(turn, f"{self._prefix}{MARKS}{mark}")
+
+    def page(self, turn: OnCall, token: str, *, limit: int = 1000, under: str = "") -> Page:
+        """The next objects in the order of their names, of those `under` the tier's prefix.
+
+        Raises S3Error, also if there are more and the server does not say how to get them.
+        """
         query = {
             **({"continuation-token": token} if token else {}),
             "encoding-type": "url",
             "list-type": "2",
             "max-keys": str(limit),
-            "prefix": self._prefix,
+            "prefix": self._prefix + under,
         }
 
         def finish(connection: Connection) -> bytes:
@@ -309,13 +346,14 @@ class Bucket:
         return page
 
     def _parse_page(self, body: bytes) -> Page:
-        objects, last = [], ""
+        objects, names, last = [], [], ""
         try:
             root = ElementTree.fromstring(body)
             if root.tag.rpartition("}")[2] != "ListBucketResult":
                 raise ValueError(f"a document of type {root.tag}")
             for each in root.iterfind(f"{_ANY}Contents"):
                 last = urllib.parse.unquote(each.findtext(f"{_ANY}Key", ""))
+                names.append(last)
                 match = self._name.fullmatch(last)
                 if match:
                     key = BlockKey(bytes.fromhex(match[1]), bytes.fromhex(match[2]))
@@ -324,9 +362,12 @@ class Bucket:
             # LookupError is an encoding that Python does not know.
             text = f"it does not speak S3: no listing where one was asked for ({error})"
             raise S3Error(Kind.PEER, text) from error
-        truncated = root.findtext(f"{_ANY}IsTruncated", "false") == "true"
-        token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated else ""
-        return Page(objects, last, token)
+        truncated = root.findtext(f"{_ANY}IsTruncated")
+        token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated == "true" else ""
+        if truncated not in ("true", "false") or (truncated == "true" and not token):
+            text = "it does not say where its listing goes on: does it know ListObjectsV2?"
+            raise S3Error(Kind.PEER, text)
+        return Page(objects, names, last, token)
 
     def _path(self, name: str) -> str:
         return self._account.base_path + name

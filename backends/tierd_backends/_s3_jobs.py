@@ -51,11 +51,15 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class Look:
-    """A block to look for: its object's size, or with `peek` its header; None if not there."""
+    """A block to look for: its object's size, or with `peek` its header; None if not there.
+
+    `failure` says why neither is known.
+    """
 
     name: str
     size_bytes: int | None = None
     raw_header: bytes | None = None
+    failure: S3Error | None = None
     done: bool = False
 
 

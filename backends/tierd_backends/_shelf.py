@@ -42,6 +42,11 @@ class Shelf:
         """Records that a write can have without evicting."""
         return len(self._free)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it has no block, and nobody is about to put one."""
+        return self.indexed and not (len(self.index) or self.writing or self._needed)
+
     def slab_of(self, item: int) -> Slab:
         """The slab in which an item's record lies."""
         return self.slabs[item // RECORDS_MAX]

@@ -34,7 +34,7 @@ from typing import NamedTuple
 import xxhash
 
 from tierd.backend import HEADER_BYTES, BlockHeader, pack_header, unpack_header, verify_block
-from tierd.types import DIGEST_BYTES, PAGE_BYTES, BlockKey, slot_bytes_for
+from tierd.types import PAGE_BYTES, SCOPE_BYTES, BlockKey, slot_bytes_for
 
 RECORDS_MAX = 1 << 14
 """Records in a slab; dropping a whole slab costs the event loop about 2 us for each."""
@@ -44,7 +44,7 @@ RUN_RECORDS_MAX = 16
 
 _MAGIC = b"TIERDIDX"
 _VERSION = 1
-_HEAD = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
+_HEAD = struct.Struct(f"<8sIIQ{SCOPE_BYTES}s")
 _SEAL_BYTES = 16
 _ENTRIES_AT = 64
 assert _HEAD.size + _SEAL_BYTES <= _ENTRIES_AT

@@ -67,6 +67,8 @@ class Space:
         self._threads = threads
         self._counters = counters
         self._slab_bytes = slab_bytes
+        self.unread: list[str] = []
+        """What could not be looked at when the tier was opened: blocks may lie there."""
         self._growing = asyncio.Lock()
         self._grow_after = 0.0
         self._write_after = 0.0
@@ -128,6 +130,18 @@ class Space:
             for slab in list(shelf.slabs.values()):
                 if slab.unlinked and not slab.pins and not self._closed:
                     await self._drop_slab(shelf, slab)
+
+    async def drop_empty(self, shelf: Shelf) -> None:
+        """Give back the room of a namespace of which nothing is left, unless it is in use.
+
+        Raises OSError if files cannot be removed: what they hold will be found again.
+        """
+        async with self._growing:
+            for slab in list(shelf.slabs.values()):
+                if shelf.idle and not slab.pins and not self._closed:
+                    await self._drop_slab(shelf, slab, tell=True)
+            if shelf.idle and not shelf.slabs and self.shelves.get(shelf.namespace) is shelf:
+                del self.shelves[shelf.namespace]
 
     async def watch(self) -> None:
         """Keep the capacity, and what is to stay free of the disk, for ever."""
@@ -245,9 +259,11 @@ class Space:
             if slab.last_use < idle_since
         )
 
-    async def _drop_slab(self, shelf: Shelf, slab: Slab) -> None:
-        self._counters["evicted_blocks_total"] += shelf.drop_slab(slab)
-        self._counters["evicted_slabs_total"] += 1
+    async def _drop_slab(self, shelf: Shelf, slab: Slab, *, tell: bool = False) -> None:
+        """Remove a slab; with `tell` it is empty, and a failure is raised."""
+        blocks = shelf.drop_slab(slab)
+        self._counters["evicted_blocks_total"] += blocks
+        self._counters["evicted_slabs_total"] += not tell
         remove = partial(_remove, slab, last=not shelf.slabs)
         future, cancelled = await self._threads.call(self._threads.writers, remove)
         try:
@@ -256,6 +272,8 @@ class Space:
             # Its bytes stay counted: they are still there.
             self.note_error(error)
             _log.warning("cannot remove %s/%08d.slab: %s", slab.folder, slab.number, error)
+            if tell:
+                raise
         else:
             self.used_bytes -= slab.size_bytes
         if cancelled is not None:

@@ -12,14 +12,16 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from tierd.backend import (
+    SCANNED_MAX,
     Backend,
     BackendStats,
     BlockHeader,
@@ -28,6 +30,7 @@ from tierd.backend import (
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
     Tell,
 )
 from tierd.errors import BackendError, ConfigError
@@ -50,7 +53,11 @@ SLABS_MIN = 8
 THREADS_MAX = 64
 """Far above what a device gains from; a typing error should not start thousands."""
 
+INDEXING_STEP_S = 0.1
+"""How long one step of a scan waits until the indexes have been read."""
+
 _log = logging.getLogger("tierd_backends.file")
+_T = TypeVar("_T")
 
 
 class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -141,6 +148,10 @@ class FileBackend(Backend):
     def direct(self) -> bool:
         """Whether slabs are open with O_DIRECT; once open."""
         return self._space.direct
+
+    @property
+    def place(self) -> str:
+        return str(self._directory.path)
 
     async def open(self) -> None:
         assert not self._opened
@@ -283,11 +294,21 @@ class FileBackend(Backend):
             raise BackendError(
                 f"{len(failed)} deleted blocks may come back at the next start: {failed[0]}"
             ) from failed[0]
+        if shelf.idle:
+            try:
+                await self._space.drop_empty(shelf)
+            except OSError as error:
+                raise BackendError(f"empty slabs cannot be removed: {error}") from error
         return len(jobs)
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
         self._check_open()
+        while not self._indexing.done():
+            # A step is to be short, and reading the indexes of a large tier is not.
+            await asyncio.wait([self._indexing], timeout=INDEXING_STEP_S)
+            yield Scanned()
         await self._indexed()
+        yield Scanned(unread=self._space.unread)
         for shelf in list(self._space.shelves.values()):
             for slab in list(shelf.slabs.values()):
                 if slab.number not in shelf.slabs:
@@ -297,12 +318,35 @@ class FileBackend(Backend):
                 try:
                     entries = await self._threads.result(self._threads.readers, slab.entries)
                 except OSError as error:
-                    raise BackendError(f"slab {slab.number} cannot be scanned: {error}") from error
+                    where = f"{slab.folder.name}/{slab.number:08d}.slab"
+                    yield Scanned(unread=[f"{where}: {error.strerror or error}"])
+                    continue
                 finally:
                     slab.pins -= 1
-                for entry in entries:
-                    if shelf.find(entry.header.key.block_hash) == slab.item(entry.record):
-                        yield entry.header
+                for at in range(0, len(entries), SCANNED_MAX):
+                    yield Scanned(
+                        [
+                            entry.header
+                            for entry in entries[at : at + SCANNED_MAX]
+                            if shelf.find(entry.header.key.block_hash) == slab.item(entry.record)
+                        ]
+                    )
+
+    async def marks(self) -> list[str]:
+        return await self._of_directory(self._directory.marks)
+
+    async def add_mark(self, mark: str) -> None:
+        await self._of_directory(partial(self._directory.add_mark, mark))
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        await self._of_directory(partial(self._directory.drop_marks, marks))
+
+    async def _of_directory(self, call: Callable[[], _T]) -> _T:
+        self._check_open()
+        try:
+            return await self._threads.result(self._threads.writers, call)
+        except OSError as error:
+            raise BackendError(f"{self._directory.path}: {error}") from error
 
     def stats(self) -> BackendStats:
         if not self._opened:

@@ -10,8 +10,8 @@ stop storing: see _lid.py. `ttl_s` bounds the age of a
 block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
 which replicas and append-only files never see. What is used least the server's LRU knows.
 
-A user needs +get +set +exists +unlink +scan +getrange on the prefix's keys; of a cluster
-also +cluster|slots and +asking.
+A user needs +get +set +exists +unlink +scan +getrange +sadd +srem +smembers on the prefix's keys;
+of a cluster also +cluster|slots, +cluster|nodes and +asking.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tierd.backend import (
     HEADER_BYTES,
     Backend,
     BackendStats,
-    BlockHeader,
     GetRequest,
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
@@ -63,6 +63,10 @@ VALUE_BYTES_MAX = 512 << 20
 
 LOG_EVERY_S = 10.0
 """Between two lines of one kind: in an outage each batch would add one."""
+
+ROOMS_MAX = 3
+ROOM_BLOCKS = 16
+"""Tries to add a mark to a full server, and blocks dropped before the next one."""
 
 RECOUNT_S = 60.0
 """Wait before the blocks are counted again when a server failed meanwhile."""
@@ -108,6 +112,11 @@ class RedisBackend(Backend):
     @property
     def shared(self) -> bool:
         return True
+
+    @property
+    def place(self) -> str:
+        target = self._target
+        return f"{target.host}:{target.port}/{target.db} {self._options.prefix}"
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> RedisBackend:
@@ -254,19 +263,81 @@ class RedisBackend(Backend):
                 raise BackendError(f"{len(failed)} blocks could not be deleted: {failed[0]}")
             return len(dropped)
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
+        before = await self._shape()
+        for node in self._nodes.masters():
+            async for step in self._scan_node(node):
+                yield step
+        after = await self._shape()
+        if before != after or after[1]:
+            # A key that went from a node that was still to be scanned to one that had been.
+            yield Scanned(unread=["the cluster's slots were being moved"])
+
+    async def _scan_node(self, node: Node) -> AsyncIterator[Scanned]:
+        from tierd_backends._redis_connect import UnreachableError
         from tierd_backends._redis_work import PageJob
 
-        self._check_open()
-        for node in self._nodes.masters():
-            page = PageJob(node)
-            while True:
+        page = PageJob(node)
+        while True:
+            try:
                 with self._in_call():
                     await self._threads.run(self._work.page, [page])
-                for header in page.headers:
-                    yield header
-                if page.cursor == b"0":
-                    break
+            except UnreachableError as error:
+                if not self._options.cluster:
+                    raise
+                yield Scanned(unread=[str(error)])
+                return
+            yield Scanned(page.headers, page.unread)
+            if page.cursor == b"0":
+                return
+
+    async def _shape(self) -> tuple[object, bool]:
+        from tierd_backends._redis_work import ShapeJob
+
+        job = ShapeJob()
+        with self._in_call():
+            await self._threads.run(self._work.shape, [job])
+        return job.shape
+
+    async def marks(self) -> list[str]:
+        reply = await self._of_marks(b"SMEMBERS")
+        if not isinstance(reply, list) or not all(isinstance(each, bytes) for each in reply):
+            raise BackendError("SMEMBERS is answered by something else than a set")
+        return [each.decode("utf-8", "replace") for each in reply if isinstance(each, bytes)]
+
+    async def add_mark(self, mark: str) -> None:
+        from tierd_backends._redis_wire import ErrorReply
+
+        for _ in range(ROOMS_MAX):
+            reply = await self._of_marks(b"SADD", mark.encode(), or_full=True)
+            if not isinstance(reply, ErrorReply):
+                return
+            # A full server takes no mark, and a flush is what would make room.
+            await self._make_room()
+        raise BackendError("the server has no room for the mark of a flush")
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        if marks:
+            await self._of_marks(b"SREM", *(mark.encode() for mark in marks))
+
+    async def _of_marks(self, *words: bytes, or_full: bool = False) -> Reply:
+        from tierd_backends._redis_wire import ErrorReply
+        from tierd_backends._redis_work import MarksJob
+
+        job = MarksJob(words)
+        with self._in_call():
+            await self._threads.run(self._work.marks, [job])
+        if isinstance(job.reply, ErrorReply) and not (or_full and job.reply.code == "OOM"):
+            raise _as_backend_error(job.reply)
+        return job.reply
+
+    async def _make_room(self) -> None:
+        """Drop some blocks of the server that has the marks, as its eviction would."""
+        async for step in self._scan_node(self._nodes.of(self._work.marks_key)):
+            if step.headers:
+                for header in step.headers[:ROOM_BLOCKS]:
+                    await self.delete_many(header.key.namespace, [header.key.block_hash])
+                return
 
     def stats(self) -> BackendStats:
         """What this node knows: see _redis_census.py. Lookups never rely on it."""
@@ -303,8 +374,11 @@ class RedisBackend(Backend):
             began_s = loop.time()
             self._census.begin()
             try:
-                async for header in self.scan():
-                    self._census.seen(header.key, header.length)
+                async for step in self.scan():
+                    for header in step.headers:
+                        self._census.seen(header.key, header.length)
+                    if step.unread:
+                        raise BackendError("; ".join(step.unread))
             except BackendError as error:
                 _log.warning("the blocks held are not counted yet: %s", error)
                 pause_s = RECOUNT_S

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Final, TypeVar
 
 import msgspec
@@ -29,14 +30,15 @@ from tierd.backend import (
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
     pack_header,
     unpack_header,
 )
 from tierd.errors import BackendError
-from tierd.types import DIGEST_BYTES, HASH_BYTES, BlockKey
+from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends._calls import CallThreads, Turn
 from tierd_backends._lid import Lid
-from tierd_backends._s3_bucket import Bucket, OnCall, Page, Tally
+from tierd_backends._s3_bucket import Bucket, Listed, OnCall, Page, Tally
 from tierd_backends._s3_failure import Kind, S3Error
 from tierd_backends._s3_jobs import Batch, Change, Fetch, Look
 from tierd_backends._s3_options import S3Options
@@ -54,7 +56,7 @@ LOG_EVERY_S: Final = 60.0
 CLOSE_S_MAX: Final = 5.0
 """Calls in flight may take so long to end when the tier is closed; then they are called off."""
 
-ABSENT: Final = BlockKey(bytes(DIGEST_BYTES), bytes(HASH_BYTES))
+ABSENT: Final = BlockKey(bytes(SCOPE_BYTES), bytes(HASH_BYTES))
 """A block that nobody has, to learn how the server says so."""
 
 __all__ = ["S3Backend", "S3Options"]
@@ -106,6 +108,11 @@ class S3Backend(Backend):
     @property
     def shared(self) -> bool:
         return True
+
+    @property
+    def place(self) -> str:
+        options = self._options
+        return f"{options.endpoint} {options.region} {options.bucket} {options.prefix}"
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> S3Backend:
@@ -226,24 +233,59 @@ class S3Backend(Backend):
             ) from batch.failure
         return -sum(change.blocks for change in changes)
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
         token = ""
         while True:
             with self._call_in_flight():
                 page = await self._page(token)
-                looks = [Look(self._bucket.name(each.key)) for each in page.objects]
-                await self._look(looks, peek=True)
-            for look, each in zip(looks, page.objects, strict=True):
-                header = unpack_header(look.raw_header or b"")
-                if (
-                    header is not None
-                    and header.key == each.key
-                    and header.length + HEADER_BYTES == each.size_bytes
-                ):
-                    yield header
+            yield Scanned()
+            at_once = self._options.connections
+            for at in range(0, len(page.objects), at_once):
+                yield await self._peek(page.objects[at : at + at_once])
             token = page.token
             if not token:
                 return
+
+    async def _peek(self, objects: Sequence[Listed]) -> Scanned:
+        """The headers of some objects, about one round trip's worth. Raises BackendError if the
+        server, and no single object, is what is wrong."""
+        looks = [Look(self._bucket.name(each.key)) for each in objects]
+        with self._call_in_flight():
+            await self._look(looks, peek=True)
+        failures = [look.failure for look in looks if look.failure is not None]
+        away = (Kind.PEER, Kind.NO_BUCKET, Kind.ELSEWHERE)
+        if len(failures) == len(looks) and failures[0].kind in away:
+            raise BackendError(f"{self._where}: {failures[0]}") from failures[0]
+        headers = []
+        for look, each in zip(looks, objects, strict=True):
+            header = unpack_header(look.raw_header or b"")
+            if (
+                header is not None
+                and header.key == each.key
+                and header.length + HEADER_BYTES == each.size_bytes
+            ):
+                headers.append(header)
+        return Scanned(headers, [f"{look.name}: {look.failure}" for look in looks if look.failure])
+
+    async def marks(self) -> list[str]:
+        return await self._of_marks(self._readers, self._bucket.marks)
+
+    async def add_mark(self, mark: str) -> None:
+        await self._of_marks(self._writers, lambda turn: self._bucket.add_mark(turn, mark))
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        for mark in marks:
+            await self._of_marks(self._writers, partial(self._drop_mark, mark))
+
+    def _drop_mark(self, mark: str, turn: OnCall) -> None:
+        self._bucket.drop_mark(turn, mark)
+
+    async def _of_marks(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
+        with self._call_in_flight():
+            try:
+                return await self._call(threads, function)
+            except S3Error as error:
+                raise BackendError(f"{self._where}: {error}") from error
 
     def stats(self) -> BackendStats:
         """As far as this node knows: what the last listing found, and its own changes since."""
@@ -350,7 +392,7 @@ class S3Backend(Backend):
 
         def work(turn: Turn[Look]) -> None:
             while (look := turn.take()) is not None:
-                if batch.failure is not None:
+                if batch.failure is not None and not peek:
                     continue
                 try:
                     if peek:
@@ -359,10 +401,11 @@ class S3Backend(Backend):
                         look.size_bytes = self._bucket.size_of(turn, look.name)
                     look.done = True
                 except S3Error as failure:
+                    look.failure = failure
                     self._note(batch, failure, turn)
 
         await self._readers.run(work, looks)
-        if not all(look.done for look in looks):
+        if not all(look.done or (peek and look.failure) for look in looks):
             raise BackendError(
                 f"{self._where}: {batch.failure or 'it is being closed'}"
             ) from batch.failure

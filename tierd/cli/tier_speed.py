@@ -23,7 +23,7 @@ from tierd.cli.speed import Blocks, DiskSpeed, disk_speed, get_all, put_all
 from tierd.cli.text import size
 from tierd.config import StorageConfig
 from tierd.daemon.backends import backend_class, make_backend, options_of
-from tierd.types import DIGEST_BYTES, slot_bytes_for
+from tierd.types import SCOPE_BYTES, slot_bytes_for
 
 ROUNDS: Final = 3
 """Each of put, get and both raw ways; their median shrugs off one bad round."""
@@ -88,7 +88,7 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -
     count = max(1, min(BLOCKS_MAX, ROUND_BYTES // block_bytes))
     blocks = Blocks(count, block_bytes)
     get_speeds, put_speeds, alone, raw = [], [], [], []
-    namespace = hashlib.sha256(b"tierd bench" + secrets.token_bytes(16)).digest()[:DIGEST_BYTES]
+    namespace = hashlib.sha256(b"tierd bench" + secrets.token_bytes(16)).digest()[:SCOPE_BYTES]
     try:
         async with _scratch(entry, blocks) as (backend_entry, directory):
             backend = make_backend(backend_entry)

@@ -431,6 +431,12 @@ class Backups:
             space.backed_up[slot] &= ~bits
         self._memory.note_tiers(space, slots, remove=bits)
 
+    def withhold(self, space: Space, slots: Sequence[int], bit: int) -> None:
+        """A tier is not to get these blocks of L2."""
+        for slot in slots:
+            space.backed_up[slot] |= bit
+        self._memory.note_tiers(space, slots, add=bit)
+
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
         """Blocks that were to wait for a tier do not."""
         queue.lacks(space, slots, Miss.FLUSHED)

@@ -1,9 +1,14 @@
 """Flush: what was there before is served to nobody afterwards, by L2 and by no tier.
 
-While it goes on, nothing of the namespaces is brought from a tier or written to one, so what
-engines store meanwhile stays in L2 and is offered to the tiers at the end. What is being brought
-is not published, what is being written is waited for and dropped with the rest. Slots that are
-leased keep their bytes until the leases end; nobody finds them any more.
+A tier's mark does it, not finding every block: once it is there, and every node of a shared tier
+has had the time to see it, blocks of before have keys that nobody asks for. Deleting them only
+makes room, and what it could not do is told. Until the marks are there nothing of the namespaces
+is brought from a tier or written to one, so what engines store meanwhile stays in L2 and is
+offered to the tiers afterwards. Slots that are leased keep their bytes until the leases end;
+nobody finds them any more.
+
+Of a flush by another node, L2 keeps what it has, but writes none of it to that tier any more:
+it may be what the flush was for.
 """
 
 from __future__ import annotations
@@ -11,30 +16,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
-from tierd.backend import BlockHeader
+from tierd.core.epochs import EPOCH_VALID_S, Mark
 from tierd.core.space import Dropped, Space
 from tierd.core.writes import Moment
-from tierd.daemon.backup import Backups, nobody
+from tierd.daemon.backup import Backups, Covers, nobody
+from tierd.daemon.cleaning import Cleaning
+from tierd.daemon.epochs import MARGIN_S
 from tierd.daemon.memory import HostMemory
-from tierd.daemon.promotion import Promotions
+from tierd.daemon.promotion import Promotions, Spawn
 from tierd.daemon.tier import StorageTier
-from tierd.errors import RefusedError
+from tierd.errors import BackendError, RefusedError
 
 SLICE: Final = 256
 """Blocks of L2 dropped, or offered again, between two turns of the loop: about 1 ms."""
 
-DELETE_BATCH: Final = 64
-"""Blocks dropped by one call to a tier: well within a deadline, on an object store too."""
-
-PASSES_MAX: Final = 5
-"""Scans of a tier until one finds nothing. The first drops what was there, the second finds
-nothing, unless other nodes write to the tier, or it fails in between."""
-
-RETRY_S: Final = 1.0
-"""Pause after a scan that failed."""
+OTHERS_S: Final = EPOCH_VALID_S + MARGIN_S
+"""How long a node that has seen another one's flush brings and writes nothing of its namespaces:
+the flush may still be adding marks to other tiers that both have."""
 
 POLL_S: Final = 0.01
 """How often it is looked whether what was being written has been."""
@@ -53,20 +56,28 @@ class TierFlush:
 
     def __init__(self, tier: StorageTier) -> None:
         self.tier = tier
+        self.final = False
+        """No node can be served from it what was there before."""
+        self.waits = ""
+        """What it waits for."""
         self.blocks = 0
-        """Blocks dropped."""
-        self.empty = False
-        """A scan has found nothing."""
+        """Blocks deleted."""
         self.why = ""
-        """Why the tier may still have some."""
+        """Why it is not final."""
+        self.cleaning: Cleaning | None = None
+        self.mark: Mark | None = None
+        """Its mark, once that is in the tier."""
 
     def status(self) -> dict[str, object]:
         """For PROGRESS and DONE."""
         return {
             "name": self.tier.name,
             "shared": self.tier.raw.shared,
+            "final": self.final,
+            "waits": self.waits,
             "blocks": self.blocks,
-            "empty": self.empty,
+            "left": self.cleaning.left if self.cleaning is not None else 0,
+            "garbage": self.cleaning.why if self.cleaning is not None else "",
             "why": self.why,
         }
 
@@ -83,8 +94,10 @@ class Flush:
         """Those of them that somebody still had when they were dropped."""
         self.tiers = [TierFlush(tier) for tier in tiers]
         self.by_namespace: Counter[str] = Counter()
-        self.ended = False
-        """It came to its end, which a daemon that stops does not wait for."""
+        self.dropped = False
+        """L2 has none of it any more, if it was to be dropped."""
+        self.yields = asyncio.Event()
+        """Another flush is to begin, which goes on with deleting."""
         self.done = asyncio.Event()
         self.began_s = asyncio.get_running_loop().time()
 
@@ -92,10 +105,15 @@ class Flush:
         """Whether a namespace is flushed."""
         return digest.hex().startswith(self.prefix)
 
+    @property
+    def complete(self) -> bool:
+        """Nothing of before can be served again; deleting may go on."""
+        return self.dropped and all(tier.final for tier in self.tiers)
+
     def status(self) -> dict[str, object]:
         """For PROGRESS and DONE."""
         return {
-            "complete": self.ended and all(tier.empty for tier in self.tiers),
+            "complete": self.complete,
             "host": {
                 "flushed": self.host,
                 "blocks": self.host_blocks,
@@ -115,6 +133,7 @@ class Flushes:
         backups: Backups,
         promotions: Promotions,
         tiers: Sequence[StorageTier],
+        spawn: Spawn,
     ) -> None:
         self.tiers_alone = asyncio.Lock()
         """Whoever has it is the only one that puts blocks into tiers, but for backups."""
@@ -122,6 +141,11 @@ class Flushes:
         self._backups = backups
         self._promotions = promotions
         self._tiers = tiers
+        self._spawn = spawn
+        self._bars: list[Covers] = []
+        self._risen: asyncio.Queue[tuple[StorageTier, tuple[str, ...]]] = asyncio.Queue()
+        for tier in tiers:
+            tier.epochs.on_rise = partial(self.risen, tier)
         self._current: Flush | None = None
         self._latest: deque[Flush] = deque(maxlen=LATEST_MAX)
 
@@ -136,42 +160,118 @@ class Flushes:
     def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> Flush:
         """A flush of L2, if `host`, and of tiers by their numbers; `run` carries it out.
 
-        Raises RefusedError while another one is going on.
+        Raises RefusedError while another one is going on that is not complete yet. One that only
+        deletes gives way: the new one deletes whatever is barred.
         """
         if self._current is not None:
-            raise RefusedError("a flush is going on already")
+            if not self._current.complete:
+                raise RefusedError("a flush is going on already")
+            self._current.yields.set()
         tiers = [self._tiers[number] for number in dict.fromkeys(numbers)]
         self._current = Flush(prefix, host=host, tiers=tiers)
         return self._current
 
     async def run(self, flush: Flush) -> None:
-        """Until nothing that was there can be served again, or a tier will not do it."""
-        assert flush is self._current
+        """Until nothing that was there can be served again, or a tier will not have it so, and
+        what can be deleted is."""
         self._latest.append(flush)
         self._memory.counters["flushes_total"] += 1
-        self._backups.barred = self._promotions.barred = flush.covers
         try:
-            self._promotions.void(flush.covers)
-            self._backups.give_up(flush.covers)
-            if flush.host:
-                await self._drop_host(flush)
             async with self.tiers_alone:
-                while self._backups.under_way(flush.covers):
-                    await asyncio.sleep(POLL_S)
-                async with asyncio.TaskGroup() as group:
-                    for tier in flush.tiers:
-                        group.create_task(_empty(flush, tier))
-            await self._in_slices(flush, lambda space, slots: self._lost(flush, space, slots))
-            flush.ended = True
+                with self._barred(flush.covers):
+                    await self._bar(flush)
+            if flush.host:
+                # What was stored meanwhile, and nobody was to write.
+                await self._in_slices(flush.covers, self._offer)
+            async with asyncio.TaskGroup() as group:
+                for told in flush.tiers:
+                    if told.mark is not None:
+                        group.create_task(_agree(told, told.mark))
+                        group.create_task(self._clean(flush, told))
             self._memory.counters["flushed_blocks_total"] += flush.by_namespace.total()
             log.info("flushed %s: %s", flush.prefix or "everything", flush.status())
         finally:
-            self._backups.barred = self._promotions.barred = nobody
-            self._current = None
+            if self._current is flush:
+                self._current = None
             flush.done.set()
+
+    async def _bar(self, flush: Flush) -> None:
+        """Empty L2, and have marks in the tiers."""
+        self._promotions.void(flush.covers)
+        self._backups.give_up(flush.covers)
         if flush.host:
-            # What was stored meanwhile, and nobody was to write.
-            await self._in_slices(flush, self._offer)
+            await self._drop_host(flush)
+        flush.dropped = True
+        # What begins to be written after the mark would be of the new epoch.
+        while self._backups.under_way(flush.covers):
+            await asyncio.sleep(POLL_S)
+        async with asyncio.TaskGroup() as group:
+            for told in flush.tiers:
+                group.create_task(_mark(told, flush.prefix))
+        bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
+        await self._in_slices(
+            flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
+        )
+
+    async def _clean(self, flush: Flush, told: TierFlush) -> None:
+        def deleted(digest: bytes, count: int) -> None:
+            told.blocks += count
+            flush.by_namespace[digest.hex()] += count
+
+        told.cleaning = Cleaning(told.tier, flush.yields, deleted)
+        await told.cleaning.run()
+
+    def risen(self, tier: StorageTier, marks: Sequence[Mark]) -> None:
+        """A tier has been flushed, by another node as a rule; `follow` sees to it."""
+        self._risen.put_nowait((tier, tuple(mark.prefix for mark in marks)))
+
+    async def follow(self) -> None:
+        """Do what flushes by other nodes ask for, for ever."""
+        while True:
+            tier, prefixes = await self._risen.get()
+            self._spawn(partial(self._follow, tier, prefixes), "another node's flush")
+
+    async def _follow(self, tier: StorageTier, prefixes: tuple[str, ...]) -> None:
+        """Have nothing that L2 has now, and nothing that another tier has, get into a tier that
+        another node has flushed."""
+
+        def covers(digest: bytes) -> bool:
+            return digest.hex().startswith(prefixes)
+
+        bit = 1 << self._tiers.index(tier)
+        if not tier.raw.shared:
+            # A flush of before, whose mark it was not certain of.
+            await self._in_slices(
+                covers, lambda space, slots: self._backups.lost(space, slots, bit)
+            )
+            return
+        log.info("storage tier %s: another node has flushed it", tier.name)
+        ends_s = asyncio.get_running_loop().time() + OTHERS_S
+        with self._barred(covers):
+            self._promotions.void(covers)
+            self._backups.give_up(covers)
+            while self._backups.under_way(covers):
+                await asyncio.sleep(POLL_S)
+            await self._in_slices(
+                covers, lambda space, slots: self._backups.withhold(space, slots, bit)
+            )
+            await asyncio.sleep(ends_s - asyncio.get_running_loop().time())
+        await self._in_slices(covers, self._offer)
+
+    @contextmanager
+    def _barred(self, covers: Covers) -> Iterator[None]:
+        """Meanwhile nothing of these namespaces is brought from a tier, or written to one."""
+        bars = self._bars
+        bars.append(covers)
+        try:
+            self._backups.barred = self._promotions.barred = lambda digest: any(
+                bar(digest) for bar in bars
+            )
+            yield
+        finally:
+            bars.remove(covers)
+            if not bars:
+                self._backups.barred = self._promotions.barred = nobody
 
     async def _drop_host(self, flush: Flush) -> None:
         for space in list(self._memory.host.spaces.values()):
@@ -180,7 +280,7 @@ class Flushes:
                 # asked for, and stay, before its turn comes.
                 leaving = [slot for slot in space.leaving if slot not in space.dropped]
                 self._drop(flush, space, leaving)
-        await self._in_slices(flush, lambda space, slots: self._drop(flush, space, slots))
+        await self._in_slices(flush.covers, lambda space, slots: self._drop(flush, space, slots))
 
     def _drop(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:
         self._memory.drop(space, slots, Dropped.FLUSHED)
@@ -188,19 +288,16 @@ class Flushes:
         flush.leased_blocks += len(space.dropped.intersection(slots))
         flush.by_namespace[space.digest.hex()] += len(slots)
 
-    def _lost(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:
-        """Blocks that L2 has are in none of the flushed tiers."""
-        bits = sum(1 << self._tiers.index(each.tier) for each in flush.tiers)
-        self._backups.lost(space, slots, bits)
-
     def _offer(self, space: Space, slots: Sequence[int]) -> None:
         self._backups.offer(space, slots, Moment.STORED)
 
-    async def _in_slices(self, flush: Flush, take: Callable[[Space, Sequence[int]], None]) -> None:
+    async def _in_slices(
+        self, covers: Covers, take: Callable[[Space, Sequence[int]], None]
+    ) -> None:
         """Give `take` the blocks that L2 has now of the namespaces, as far as they are still
         there when their turn comes."""
         for space in list(self._memory.host.spaces.values()):
-            if not flush.covers(space.digest):
+            if not covers(space.digest):
                 continue
             items = space.chain.items
             hashes = list(items)
@@ -210,42 +307,29 @@ class Flushes:
                 await asyncio.sleep(0)
 
 
-async def _empty(flush: Flush, told: TierFlush) -> None:
-    """Drop what a tier has until a scan finds nothing."""
-    for _ in range(PASSES_MAX):
-        found, told.why = await _pass(flush, told)
-        if told.why:
-            await asyncio.sleep(RETRY_S)
-        elif not found:
-            told.empty = True
-            return
-        else:
-            told.why = "blocks still come to it from elsewhere"
+async def _mark(told: TierFlush, prefix: str) -> None:
+    """Have the flush's mark in a tier, or say why not."""
+    if not told.tier.is_open:
+        told.why = told.tier.why or "it has not been opened yet"
+        return
+    try:
+        told.mark = await told.tier.epochs.bar(prefix)
+    except BackendError as error:
+        told.why = str(error)
+    else:
+        told.final = not told.tier.raw.shared
 
 
-async def _pass(flush: Flush, told: TierFlush) -> tuple[bool, str]:
-    """Scan a tier and drop what is covered; whether anything was, and why not all is gone."""
-    batches: dict[bytes, list[bytes]] = {}
-    found = False
-
-    async def drop(namespace: bytes) -> None:
-        hashes = batches.pop(namespace)
-        dropped = await told.tier.delete(namespace, hashes)
-        told.blocks += dropped
-        flush.by_namespace[namespace.hex()] += dropped
-
-    async def take(header: BlockHeader) -> None:
-        nonlocal found
-        namespace = header.key.namespace
-        if flush.covers(namespace):
-            found = True
-            batches.setdefault(namespace, []).append(header.key.block_hash)
-            if len(batches[namespace]) == DELETE_BATCH:
-                await drop(namespace)
-
-    async def rest() -> None:
-        for namespace in list(batches):
-            await drop(namespace)
-
-    why = await told.tier.each(take, rest)
-    return found, why
+async def _agree(told: TierFlush, mark: Mark) -> None:
+    """Wait until other nodes go by the mark as well."""
+    if told.final:
+        return
+    told.waits = f"other nodes may go by what they knew for up to {OTHERS_S:g} s"
+    try:
+        await told.tier.epochs.agree(mark)
+    except BackendError as error:
+        told.why = str(error)
+    else:
+        told.final = True
+    finally:
+        told.waits = ""

@@ -140,7 +140,7 @@ class Node:
         self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
         in_flight = self._in_flight_bytes(capacity_bytes)
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
-        self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers)
+        self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers, self.spawn)
         self.scrubs = Scrubs(
             self.memory, self.backups, self.promotions.turns, self.flushes, self.tiers
         )
@@ -186,6 +186,7 @@ class Node:
                 group.create_task(self.memory.populate(), name="populate"),
                 group.create_task(self.proofs.run(), name="prove"),
                 group.create_task(self.learning.run(), name="learning"),
+                group.create_task(self.flushes.follow(), name="flushes of other nodes"),
                 group.create_task(self._housekeeping_loop(), name="housekeeping"),
                 group.create_task(self.watch.run(self._clock), name="pressure"),
             ]

@@ -15,6 +15,7 @@ from typing import Final
 
 from tierd.backend import BlockHeader, GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.daemon.backup import Backups
+from tierd.daemon.cleaning import Sweep
 from tierd.daemon.flush import Flushes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.scratch import Scratch, scratch_memory
@@ -46,9 +47,15 @@ class TierScrub:
         """Blocks that the tier did not give."""
         self.repaired = 0
         """Blocks of both kinds that were written again."""
+        self.barred = 0
+        """Blocks deleted that flushes had barred."""
         self.ended = False
         self.why = ""
-        """Why not all was read."""
+        """Why not all was read, or not all deleted that is barred."""
+
+    def deleted(self, digest: bytes, count: int) -> None:
+        """So many barred blocks of a namespace are gone."""
+        self.barred += count
 
     def status(self) -> dict[str, object]:
         """For PROGRESS and DONE."""
@@ -60,6 +67,7 @@ class TierScrub:
             "corrupt": self.corrupt,
             "unreadable": self.unreadable,
             "repaired": self.repaired,
+            "barred": self.barred,
             "ended": self.ended,
             "why": self.why,
         }
@@ -132,7 +140,14 @@ class Scrubs:
     async def _read(self, scrub: Scrub, told: TierScrub) -> None:
         with scratch_memory() as scratch:
             reading = _Reading(self, scrub, told, scratch)
-            told.why = await told.tier.each(reading.take, reading.batch)
+            sweep = Sweep(told.tier, told.deleted)
+
+            async def rest() -> None:
+                await reading.batch()
+                await sweep.rest()
+
+            unread = await told.tier.each(reading.take, rest, sweep.take)
+            told.why = unread or sweep.why
         told.ended = True
 
 

@@ -27,6 +27,7 @@ from tierd.clock import SystemClock
 from tierd.config import Config, StorageConfig
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.backends import make_backend
+from tierd.daemon.epochs import MarksFile, Times
 from tierd.daemon.health import STUCK_S, Health
 from tierd.daemon.hotset import Snapshots, state_directory
 from tierd.daemon.listening import admin_socket, engine_socket
@@ -111,7 +112,7 @@ def _serve(
     # limit of 1024 would end at 64 GiB.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    tiers = [_make_tier(entry) for entry in config.storage]
+    tiers = [_make_tier(entry, state) for entry in config.storage]
     with (
         engine_socket(Path(config.socket), manager) as listener,
         admin_socket(config.admin) as admin_listener,
@@ -278,5 +279,9 @@ def _exit_after(seconds: float) -> None:
     timer.start()
 
 
-def _make_tier(entry: StorageConfig) -> StorageTier:
-    return StorageTier(entry, make_backend(entry), now_s=time.perf_counter)
+def _make_tier(entry: StorageConfig, state: Path | None) -> StorageTier:
+    backend = make_backend(entry)
+    tier = StorageTier(entry, backend, now_s=time.perf_counter, times=Times.real())
+    if state is not None and backend.shared:
+        tier.epochs.remember(MarksFile(state, f"{entry.type} {backend.place}"))
+    return tier

@@ -26,13 +26,15 @@ from tierd.backend import (
     PutRequest,
 )
 from tierd.config import StorageConfig
+from tierd.core.epochs import split_scope
 from tierd.core.space import Space
+from tierd.daemon.epochs import TierEpochs, Times
 from tierd.daemon.turns import Lane
 from tierd.errors import BackendError, ConfigError
 from tierd.eviction.policy import Ghosts
 from tierd.storage.breaker import BreakerBackend
 from tierd.storage.measured import MeasuredBackend
-from tierd.types import BlockKey
+from tierd.types import DIGEST_BYTES, BlockKey
 
 log = logging.getLogger("tierd")
 
@@ -54,6 +56,9 @@ not told is still counted."""
 
 DAMAGED_MAX: Final = 4096
 """Damaged blocks that are remembered, the latest ones; each costs about 200 bytes."""
+
+UNREAD_MAX: Final = 3
+"""Places that a scan could not look at that are named."""
 
 WHY_CHARS_MAX: Final = 400
 COUNTERS_MAX: Final = 128
@@ -80,7 +85,12 @@ class StorageTier:
     """One entry of `[[storage]]`, around its raw backend."""
 
     def __init__(
-        self, config: StorageConfig, raw: Backend, *, now_s: Callable[[], float] | None = None
+        self,
+        config: StorageConfig,
+        raw: Backend,
+        *,
+        now_s: Callable[[], float] | None = None,
+        times: Times | None = None,
     ) -> None:
         self.config = config
         self.name = config.name
@@ -104,6 +114,7 @@ class StorageTier:
             slow_s=config.slow_ms / 1000,
             probe_s=config.probe_ms / 1000,
         )
+        self.epochs = TierEpochs(self._backend, config.name, times or Times.of_loop(config.name))
 
     def configure(self) -> None:
         """`config` has changed. Calls under way keep their deadline."""
@@ -145,13 +156,23 @@ class StorageTier:
             if self._why:
                 log.info("storage tier %s: open", self.name, extra={"tierd": {"tier": self.name}})
             self._open, self._why = True, ""
+            await self._read_marks()
         finally:
             self.tried.set()
         return self._open
 
+    async def _read_marks(self) -> None:
+        """At once, so that the first request need not wait for it; what fails is tried again."""
+        self.epochs.forget()
+        await self._guard("marks", self._scope_of_all(), [b""])
+
+    async def _scope_of_all(self) -> list[bytes]:
+        return [await self.epochs.scope(bytes(DIGEST_BYTES), lambda: True)]
+
     async def close(self) -> None:
         """Close the backend, open or not."""
         try:
+            await self.epochs.close()
             await self._backend.close()
         except Exception as error:  # noqa: BLE001  # one tier's trouble must not leave others open
             log.warning("storage tier %s: closing failed: %s", self.name, error)
@@ -168,6 +189,11 @@ class StorageTier:
                 extra={"tierd": {"tier": self.name}},
             )
         self._why = why
+
+    @property
+    def why(self) -> str:
+        """Why it could not be opened; empty if it could."""
+        return self._why
 
     @property
     def is_open(self) -> bool:
@@ -214,38 +240,53 @@ class StorageTier:
         failed = [False] * len(hashes)
         if not self._open:
             return failed
-        return await self._guard("contains", self._backend.contains_many(namespace, hashes), failed)
+        return await self._guard("contains", self._contains(namespace, hashes), failed)
 
     async def knows(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool] | None:
         """The same, but None if that is not known now: it takes no reads, or fails."""
         if not self.reads_allowed:
             return None
         failed = [False] * len(hashes)
-        call = self._backend.contains_many(namespace, hashes)
-        answers = await self._guard("contains", call, failed)
+        answers = await self._guard("contains", self._contains(namespace, hashes), failed)
         return None if answers is failed else answers
+
+    async def _contains(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
+        return await self._backend.contains_many(scope, hashes)
 
     async def get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         """Bring blocks into their slots. A HIT is the block that was asked for."""
         failed = [GetResult(Outcome.ERROR)] * len(requests)
         if not self._open:
             return failed
-        results = await self._guard("get", self._backend.get_into(namespace, requests), failed)
+        return await self._guard("get", self._get(namespace, requests), failed)
+
+    async def _get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
+        results = list(await self._backend.get_into(scope, requests))
+        if len(results) != len(requests):
+            return results
         for i, (request, result) in enumerate(zip(requests, results, strict=True)):
             header = result.header
             if result.outcome is Outcome.HIT and (
                 header is None
-                or header.key != BlockKey(namespace, request.block_hash)
+                or header.key != BlockKey(scope, request.block_hash)
                 or header.length != request.length
             ):
                 # Not an assert: the backend may be anybody's, and this would be a wrong byte.
                 self.counters["wrong_answers_total"] += 1
                 if self._may_tell("another block"):
                     log.error("storage tier %s gave another block than it was asked for", self.name)
-                results[i] = failed[i]
+                results[i] = GetResult(Outcome.ERROR)
+            elif header is not None:
+                key = BlockKey(namespace, request.block_hash)
+                results[i] = GetResult(result.outcome, header._replace(key=key))
             elif result.outcome is Outcome.CORRUPT:
                 now_s = int(asyncio.get_running_loop().time())
                 self.damaged.put(namespace + request.block_hash, now_s)
+        # The call may have taken long enough for a flush to begin and to end.
+        if await self.epochs.scope(namespace, lambda: self.reads_allowed) != scope:
+            raise BackendError("the namespace was flushed while blocks of it were read")
         return results
 
     async def put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
@@ -253,23 +294,41 @@ class StorageTier:
         failed = [Outcome.ERROR] * len(requests)
         if not self._open:
             return failed
-        return await self._guard("put", self._backend.put_many(namespace, requests), failed)
+        return await self._guard("put", self._put(namespace, requests), failed)
+
+    async def _put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
+        outcomes = await self._backend.put_many(scope, requests)
+        if self.epochs.now(namespace) != scope:
+            raise BackendError("the namespace was flushed while blocks of it were written")
+        return outcomes
 
     async def each(
         self,
         take: Callable[[BlockHeader], Awaitable[None]],
         finish: Callable[[], Awaitable[None]],
+        take_stale: Callable[[BlockKey], Awaitable[None]] | None = None,
     ) -> str:
         """Call `take` with the header of every block that the tier has, and then `finish`.
 
-        Empty if that came to its end, else why not. A BackendError of either is a reason too.
+        What flushes have barred is not among them; `take_stale` gets its keys, with scopes.
+        Empty if all was looked at, else why not. A BackendError of a call is a reason too.
         """
         if not self._open:
             return self._why or "it has not been opened yet"
-        headers = self._backend.scan()
+        steps = self._backend.scan()
+        unread: list[str] = []
         try:
-            async for header in headers:
-                await take(header)
+            async for step in steps:
+                await self.epochs.scope(bytes(DIGEST_BYTES), lambda: True)
+                unread += step.unread[: UNREAD_MAX - len(unread)]
+                for header in step.headers:
+                    age = self.epochs.age(header.key.namespace)
+                    if age == 0:
+                        digest, _ = split_scope(header.key.namespace)
+                        await take(header._replace(key=BlockKey(digest, header.key.block_hash)))
+                    elif age > 0 and take_stale is not None:
+                        await take_stale(header.key)
             await finish()
         except BackendError as error:
             return str(error)
@@ -278,13 +337,20 @@ class StorageTier:
             log.exception("storage tier %s: a scan failed unexpectedly", self.name)
             return f"it failed unexpectedly: {type(error).__name__}"
         finally:
-            if isinstance(headers, AsyncGenerator):
-                await headers.aclose()
-        return ""
+            if isinstance(steps, AsyncGenerator):
+                await steps.aclose()
+        return f"not all of it could be looked at: {'; '.join(unread)}" if unread else ""
 
-    async def delete(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks; how many. Raises BackendError, and what a foreign backend does."""
-        return await self._backend.delete_many(namespace, hashes)
+    async def delete(self, scope: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks; how many. Raises BackendError."""
+        try:
+            return await self._backend.delete_many(scope, hashes)
+        except BackendError:
+            raise
+        except Exception as error:  # a backend's bug is told, not an outage
+            self.counters["wrong_answers_total"] += 1
+            log.exception("storage tier %s: delete failed unexpectedly", self.name)
+            raise BackendError(f"it failed unexpectedly: {type(error).__name__}") from error
 
     async def _guard(self, what: str, call: Awaitable[list[_T]], failed: list[_T]) -> list[_T]:
         """The answer of a backend, or `failed` if it raised: a tier never ends the daemon."""

@@ -19,21 +19,24 @@ from typing import Final, assert_never
 import msgspec
 import uvloop
 
-from tierd.backend import Backend, BlockHeader
+from tierd.backend import Backend, Scanned
 from tierd.child import Stream, be_child, leave_at_once
 from tierd.config import convert
 from tierd.errors import BackendError, ConfigError
 from tierd.mapping import SharedMapping
 from tierd.storage._worker_wire import (
-    SCAN_BATCH,
+    AddMark,
+    Call,
     Cancel,
     Close,
     Contains,
     Delete,
+    DropMarks,
     End,
     EndScan,
     Get,
     Map,
+    Marks,
     Open,
     Put,
     Reply,
@@ -41,9 +44,10 @@ from tierd.storage._worker_wire import (
     Request,
     Scan,
     Unmap,
-    pack_headers,
     pack_outcomes,
     pack_results,
+    pack_scanned,
+    pack_texts,
     unpack_gets,
     unpack_hashes,
     unpack_puts,
@@ -65,8 +69,6 @@ log = logging.getLogger("tierd.worker")
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 
-_Call = Open | Close | Contains | Get | Put | Delete | Scan
-
 
 class Worker:
     """The backend, the calls in flight, and the daemon's mappings."""
@@ -75,7 +77,7 @@ class Worker:
         self._target = target
         self._backend: Backend | None = None
         self._tasks: dict[int, asyncio.Task[bytes | int]] = {}
-        self._scans: dict[int, AsyncIterator[BlockHeader]] = {}
+        self._scans: dict[int, AsyncIterator[Scanned]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._mappings: dict[int, memoryview] = {}
         self._reported: Report | None = None
@@ -110,7 +112,7 @@ class Worker:
                 self._tasks[request.call] = task
                 task.add_done_callback(partial(self._answer, request.call, call))
 
-    async def _run(self, call: _Call) -> bytes | int:
+    async def _run(self, call: Call) -> bytes | int:
         if isinstance(call, Open):
             logging.getLogger().setLevel(call.log_level)
             opening = _make(self._target, call.options)
@@ -133,6 +135,14 @@ class Worker:
                 return await backend.delete_many(namespace, unpack_hashes(hashes))
             case Scan(scan):
                 return await self._scan(backend, scan)
+            case Marks():
+                return pack_texts(await backend.marks())
+            case AddMark(mark):
+                await backend.add_mark(mark)
+                return b""
+            case DropMarks(marks):
+                await backend.drop_marks(marks)
+                return b""
             case Close():
                 await backend.close()
                 return b""
@@ -142,21 +152,17 @@ class Worker:
     async def _scan(self, backend: Backend, scan: int) -> bytes:
         if scan not in self._scans:
             self._scans[scan] = backend.scan()
-        batch: list[BlockHeader] = []
-        async for header in self._scans[scan]:
-            batch.append(header)
-            if len(batch) == SCAN_BATCH:
-                break
-        return pack_headers(batch)
+        step = await anext(self._scans[scan], None)
+        return pack_scanned(step) if step is not None else b""
 
     def _end_scan(self, scan: int) -> None:
-        headers = self._scans.pop(scan, None)
-        if isinstance(headers, AsyncGenerator):
-            task = asyncio.create_task(_end(headers))
+        steps = self._scans.pop(scan, None)
+        if isinstance(steps, AsyncGenerator):
+            task = asyncio.create_task(_end(steps))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
-    def _answer(self, number: int, call: _Call, task: asyncio.Task[bytes | int]) -> None:
+    def _answer(self, number: int, call: Call, task: asyncio.Task[bytes | int]) -> None:
         """A call has ended, and has let go of its views."""
         del self._tasks[number]
         reply = Reply(number)
@@ -238,8 +244,8 @@ def _explain(error: BaseException) -> tuple[End, str]:
     return End.BUG, f"{type(error).__name__}: {error}"
 
 
-async def _end(headers: AsyncGenerator[BlockHeader]) -> None:
-    await headers.aclose()
+async def _end(steps: AsyncGenerator[Scanned]) -> None:
+    await steps.aclose()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,17 @@ from typing import Final
 
 import msgspec
 
-from tierd.backend import BlockHeader, GetRequest, GetResult, Outcome, PutRequest
+from tierd.backend import (
+    SCANNED_MAX,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    Scanned,
+)
 from tierd.mapping import Place
-from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, HASH_BYTES, BlockKey
+from tierd.types import CHECKSUM_BYTES, HASH_BYTES, SCOPE_BYTES, BlockKey
 
 HASHES_PER_CALL_MAX: Final = 128 << 10
 """Hashes in one frame: 4 MiB of the 5 MiB that a frame may have. What is more is split."""
@@ -24,16 +32,21 @@ HASHES_PER_CALL_MAX: Final = 128 << 10
 BLOCKS_PER_CALL_MAX: Final = 32 << 10
 """Blocks in one frame: 3.4 MiB of a put, and as much of the answer to a get."""
 
-SCAN_BATCH: Final = 1024
-"""Headers in one frame: 100 KiB. A batch that is not full is the last one."""
+TEXTS_MAX: Final = 1024
+"""What could not be looked at, in one step of a scan; what is more is counted together."""
+
+TEXT_CHARS_MAX: Final = 400
 
 _HASH = struct.Struct(f"{HASH_BYTES}s")
 _GET = struct.Struct(f"<{HASH_BYTES}sQQII")
 _PUT = struct.Struct(f"<{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}sQQII")
-_HEADER = struct.Struct(f"<{DIGEST_BYTES}s{HASH_BYTES}s{HASH_BYTES}sI{CHECKSUM_BYTES}s")
+_HEADER = struct.Struct(f"<{SCOPE_BYTES}s{HASH_BYTES}s{HASH_BYTES}sI{CHECKSUM_BYTES}s")
 _RESULT = struct.Struct(f"<B{_HEADER.format[1:]}")
 _OUTCOMES: Final = tuple(Outcome)
 _CODES: Final = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
+_encoder = msgspec.msgpack.Encoder()
+_scanned = msgspec.msgpack.Decoder(tuple[bytes, list[str]])
+_texts = msgspec.msgpack.Decoder(list[str])
 
 
 class Open(msgspec.Struct, array_like=True, tag=1):
@@ -76,7 +89,7 @@ class Delete(msgspec.Struct, array_like=True, tag=6):
 
 
 class Scan(msgspec.Struct, array_like=True, tag=7):
-    """Call: the next batch of a scan, which begins with the first one."""
+    """Call: the next step of a scan, which begins with the first one; nothing after the last."""
 
     scan: int
 
@@ -106,7 +119,24 @@ class Unmap(msgspec.Struct, array_like=True, tag=11):
     serials: list[int]
 
 
-Ask = Open | Close | Contains | Get | Put | Delete | Scan | EndScan | Cancel | Map | Unmap
+class Marks(msgspec.Struct, array_like=True, tag=12):
+    """Call: marks; answered by texts."""
+
+
+class AddMark(msgspec.Struct, array_like=True, tag=13):
+    """Call: add_mark."""
+
+    mark: str
+
+
+class DropMarks(msgspec.Struct, array_like=True, tag=14):
+    """Call: drop_marks."""
+
+    marks: list[str]
+
+
+Call = Open | Close | Contains | Get | Put | Delete | Scan | Marks | AddMark | DropMarks
+Ask = Call | EndScan | Cancel | Map | Unmap
 
 
 class Request(msgspec.Struct, array_like=True):
@@ -228,14 +258,38 @@ def unpack_outcomes(packed: bytes) -> list[Outcome]:
     return [_OUTCOMES[code] for code in packed]
 
 
-def pack_headers(headers: Sequence[BlockHeader]) -> bytes:
-    """Headers of a scan. Raises ValueError for one with fields of a wrong length."""
-    return b"".join([_HEADER.pack(*_fields(header)) for header in headers])
+def pack_scanned(step: Scanned) -> bytes:
+    """A step of a scan. Raises ValueError for one that the contract does not know."""
+    if len(step.headers) > SCANNED_MAX:
+        raise ValueError(f"a step of a scan gave {len(step.headers)} headers")
+    unread = [text[:TEXT_CHARS_MAX] for text in step.unread]
+    if len(unread) > TEXTS_MAX:
+        unread[TEXTS_MAX:] = [f"{len(unread) - TEXTS_MAX} more"]
+    headers = b"".join([_HEADER.pack(*_fields(header)) for header in step.headers])
+    return _encoder.encode((headers, _sendable(unread)))
 
 
-def unpack_headers(packed: bytes) -> list[BlockHeader]:
-    """The opposite of pack_headers."""
-    return [_header(*fields) for fields in _HEADER.iter_unpack(packed)]
+def unpack_scanned(packed: bytes) -> Scanned | None:
+    """The opposite of pack_scanned; None for nothing, which is behind the last step."""
+    if not packed:
+        return None
+    headers, unread = _scanned.decode(packed)
+    return Scanned([_header(*fields) for fields in _HEADER.iter_unpack(headers)], unread)
+
+
+def pack_texts(texts: Sequence[str]) -> bytes:
+    """Marks."""
+    return _encoder.encode(_sendable(texts))
+
+
+def unpack_texts(packed: bytes) -> list[str]:
+    """The opposite of pack_texts."""
+    return _texts.decode(packed)
+
+
+def _sendable(texts: Sequence[str]) -> list[str]:
+    # A name of a file may hold what UTF-8 has no bytes for.
+    return [text.encode("utf-8", "replace").decode() for text in texts]
 
 
 _NO_HEADER: Final = bytes(_HEADER.size)
@@ -253,7 +307,7 @@ def _fields(header: BlockHeader) -> tuple[bytes, bytes, bytes, int, bytes]:
     (namespace, block_hash), parent, length, digest = header
     # struct would cut or pad them, and a wrong key could become a right one.
     if (
-        len(namespace) != DIGEST_BYTES
+        len(namespace) != SCOPE_BYTES
         or len(block_hash) != HASH_BYTES
         or len(parent) != HASH_BYTES
         or len(digest) != CHECKSUM_BYTES

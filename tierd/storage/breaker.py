@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Final, TypeVar
 
-from tierd.backend import Backend, BlockHeader, GetRequest, GetResult, Outcome, PutRequest
+from tierd.backend import Backend, GetRequest, GetResult, Outcome, PutRequest, Scanned
 from tierd.errors import BackendError
 from tierd.storage.circuit import Circuit
 from tierd.storage.wrapper import Wrapper
-from tierd.types import DIGEST_BYTES, HASH_BYTES
+from tierd.types import HASH_BYTES, SCOPE_BYTES
 
-PROBE_NAMESPACE: Final = bytes(DIGEST_BYTES)
-"""A digest that no namespace has: the probe asks for what cannot be there."""
+PROBE_NAMESPACE: Final = bytes(SCOPE_BYTES)
+"""A scope that no namespace has: the probe asks for what cannot be there."""
 
 _MISS: Final = GetResult(Outcome.MISS)
 
@@ -32,9 +32,9 @@ class BreakerBackend(Wrapper):
 
     Reads (contains_many, get_into) and writes (put_many) have a circuit each; `Circuit`
     says when it opens, stalls and closes. What it refuses is answered at once, without
-    touching `inner`: False, MISS, REFUSED. delete_many and scan are bounded, scan step by
-    step, but neither refused nor judged: they are an operator's, who must be told what came
-    of them, and a long list of deletions may rightly take longer than a batch.
+    touching `inner`: False, MISS, REFUSED. delete_many, scan and what is done with marks are
+    bounded, scan step by step, but not refused: they are an operator's, who must be told what
+    came of them. Only reading marks is judged, since every read may have to wait for it.
 
     A call that misses its deadline is cancelled, and raises BackendError once `inner` has
     let go of the views; the circuit opens at the deadline. All other exceptions, and a
@@ -152,18 +152,38 @@ class BreakerBackend(Wrapper):
         async with self._bounded():
             return await self.inner.delete_many(namespace, hashes)
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
         steps = self.inner.scan()
         try:
             while True:
                 async with self._bounded():
-                    header = await anext(steps, None)
-                if header is None:
+                    step = await anext(steps, None)
+                if step is None:
                     return
-                yield header
+                yield step
         finally:
             if isinstance(steps, AsyncGenerator):
                 await steps.aclose()
+
+    async def marks(self) -> list[str]:
+        if not self.reads_allowed:
+            async with self._bounded():
+                return await self.inner.marks()
+        return await self._judged(
+            self._reads,
+            "breaker_read_deadlines_total",
+            self.inner.marks(),
+            _judge_lookup,
+            lookup=True,
+        )
+
+    async def add_mark(self, mark: str) -> None:
+        async with self._bounded():
+            await self.inner.add_mark(mark)
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        async with self._bounded():
+            await self.inner.drop_marks(marks)
 
     async def _judged(
         self,
@@ -271,7 +291,7 @@ class BreakerBackend(Wrapper):
             circuit.probed(now_s, failure)
 
 
-def _judge_lookup(answers: Sequence[bool]) -> str | None:
+def _judge_lookup(answers: Sequence[bool] | Sequence[str]) -> str | None:
     """What a lookup that was answered says of the tier: nothing bad."""
     return None
 

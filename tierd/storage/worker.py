@@ -20,11 +20,11 @@ import msgspec
 from tierd.backend import (
     Backend,
     BackendStats,
-    BlockHeader,
     GetRequest,
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.storage._worker_life import BackendBugError as BackendBugError
@@ -32,10 +32,12 @@ from tierd.storage._worker_life import Life
 from tierd.storage._worker_wire import (
     BLOCKS_PER_CALL_MAX,
     HASHES_PER_CALL_MAX,
-    SCAN_BATCH,
+    AddMark,
     Contains,
     Delete,
+    DropMarks,
     Get,
+    Marks,
     Open,
     Put,
     Report,
@@ -43,9 +45,10 @@ from tierd.storage._worker_wire import (
     pack_gets,
     pack_hashes,
     pack_puts,
-    unpack_headers,
     unpack_outcomes,
     unpack_results,
+    unpack_scanned,
+    unpack_texts,
 )
 from tierd.storage.wrapper import WrapperOptions
 
@@ -95,6 +98,10 @@ class WorkerBackend(Backend):
     @property
     def shared(self) -> bool:
         return self._unopened.shared
+
+    @property
+    def place(self) -> str:
+        return self._unopened.place
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> WorkerBackend:
@@ -150,17 +157,22 @@ class WorkerBackend(Backend):
             dropped += count
         return dropped
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
+    async def scan(self) -> AsyncIterator[Scanned]:
         life, scan = self._serving(), next(self._scans)
         try:
-            more = True
-            while more:
-                headers = unpack_headers(_bytes(await life.call(Scan(scan))))
-                for header in headers:
-                    yield header
-                more = len(headers) == SCAN_BATCH
+            while (step := unpack_scanned(_bytes(await life.call(Scan(scan))))) is not None:
+                yield step
         finally:
             life.end_scan(scan)
+
+    async def marks(self) -> list[str]:
+        return unpack_texts(_bytes(await self._serving().call(Marks())))
+
+    async def add_mark(self, mark: str) -> None:
+        await self._serving().call(AddMark(mark))
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        await self._serving().call(DropMarks(list(marks)))
 
     def stats(self) -> BackendStats:
         """As of the last answer, or of at most a second ago."""

@@ -10,11 +10,11 @@ import msgspec
 from tierd.backend import (
     Backend,
     BackendStats,
-    BlockHeader,
     GetRequest,
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
 )
 
 
@@ -46,6 +46,10 @@ class Wrapper(Backend):
     def shared(self) -> bool:
         return self.inner.shared
 
+    @property
+    def place(self) -> str:
+        return self.inner.place
+
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> Wrapper:
         raise NotImplementedError("a wrapper is made around a backend")
@@ -68,8 +72,17 @@ class Wrapper(Backend):
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         return await self.inner.delete_many(namespace, hashes)
 
-    def scan(self) -> AsyncIterator[BlockHeader]:
+    def scan(self) -> AsyncIterator[Scanned]:
         return self.inner.scan()
+
+    async def marks(self) -> list[str]:
+        return await self.inner.marks()
+
+    async def add_mark(self, mark: str) -> None:
+        await self.inner.add_mark(mark)
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        await self.inner.drop_marks(marks)
 
     def stats(self) -> BackendStats:
         return self.inner.stats()

@@ -24,6 +24,7 @@ from tierd.backend import (
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
     pack_header,
     unpack_header,
     verify_block,
@@ -34,6 +35,10 @@ from tierd.testing.faulty import NO_FAULTS, Fault, FaultPlan, Faults
 from tierd.types import BlockKey
 
 __all__ = ["NO_FAULTS", "Fault", "FaultPlan", "MemoryBackend", "MemoryOptions", "StoredBlock"]
+
+
+_SCAN_STEP = 32
+"""Headers a step of a scan, each of which may be delayed."""
 
 
 class StoredBlock(NamedTuple):
@@ -59,7 +64,8 @@ class MemoryOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
 
 
 class MemoryBackend(Backend):
-    """Blocks in a dict, which outlives the backend as a disk does: `blocks`.
+    """Blocks in a dict, and marks in a set, which outlive the backend as a disk does: `blocks`,
+    `kept_marks`.
 
     `plan` may be replaced at any time, as when a dead server comes back; its latency is
     drawn once a call, before each block and in its middle. The counter
@@ -76,8 +82,10 @@ class MemoryBackend(Backend):
         plan: FaultPlan = NO_FAULTS,
         seed: int = 0,
         blocks: dict[BlockKey, StoredBlock] | None = None,
+        marks: set[str] | None = None,
     ) -> None:
         self.blocks = {} if blocks is None else blocks
+        self.kept_marks = set() if marks is None else marks
         self.counters = {"corrupt_total": 0, "evicted_blocks_total": 0}
         self._faults = Faults(self.counters, plan, Random(f"memory backend {seed}"))
         self._capacity_bytes = capacity_bytes
@@ -155,13 +163,29 @@ class MemoryBackend(Backend):
                 dropped += self._drop(BlockKey(namespace, block_hash))
         return dropped
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
-        for key in list(self.blocks):
-            await self._faults.delay()
-            stored = self.blocks.get(key)
-            header = unpack_header(stored.header) if stored is not None else None
-            if header is not None and header.key == key:
-                yield header
+    async def scan(self) -> AsyncIterator[Scanned]:
+        keys = list(self.blocks)
+        for at in range(0, len(keys), _SCAN_STEP):
+            headers = []
+            for key in keys[at : at + _SCAN_STEP]:
+                await self._faults.delay()
+                stored = self.blocks.get(key)
+                header = unpack_header(stored.header) if stored is not None else None
+                if header is not None and header.key == key:
+                    headers.append(header)
+            yield Scanned(headers)
+
+    async def marks(self) -> list[str]:
+        async with self._call():
+            return sorted(self.kept_marks)
+
+    async def add_mark(self, mark: str) -> None:
+        async with self._call():
+            self.kept_marks.add(mark)
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        async with self._call():
+            self.kept_marks.difference_update(marks)
 
     def stats(self) -> BackendStats:
         return BackendStats(

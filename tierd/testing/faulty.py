@@ -16,11 +16,11 @@ from typing import Final
 
 from tierd.backend import (
     Backend,
-    BlockHeader,
     GetRequest,
     GetResult,
     Outcome,
     PutRequest,
+    Scanned,
     checksum,
 )
 from tierd.errors import BackendError
@@ -225,7 +225,19 @@ class FaultyBackend(Wrapper):
             await self._faults.delay()
             return dropped
 
-    async def scan(self) -> AsyncIterator[BlockHeader]:
-        async for header in self.inner.scan():
+    async def scan(self) -> AsyncIterator[Scanned]:
+        async for step in self.inner.scan():
             await self._faults.delay()
-            yield header
+            yield step
+
+    async def marks(self) -> list[str]:
+        async with self._faults.call():
+            return await self.inner.marks()
+
+    async def add_mark(self, mark: str) -> None:
+        async with self._faults.call():
+            await self.inner.add_mark(mark)
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        async with self._faults.call():
+            await self.inner.drop_marks(marks)

@@ -240,7 +240,7 @@ class Life:
         await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
         complete = flush.status()["complete"]
         for number, told in enumerate(flush.tiers):
-            if told.empty:
+            if told.final:
                 world.check_flushed(number, flush.covers)
         for space in self.node.host.spaces.values():
             for block_hash in space.chain.items:

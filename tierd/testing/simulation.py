@@ -82,6 +82,7 @@ def draw_plan(random: Random, world: World) -> Plan:
     total = slots * pages * PAGE_BYTES
     tiers = _draw_tiers(random, total)
     world.disks = [{} for _ in tiers]
+    world.marks = [set() for _ in tiers]
     return Plan(
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
@@ -413,8 +414,8 @@ async def _audit_chain(world: World, link: Link, rank: Namespace, chain: Sequenc
 def _sound_prefix(world: World, rank: Namespace, chain: Sequence[bytes]) -> int:
     """Blocks of a chain, from its start, that lie sound on some disk."""
     for count, block_hash in enumerate(chain):
-        key = BlockKey(rank.digest, block_hash)
-        for disk in world.disks:
+        for number, disk in enumerate(world.disks):
+            key = world.scoped(number, BlockKey(rank.digest, block_hash))
             stored = disk.get(key)
             if stored is not None and verify_block(
                 stored.header, key, memoryview(stored.payload), rank.block_bytes

@@ -29,6 +29,7 @@ import pytest_asyncio
 
 from tierd.backend import (
     HEADER_BYTES,
+    SCANNED_MAX,
     Backend,
     BackendStats,
     BlockHeader,
@@ -41,17 +42,20 @@ from tierd.backend import (
     unpack_header,
 )
 from tierd.mapping import SharedMapping
-from tierd.types import DIGEST_BYTES, HASH_BYTES, PAGE_BYTES, BlockKey, slot_bytes_for
+from tierd.types import HASH_BYTES, PAGE_BYTES, SCOPE_BYTES, BlockKey, slot_bytes_for
 
 ROOT = bytes(HASH_BYTES)
 """Parent of a chain's first block."""
 
-NAMESPACE = hashlib.sha256(b"suite").digest()[:DIGEST_BYTES]
-OTHER_NAMESPACE = hashlib.sha256(b"other suite").digest()[:DIGEST_BYTES]
+NAMESPACE = hashlib.sha256(b"suite").digest()[:SCOPE_BYTES]
+OTHER_NAMESPACE = hashlib.sha256(b"other suite").digest()[:SCOPE_BYTES]
 
 BackendT = TypeVar("BackendT", bound=Backend)
 
 _CANARY = 0xA5
+
+MARKS_ASKED = 600
+"""Marks that a tier has to keep: more than the daemon ever makes."""
 
 _ASK_MAX = 16
 """Hashes asked for at once: a tier may answer a long list as if it were a whole prefix."""
@@ -200,6 +204,16 @@ def check_result(block: Block, result: GetResult, view: memoryview) -> None:
     else:
         assert result.outcome in (Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR)
         assert result.header is None
+
+
+async def scanned(backend: Backend) -> list[BlockHeader]:
+    """All headers that a scan shows, of which each step must be a small one, and whole."""
+    found: list[BlockHeader] = []
+    async for step in backend.scan():
+        assert len(step.headers) <= SCANNED_MAX
+        assert not step.unread
+        found += step.headers
+    return found
 
 
 async def contains(backend: Backend, blocks: Sequence[Block]) -> list[bool]:
@@ -478,9 +492,9 @@ class BackendSuite:
         await put(backend, blocks[10:])
         await backend.delete_many(NAMESPACE, [blocks[0].key.block_hash])
         truth = sorted(block.header for block in blocks[1:])
-        assert sorted([header async for header in backend.scan()]) == truth
+        assert sorted(await scanned(backend)) == truth
         async with self.reopened(backend) as again:
-            assert sorted([header async for header in again.scan()]) == truth
+            assert sorted(await scanned(again)) == truth
 
     async def test_delete_while_scanning(self, backend: Backend) -> None:
         """A flush, which drops what a scan shows, would leave blocks behind."""
@@ -490,11 +504,42 @@ class BackendSuite:
             assert await put(backend, mine) == [Outcome.STORED] * len(mine)
         await indexed(backend)
         seen = 0
-        async for header in backend.scan():
-            seen += 1
-            await backend.delete_many(header.key.namespace, [header.key.block_hash])
+        async for step in backend.scan():
+            for header in step.headers:
+                seen += 1
+                await backend.delete_many(header.key.namespace, [header.key.block_hash])
         assert seen == len(blocks)
-        assert [header async for header in backend.scan()] == []
+        assert await scanned(backend) == []
+
+    async def test_marks(self, backend: Backend) -> None:
+        """A flush would end with its mark, and its blocks be served again after a restart."""
+        assert await backend.marks() == []
+        marks = [f"0a1b2c3d-{number:04x}" for number in range(40)]
+        for mark in [*marks, marks[0]]:
+            await backend.add_mark(mark)
+        assert sorted(await backend.marks()) == marks
+        await backend.drop_marks([*marks[:30], "never-there"])
+        assert sorted(await backend.marks()) == marks[30:]
+        async with self.reopened(backend) as again:
+            assert sorted(await again.marks()) == marks[30:]
+
+    async def test_marks_are_no_blocks(self, backend: Backend) -> None:
+        """A mark would be counted, listed and dropped as a block, or a block as a mark."""
+        blocks = self.chain("marked", 5)
+        await put(backend, blocks)
+        before = backend.stats()
+        await backend.add_mark("mark-1")
+        assert len(await scanned(backend)) == 5
+        assert backend.stats() == before
+        await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks])
+        assert await backend.marks() == ["mark-1"]
+
+    async def test_many_marks(self, backend: Backend) -> None:
+        """Marks beyond a server's page of a listing would be taken for absent."""
+        marks = [f"mark-{number:04}" for number in range(MARKS_ASKED)]
+        for at in range(0, len(marks), 32):
+            await asyncio.gather(*(backend.add_mark(mark) for mark in marks[at : at + 32]))
+        assert sorted(await backend.marks()) == marks
 
     async def test_stats(self, backend: Backend) -> None:
         """The operator would be told of a tier that is not the one he has."""

@@ -14,7 +14,7 @@ from tierd.storage.breaker import PROBE_NAMESPACE
 from tierd.testing.backend import MemoryBackend
 from tierd.testing.faulty import NO_FAULTS
 from tierd.testing.world import TierPlan, World
-from tierd.types import BlockKey
+from tierd.types import DIGEST_BYTES, BlockKey
 
 
 class WatchedBackend(MemoryBackend):
@@ -30,6 +30,7 @@ class WatchedBackend(MemoryBackend):
             plan=plan.faults if faulty else NO_FAULTS,
             seed=world.random.getrandbits(32),
             blocks=world.disks[number],
+            marks=world.marks[number],
         )
         self.world = world
         self.kept, self.promoted = world.told.get(number) or (set(), set())
@@ -40,6 +41,8 @@ class WatchedBackend(MemoryBackend):
         self._number = number
         self._plan = plan
         self._known_down: set[str] = set()
+        self._scopes: dict[bytes, bytes] = {}
+        """By which scope the daemon has last used each namespace."""
 
     async def open(self) -> None:
         if self._number in self.world.down:
@@ -68,7 +71,7 @@ class WatchedBackend(MemoryBackend):
         self.world.counts["backed_up_blocks"] += outcomes.count(Outcome.STORED)
         for request, outcome in zip(requests, outcomes, strict=True):
             if outcome in (Outcome.STORED, Outcome.PRESENT):
-                self.kept.add(BlockKey(namespace, request.block_hash))
+                self.kept.add(self._used(namespace, request.block_hash))
         return outcomes
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
@@ -76,7 +79,7 @@ class WatchedBackend(MemoryBackend):
         results = await super().get_into(namespace, requests)
         for request, result in zip(requests, results, strict=True):
             if result.outcome is Outcome.HIT:
-                self.promoted.add(BlockKey(namespace, request.block_hash))
+                self.promoted.add(self._used(namespace, request.block_hash))
                 self.world.counts["promoted_blocks"] += 1
         return results
 
@@ -84,10 +87,17 @@ class WatchedBackend(MemoryBackend):
         if self._number in self.world.down:
             raise BackendError("simulated: the server is away")
         dropped = await super().delete_many(namespace, hashes)
-        gone = {BlockKey(namespace, block_hash) for block_hash in hashes}
-        self.kept -= gone
-        self.promoted -= gone
+        digest = namespace[:DIGEST_BYTES]
+        if self._scopes.get(digest) == namespace:
+            gone = {BlockKey(digest, block_hash) for block_hash in hashes}
+            self.kept -= gone
+            self.promoted -= gone
         return dropped
+
+    def _used(self, scope: bytes, block_hash: bytes) -> BlockKey:
+        digest = scope[:DIGEST_BYTES]
+        self._scopes[digest] = scope
+        return BlockKey(digest, block_hash)
 
     async def _reach(self, what: str) -> None:
         """Reach the server, which may be away."""

@@ -15,13 +15,14 @@ from random import Random
 from typing import TYPE_CHECKING, Final
 
 from tierd.config import PrefetchConfig, StorageConfig
+from tierd.core.epochs import Epochs, scope_of, split_scope, unpack_mark
 from tierd.testing.backend import StoredBlock
 from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
 from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
 from tierd.testing.loop import SimulationLoop
-from tierd.types import BlockKey, Namespace
+from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
 if TYPE_CHECKING:
     from tierd.testing.life import Life
@@ -103,6 +104,9 @@ class World:
     parents: dict[bytes, bytes] = field(default_factory=dict)
     liars: set[bytes] = field(default_factory=set)
     disks: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
+    """What the disks have, by scope and hash."""
+    marks: list[set[str]] = field(default_factory=list)
+    """The marks of each disk."""
     down: set[int] = field(default_factory=set)
     promised: dict[BlockKey, int] = field(default_factory=dict)
     stored: set[BlockKey] = field(default_factory=set)
@@ -143,7 +147,8 @@ class World:
         return self.payload_of(BlockKey(space.digest, block_hash), space.block_bytes)
 
     def payload_of(self, key: BlockKey, length: int) -> bytes:
-        """The only right bytes for a key."""
+        """The only right bytes for a key, with a namespace's digest or a scope of it."""
+        key = BlockKey(key.namespace[:DIGEST_BYTES], key.block_hash)
         payload = self._payloads.get(key)
         if payload is None:
             payload = hashlib.shake_128(key.namespace + key.block_hash).digest(length)
@@ -160,13 +165,19 @@ class World:
         life.adopt(connection, name)
         return connection
 
+    def scoped(self, number: int, key: BlockKey) -> BlockKey:
+        """Where a block lies on a disk, if it is not barred there."""
+        epochs = Epochs(filter(None, map(unpack_mark, self.marks[number])))
+        return BlockKey(scope_of(key.namespace, epochs.of(key.namespace)), key.block_hash)
+
     def on_disk(self, number: int, key: BlockKey) -> bool:
-        """Whether the disk of a tier has the block, sound or not."""
-        return key in self.disks[number]
+        """Whether the disk of a tier has the block, sound or not, and not barred."""
+        return self.scoped(number, key) in self.disks[number]
 
     def kept(self, key: BlockKey, tiers: int) -> int:
         """Those bits of `tiers` whose disks have the block."""
-        return tiers & sum(1 << number for number, disk in enumerate(self.disks) if key in disk)
+        on_disk = (n for n in range(len(self.disks)) if tiers >> n & 1 and self.on_disk(n, key))
+        return sum(1 << number for number in on_disk)
 
     def begin_flush(self, covers: Callable[[bytes], bool]) -> None:
         """What there is now of some namespaces is not to be found again."""
@@ -175,9 +186,11 @@ class World:
 
     def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
         """A flushed tier has nothing but what was stored since."""
-        for key in self.disks[number]:
-            if covers(key.namespace) and key not in self.stored:
-                self.fail("a flushed block is still in a tier")
+        for scope, block_hash in self.disks[number]:
+            key = BlockKey(split_scope(scope)[0], block_hash)
+            barred = self.scoped(number, key).namespace != scope
+            if covers(key.namespace) and not barred and key not in self.stored:
+                self.fail("a flushed block would still be served by a tier")
 
     def check_promises(self) -> None:
         """Blocks whose commit was acknowledged must be on the disks that were to get them."""

@@ -25,7 +25,7 @@ from tierd.config import StorageConfig
 from tierd.daemon.backends import backend_class, options_of
 from tierd.errors import BackendError, ConfigError
 from tierd.sizes import parse_size, parse_size_of
-from tierd.types import DIGEST_BYTES
+from tierd.types import SCOPE_BYTES
 
 CALL_S: Final = 5.0
 """Longest that a server may take for opening, or for the round trip."""
@@ -249,7 +249,7 @@ async def _trip(backend: Backend) -> dict[str, float]:
 
     Raises BackendError, ConfigError, TimeoutError.
     """
-    namespace = hashlib.sha256(b"tierd doctor" + secrets.token_bytes(16)).digest()[:DIGEST_BYTES]
+    namespace = hashlib.sha256(b"tierd doctor" + secrets.token_bytes(16)).digest()[:SCOPE_BYTES]
     took_s: dict[str, float] = {}
     blocks = Blocks(1, PROBE_BYTES)
     hashes = blocks.hashes(0)
@@ -258,6 +258,8 @@ async def _trip(backend: Backend) -> dict[str, float]:
             await backend.open()
         try:
             async with asyncio.timeout(CALL_S):
+                # What is asked of a tier before anything else, and needs rights of its own.
+                await backend.marks()
                 began_s = time.perf_counter()
                 await put_all(backend, namespace, blocks.puts(hashes), 1)
                 took_s["put"] = time.perf_counter() - began_s
