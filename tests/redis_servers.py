@@ -30,7 +30,9 @@ BUS_OFFSET = 10_000
 
 USER = "tierd"
 PASSWORD = "open-sesame"
-LEAST_RIGHTS = "+get +set +exists +unlink +scan +getrange +cluster|slots +asking"
+LEAST_RIGHTS = (
+    "+get +set +exists +unlink +scan +getrange +watch +multi +exec +cluster|slots +asking"
+)
 """All that the tier needs, on its prefix."""
 
 
