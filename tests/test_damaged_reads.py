@@ -13,7 +13,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import msgspec
 import pytest
@@ -96,6 +96,20 @@ class Tier:
         spoiler = Spoiler(places)
         self.proxy.spoil(down=Flow(change=spoiler))
         return spoiler
+
+    def spoil_first_and_silence_second(self) -> Callable[[], Awaitable[None]]:
+        """What waits until there is a second connection, on which nothing is answered."""
+        spoiler, before = Spoiler(once()), self.proxy.accepted
+
+        def change(data: bytes) -> bytes:
+            return b"" if self.proxy.accepted > before else spoiler(data)
+
+        async def second() -> None:
+            while self.proxy.accepted == before:
+                await asyncio.sleep(0.001)
+
+        self.proxy.spoil(down=Flow(change=change))
+        return second
 
 
 @contextlib.asynccontextmanager
@@ -185,21 +199,15 @@ async def test_a_link_that_damages_all_deletes_nothing(tier) -> None:
 async def test_no_second_read_no_deletion(tier, how) -> None:
     """A block would be deleted on the word of one damaged read when the second cannot be made."""
     [block] = make_chain("no second", 1, LENGTH)
-    async with tier(timeout_ms=200) as at:
+    async with tier(timeout_ms=300) as at:
         await put(at.backend, [block])
-        spoiler = Spoiler(once())
-
-        def cut(data: bytes) -> bytes:
-            return spoiler(data) if not spoiler.seen else b""
-
-        at.proxy.spoil(down=Flow(change=cut))
+        second = at.spoil_first_and_silence_second()
         task = asyncio.create_task(get(at.backend, [block]))
-        if how == "reset":
-            while not spoiler.seen:
-                await asyncio.sleep(0)
-            at.proxy.refuse()
-            at.proxy.cut()
         async with asyncio.timeout(10):
+            await second()
+            if how == "reset":
+                at.proxy.refuse()
+                at.proxy.cut()
             assert await task == [ERROR]
         assert at.counts() == (0, 0, 1)
         assert len(at.names()) == 1
@@ -210,15 +218,12 @@ async def test_a_deadline_between_two_reads(tier) -> None:
     """The second read would outlast the call's deadline, or write to slots that are others' by
     then, or a block would go for which there was no time to read it again."""
     [block] = make_chain("deadline", 1, LENGTH)
-    async with tier(timeout_ms=60_000) as at:
+    async with tier(timeout_ms=30_000) as at:
         await put(at.backend, [block])
-        spoiler = Spoiler(once())
-        at.proxy.spoil(down=Flow(change=lambda d: spoiler(d) if not spoiler.seen else b""))
-        accepted = at.proxy.accepted
+        second = at.spoil_first_and_silence_second()
         task = asyncio.create_task(get(at.backend, [block]))
         async with asyncio.timeout(10):
-            while at.proxy.accepted == accepted:  # The second read's own connection.
-                await asyncio.sleep(0.001)
+            await second()
             task.cancel()
             await asyncio.wait([task])
         assert task.cancelled()
