@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -64,6 +65,11 @@ def reply(status: int, body: bytes = b"", **headers: str) -> bytes:
     if not any(name.lower() == "content_length" for name in headers):
         head.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def etag(body: bytes) -> str:
+    """The ETag of an object."""
+    return f'"{hashlib.md5(body).hexdigest()}"'
 
 
 def error(status: int, code: str, more: str = "", **headers: str) -> bytes:
@@ -212,12 +218,13 @@ class FakeS3:
             case "GET" | "HEAD" if name not in self.objects:
                 return error(404, "NoSuchKey") if request.method == "GET" else reply(404)
             case "HEAD":
-                return reply(200, Content_Length=str(len(self.objects[name])))
+                body = self.objects[name]
+                return reply(200, Content_Length=str(len(body)), ETag=etag(body))
             case "GET" if "range" in request.headers:
                 first, _, last = request.headers["range"].removeprefix("bytes=").partition("-")
                 return reply(206, self.objects[name][int(first) : int(last) + 1])
             case "GET":
-                return reply(200, self.objects[name])
+                return reply(200, self.objects[name], ETag=etag(self.objects[name]))
             case "PUT":
                 with self._lock:
                     if "if-none-match" in request.headers and name in self.objects:
@@ -225,7 +232,11 @@ class FakeS3:
                     self.objects[name] = request.body
                 return reply(200)
             case "DELETE":
-                self.objects.pop(name, None)
+                with self._lock:
+                    wanted = request.headers.get("if-match")
+                    if wanted and wanted != etag(self.objects.get(name, b"")):
+                        return error(412, "PreconditionFailed")
+                    self.objects.pop(name, None)
                 return b"HTTP/1.1 204 No Content\r\n\r\n"
         return error(405, "MethodNotAllowed")
 

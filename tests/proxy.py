@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class Flow:
     """So many bytes of each connection pass, counted from when the flow was set; None: all."""
     then: Then = Then.STALL
     trickle_s: float = 0.05
+    change: Callable[[bytes], bytes] | None = None
+    """Called with what has come in, in the proxy's thread; what it returns passes instead."""
 
 
 PASS = Flow()
@@ -263,6 +265,10 @@ class _Pump:
         while True:
             due, data = await self._waiting.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
+            if data and self._flow.change is not None:
+                data = self._flow.change(data)
+                if not data:
+                    continue
             if not data:
                 await self._until_good()
                 with contextlib.suppress(OSError):

@@ -31,7 +31,7 @@ BUS_OFFSET = 10_000
 USER = "tierd"
 PASSWORD = "open-sesame"
 LEAST_RIGHTS = (
-    "+get +set +exists +unlink +scan +getrange +sadd +srem +smembers "
+    "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers "
     "+cluster|slots +cluster|nodes +asking"
 )
 """All that the tier needs, on its prefix."""

@@ -94,6 +94,24 @@ async def test_a_failed_trial_opens_again(rig: Rig) -> None:
 
 
 @simulated
+async def test_a_tier_that_only_answers_probes_is_failing(rig: Rig) -> None:
+    """A tier whose every get raises would be shown as ready, all the time between two trials."""
+    await rig.half_open_reads()
+    assert not rig.breaker.failing, "an outage that has passed would be shown until the next get"
+    for trial in (DOWN, HUNG, Act(raises=TypeError("bug"))):
+        rig.tier.reads = trial
+        with pytest.raises((BackendError, TypeError)):
+            await rig.get()
+        assert rig.breaker.failing
+        await asyncio.sleep(PROBE_S + 2 * CALL_S)
+        assert rig.reads() == "half_open"
+        assert rig.breaker.failing
+    rig.tier.reads = OK
+    assert await rig.get() == [HIT]
+    assert not rig.breaker.failing
+
+
+@simulated
 async def test_a_lookup_ends_no_outage(rig: Rig) -> None:
     """A server that finds objects and stalls in their bodies would be let back in after each
     probe, and everybody would wait for it again."""

@@ -40,6 +40,7 @@ from tierd.testing.suite import (
 from tierd.types import PAGE_BYTES, slot_bytes_for
 from tierd_backends import _space
 from tierd_backends._slab import slab_bytes
+from tierd_backends._slab_index import ENTRY_BYTES, FREE_ENTRY, entry_at
 from tierd_backends.file import FileBackend, FileOptions
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
@@ -357,7 +358,7 @@ def _empty_slab(folder):
 
 
 def _cut_index(folder):
-    os.truncate(folder / "00000002.index", 64 + 3 * 136 + 135)
+    os.truncate(folder / "00000002.index", entry_at(3) + ENTRY_BYTES - 1)
 
 
 def _long_index(folder):
@@ -385,7 +386,7 @@ def _bad_index_head(folder):
 def _bad_entries(folder):
     with (folder / "00000002.index").open("r+b") as file:
         for record in range(3, 8):
-            file.seek(64 + record * 136 + 40)
+            file.seek(entry_at(record) + 40)
             file.write(b"\xff")
 
 
@@ -931,10 +932,11 @@ async def test_write_order(tmp_path, monkeypatch):
     def pwritev(fd, buffers, offset):
         # What a restart would find just before and just after the data is written.
         slab = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        entry = 64 + offset // (PAGE_BYTES + SLOT_BYTES) * 136
-        free.append(slab.with_suffix(".index").read_bytes()[entry : entry + 136] == bytes(136))
+        at = entry_at(offset // (PAGE_BYTES + SLOT_BYTES))
+        index = slab.with_suffix(".index")
+        free.append(index.read_bytes()[at : at + ENTRY_BYTES] == FREE_ENTRY)
         put = real(fd, buffers, offset)
-        free.append(slab.with_suffix(".index").read_bytes()[entry : entry + 136] == bytes(136))
+        free.append(index.read_bytes()[at : at + ENTRY_BYTES] == FREE_ENTRY)
         return put
 
     async with running(tmp_path, capacity=capacity) as backend:

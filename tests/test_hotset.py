@@ -26,6 +26,7 @@ from tierd.hotset import (
     pieces,
     worth,
 )
+from tierd.lines import is_sealed, sealed
 from tierd.types import NEVER, Namespace
 
 SPACE = namespace()
@@ -198,9 +199,9 @@ def test_a_file_is_read_with_grep() -> None:
     """An operator could not look for a hash or a model in it."""
     hashes, _ = chain(3)
     lines = text(runs_of(blocks_of(hashes, 2, 7), ROOT), RANKS).splitlines()
-    assert lines[0] == b'{"tierd_hotset": 1, "written": 1000, "version": "1.2"}'
+    assert lines[0].startswith(b'{"tierd_hotset": 2, "written": 1000, "version": "1.2", "crc32": ')
     assert [b'"model": "test-model"' in line for line in lines[1:3]] == [True, True]
-    assert json.loads(lines[3]) == {
+    assert unsealed(lines[3]) == {
         "run": [space.digest.hex() for space in RANKS],
         "parent": ROOT.hex(),
         "tokens": 48,
@@ -209,13 +210,21 @@ def test_a_file_is_read_with_grep() -> None:
         "bytes": 3 * 3 * 4096,
         "hashes": [block_hash.hex() for block_hash in hashes],
     }
-    assert json.loads(lines[4]) == {"end": {"runs": 1, "blocks": 3, "bytes": 36864}}
+    assert unsealed(lines[4]) == {"end": {"runs": 1, "blocks": 3, "bytes": 36864}}
+
+
+def unsealed(line: bytes) -> dict[str, object]:
+    """The object of a line."""
+    assert is_sealed(line)
+    value: dict[str, object] = json.loads(line)
+    del value["crc32"]
+    return value
 
 
 def _change(line: int, **changes: object) -> Callable[[list[bytes]], None]:
     def change(lines: list[bytes]) -> None:
-        value = {**json.loads(lines[line]), **changes}
-        lines[line] = json.dumps({k: v for k, v in value.items() if v != "gone"}).encode()
+        value = {**unsealed(lines[line]), **changes}
+        lines[line] = sealed({k: v for k, v in value.items() if v != "gone"}).rstrip()
 
     return change
 
@@ -231,12 +240,12 @@ def _put(line: int, raw: bytes) -> Callable[[list[bytes]], None]:
 WRONG: list[tuple[Callable[[list[bytes]], None], str]] = [
     (_put(0, b"{}"), "line 1: this is no hot set"),
     (_put(0, b"[1, 2]"), "line 1: a line must be an object"),
-    (_change(0, tierd_hotset=FORMAT + 1), "line 1: .* version 2; this tierd reads version 1"),
+    (_change(0, tierd_hotset=FORMAT + 1), "line 1: .* version 3; this tierd reads version 2"),
     (_change(0, written="now"), "line 1: 'written' must be a whole number"),
     (_change(0, more=1), "line 1: 'more' is not a field"),
     (_put(2, b"{"), "line 3: this is no JSON"),
     (_put(2, b"[" * 100_000), "line 3: this is no JSON"),
-    (_put(2, b'{"a": 1}'), "line 3: this is no line of a hot set"),
+    (_put(2, sealed({"a": 1}).rstrip()), "line 3: this is no line of a hot set"),
     (_put(2, b"1" * (LINE_BYTES_MAX + 1)), "line 3: a line has at most"),
     (_drop(1), "line 2: namespace [0-9a-f]{32} has not been told before its run"),
     (_change(1, namespace="00" * 16), "line 2: 0{32} is not the digest of these fields"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierd.cli.warm_journal import Done, Journal
 from tierd.errors import ConfigError
+from tierd.lines import sealed
 
 UNITS = st.lists(
     st.builds(
@@ -55,8 +54,8 @@ def test_a_journal_cut_anywhere_goes_on(tmp_path_factory, units, data) -> None:
         (b"my notes", "not a journal of tierd warm"),
         (b"[" * 100_000 + b"\n", "not a journal of tierd warm"),
         (b'{"tierd_hotset": 1}\n', "not a journal of tierd warm"),
-        (b'{"tierd_warm_journal": 2, "to": "host memory"}\n', "is of version 2"),
-        (b'{"tierd_warm_journal": 1, "to": "disk"}\n', "a warm to 'disk'"),
+        (b'{"tierd_warm_journal": 3, "to": "host memory"}\n', "is of version 3"),
+        (b'{"tierd_warm_journal": 2, "to": "disk"}\n', "a warm to 'disk'"),
     ],
 )
 def test_other_files_are_left_as_they_are(tmp_path, content, named) -> None:
@@ -74,10 +73,13 @@ def test_other_files_are_left_as_they_are(tmp_path, content, named) -> None:
         b"nothing",
         b"[]",
         b'{"unit": 1}',
-        json.dumps({"unit": "u", "digests": ["00"], "last": "", "blocks": 0}).encode(),
-        json.dumps({"unit": "u", "digests": [], "last": "00", "blocks": 1}).encode(),
-        json.dumps({"unit": "u", "digests": [], "last": "", "blocks": True}).encode(),
-        json.dumps({"unit": 7, "digests": [], "last": "", "blocks": 0}).encode(),
+        sealed({"unit": "u", "digests": ["00"], "last": "", "blocks": 0}).rstrip(),
+        sealed({"unit": "u", "digests": [], "last": "00", "blocks": 1}).rstrip(),
+        sealed({"unit": "u", "digests": [], "last": "", "blocks": True}).rstrip(),
+        sealed({"unit": 7, "digests": [], "last": "", "blocks": 0}).rstrip(),
+        sealed({"unit": "u", "digests": [], "last": "", "blocks": 0})
+        .rstrip()
+        .replace(b'"u"', b'"v"'),
     ],
 )
 def test_damage_within_is_named(tmp_path, line) -> None:

@@ -5,9 +5,9 @@ by that as runs: pieces of a chain that were used alike, of which a parent's com
 its children, and is worth at least as much. So however early a hot set is cut, no parent is
 missing. It refuses to know where blocks lie, and what time it is.
 
-The file is JSON, a line an object, in this order:
+The file is JSON, a line an object that ends with its CRC-32 (`tierd.lines`), in this order:
 
-    {"tierd_hotset": 1, "written": SECONDS, "version": "tierd's"}       written: Unix time
+    {"tierd_hotset": 2, "written": SECONDS, "version": "tierd's"}       written: Unix time
     {"namespace": "DIGEST", "fields": {...}}                           before its first run
     {"run": ["DIGEST", ...], "parent": "HASH", "tokens": N, "uses": N, "age_s": N,
      "bytes": N, "hashes": ["HASH", ...]}
@@ -29,9 +29,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO, Final, NamedTuple
 
 from tierd.errors import ConfigError, NamespaceError
+from tierd.lines import KEY, is_sealed, sealed
 from tierd.types import DIGEST_BYTES, HASH_BYTES, NEVER, Namespace
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the file's format."""
 
 RUN_BLOCKS_MAX: Final = 512
@@ -282,10 +283,10 @@ def pieces(
     It ends with the block before the first one that `size_bytes` has no room for. Each family
     appears, with or without runs.
     """
-    yield _line({"tierd_hotset": FORMAT, "written": written_s, "version": version})
+    yield sealed({"tierd_hotset": FORMAT, "written": written_s, "version": version})
     for namespaces, _ in families:
         for namespace in namespaces:
-            yield _line({"namespace": namespace.digest.hex(), "fields": _shown(namespace)})
+            yield sealed({"namespace": namespace.digest.hex(), "fields": _shown(namespace)})
     runs = blocks = total_bytes = 0
     for hot in merged(families):
         if hot is None:
@@ -301,7 +302,7 @@ def pieces(
             yield _run_line(hot)
         if size_bytes == 0:
             break
-    yield _line({"end": {"runs": runs, "blocks": blocks, "bytes": total_bytes}})
+    yield sealed({"end": {"runs": runs, "blocks": blocks, "bytes": total_bytes}})
 
 
 def _cut(hot: Hot, blocks: int) -> Hot:
@@ -335,13 +336,9 @@ def _shown(namespace: Namespace) -> dict[str, object]:
     return {**namespace.to_fields(), "hash_root": namespace.hash_root.hex()}
 
 
-def _line(value: object) -> bytes:
-    return json.dumps(value, separators=(", ", ": ")).encode() + b"\n"
-
-
 def _run_line(hot: Hot) -> bytes:
     run = hot.run
-    return _line(
+    return sealed(
         {
             "run": [namespace.digest.hex() for namespace in hot.namespaces],
             "parent": run.parent.hex(),
@@ -368,7 +365,8 @@ class HotSet:
         self._file = file
         self._name = name
         self._number = 0
-        first = self._next()
+        self._raw = b""
+        first = self._next(sealed=False)
         if first is None or "tierd_hotset" not in first:
             raise self._error("this is no hot set of tierd's")
         if first["tierd_hotset"] != FORMAT:
@@ -376,6 +374,7 @@ class HotSet:
                 f"the hot set is of version {first['tierd_hotset']!r}; this tierd reads version "
                 f"{FORMAT}"
             )
+        self._check_seal()
         self._check_fields(first, ("tierd_hotset", "written", "version"))
         self.written_s = self._whole(first, "written")
         """When it was written, in seconds of Unix time."""
@@ -404,9 +403,9 @@ class HotSet:
                 raise self._error("this is no line of a hot set")
         raise self._error("the file was cut: its end is missing")
 
-    def _next(self) -> dict[str, object] | None:
-        """The object of the next line; None at the end of the file."""
-        raw = self._file.readline(LINE_BYTES_MAX + 1)
+    def _next(self, *, sealed: bool = True) -> dict[str, object] | None:
+        """The object of the next line, which must be `sealed`; None at the end of the file."""
+        raw = self._raw = self._file.readline(LINE_BYTES_MAX + 1)
         self._number += 1
         if not raw:
             return None
@@ -420,7 +419,14 @@ class HotSet:
             raise self._error(f"this is no JSON: {error}") from error
         if not isinstance(value, dict):
             raise self._error("a line must be an object")
+        if sealed:
+            self._check_seal()
+        value.pop(KEY, None)
         return value
+
+    def _check_seal(self) -> None:
+        if not is_sealed(self._raw):
+            raise self._error("the line is not as it was written: its crc32 is another, or missing")
 
     def _know(self, line: dict[str, object]) -> None:
         self._check_fields(line, ("namespace", "fields"))

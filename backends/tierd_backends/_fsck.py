@@ -3,7 +3,8 @@
 Slabs are read by some threads, each one slab after the other in large pieces. Memory: some
 48 bytes a block of the largest namespace, and a piece of CHUNK_BYTES, or one record, a thread.
 Repair makes free what would be found damaged later, and removes slabs that cannot be used;
-it adds nothing, and touches nothing that is not a tier's.
+it adds nothing, and touches nothing that is not a tier's. A record is read again before it is
+called damaged: what only one of two reads finds is kept, and told.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from tierd.backend import BlockHeader, CheckReport, Findings, Tell, checksum, un
 from tierd.errors import ConfigError
 from tierd.types import HASH_BYTES, PAGE_BYTES
 from tierd_backends._directory import StoreDirectory
-from tierd_backends._slab import Entry, Slab, data_path, remove_files
+from tierd_backends._slab import Slab, data_path, remove_files
+from tierd_backends._slab_index import Entry
 
 CHUNK_BYTES: Final = 4 << 20
 """Read by one call: a disk is at its best, and the threads' pieces stay in the cache."""
@@ -38,10 +40,12 @@ OTHER_SLOTS: Final = "a slab has other slots than its namespace"
 UNREADABLE: Final = "the disk does not give what it has"
 WRONG_SIZE: Final = "a file has not the size that it was made with"
 BAD_ENTRY: Final = "an index entry is unsound"
+BAD_USES: Final = "an index's table of uses is unsound"
 LOST: Final = "a block lay in what a slab has lost"
 BAD_HEADER: Final = "a record is not the block that the index says"
 BAD_PAYLOAD: Final = "a block's payload has another checksum"
 TWICE: Final = "a block is held twice"
+UNSTEADY: Final = "two reads of a record differ, so the disk or its cable damages reads"
 
 
 class _Seen(NamedTuple):
@@ -189,7 +193,11 @@ class _Check:
         for kind, records in ((BAD_ENTRY, survey.unsound), (LOST, survey.beyond)):
             for record in records:
                 self._damaged(slab, record, kind)
-        for path, (size_bytes, right_bytes) in slab.wrong_sizes().items():
+        wrong_sizes = slab.wrong_sizes()
+        if not survey.uses_sound:
+            where = _name(slab.folder, slab.number)
+            self._found(BAD_USES, where, repaired=self._mend(slab.forget_uses))
+        for path, (size_bytes, right_bytes) in wrong_sizes.items():
             self._found(
                 WRONG_SIZE,
                 f"{path.parent.name}/{path.name} has {size_bytes} bytes, not {right_bytes}",
@@ -228,19 +236,42 @@ class _Check:
             if len(run) > 1:
                 # Which of them the disk does not give shows one by one.
                 return [entry for one in run for entry in self._run(slab, [one], buffer)]
-            self._damaged(slab, run[0].record, UNREADABLE, f": {error.strerror or error}")
-            return []
+            return [run[0]] if self._sound_again(slab, run[0], error, buffer[:each]) else []
         with self._lock:
             self._report.read_bytes += got
         sound = []
+        doubtful = []
         for place, entry in enumerate(run):
             raw = buffer[place * each : (place + 1) * each]
-            kind = self._judge(raw, entry.header)
-            if kind is None:
+            if self._judge(raw, entry.header) is None:
                 sound.append(entry)
             else:
-                self._damaged(slab, entry.record, kind)
+                doubtful.append((entry, checksum(raw)))
+        for entry, seen in doubtful:
+            if self._sound_again(slab, entry, seen, buffer[:each]):
+                sound.append(entry)
         return sound
+
+    def _sound_again(
+        self, slab: Slab, entry: Entry, first: bytes | OSError, buffer: memoryview
+    ) -> bool:
+        """Read a record once more of which a read gave bytes of checksum `first`, or failed."""
+        slab.forget_cached(entry.record)
+        second: bytes | OSError
+        kind: str | None = UNREADABLE
+        try:
+            slab.read_raw(entry.record, buffer)
+            second, kind = checksum(buffer), self._judge(buffer, entry.header)
+        except OSError as error:
+            second = error
+        if isinstance(first, OSError) and isinstance(second, OSError):
+            self._damaged(slab, entry.record, UNREADABLE, f": {second.strerror or second}")
+        elif kind is not None and first == second:
+            self._damaged(slab, entry.record, kind)
+        else:
+            place = f"{_name(slab.folder, slab.number)}, record {entry.record}"
+            self._found(UNSTEADY, place, repaired=False)
+        return kind is None
 
     def _judge(self, raw: memoryview, header: BlockHeader) -> str | None:
         """What is wrong with a record of which the index says `header`."""

@@ -34,7 +34,7 @@ from tierd_backends._redis_wire import (
 PASSWORD_BYTES_MAX = 4096
 """A password file that is longer is some other file."""
 
-COMMANDS = "+get +set +exists +unlink +scan +getrange +sadd +srem +smembers"
+COMMANDS = "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers"
 
 
 class UnreachableError(BackendError):

@@ -168,13 +168,20 @@ class Nodes:
         """Every node that keeps slots."""
         return list(dict.fromkeys(self._slots)) if self.cluster else [self._seed]
 
-    def ask(self, turn: Turn[_Job], node: Node, operation: Callable[[Link], _T]) -> _T:
-        """Do `operation` on a link to `node`.
+    def ask(
+        self,
+        turn: Turn[_Job],
+        node: Node,
+        operation: Callable[[Link], _T],
+        *,
+        fresh: bool = False,
+    ) -> _T:
+        """Do `operation` on a link to `node`, on a new one if it is to be `fresh`.
 
         Raises UnreachableError, DeniedError or CalledOffError.
         """
         node.admit()
-        link = self._connected(node, node.take)
+        link = self._connected(node, node.connect if fresh else node.take)
         while True:
             failure: OSError | WireError | None = None
             try:
@@ -208,14 +215,20 @@ class Nodes:
         return answer
 
     def perform(
-        self, turn: Turn[_Job], key: bytes, operation: Callable[[Link], _T | ErrorReply]
+        self,
+        turn: Turn[_Job],
+        key: bytes,
+        operation: Callable[[Link], _T | ErrorReply],
+        *,
+        fresh: bool = False,
     ) -> _T | ErrorReply:
         """Do `operation` where `key` is kept, wherever that is by now. Raises as `ask` does."""
         node, asking = self.of(key), False
         failure = None
         for _ in range(HOPS_MAX):
             try:
-                answer = self.ask(turn, node, _asking(operation) if asking else operation)
+                there = _asking(operation) if asking else operation
+                answer = self.ask(turn, node, there, fresh=fresh)
             except UnreachableError as error:
                 failure = error
                 self.refresh(turn)

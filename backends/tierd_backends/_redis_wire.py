@@ -254,6 +254,37 @@ class Link:
         answers += [Odd.UNREAD] * (len(blocks) - len(answers))
         return answers
 
+    def get_watched(self, block: Wanted) -> Answer:
+        """GET one value as `get_many` does, and have the server watch its key: `unlink_watched`
+        then drops nothing else. The link must serve nobody after that."""
+        self.broken = True
+        key, size_bytes = block.key, HEADER_BYTES + block.length
+        watched, there = self.exchange(command(b"WATCH", key) + command(b"EXISTS", key), 2)
+        for reply in (watched, there):
+            if isinstance(reply, ErrorReply):
+                return reply
+        if watched != b"OK" or there not in (0, 1):
+            raise WireError("WATCH and EXISTS are answered by something else")
+        if not there:
+            return None
+        # One byte more than is wanted tells a longer value, however long it is.
+        self._stream.send([command(b"GETRANGE", key, b"0", b"%d" % size_bytes)])
+        came = self._value(block.view, block.length)
+        if isinstance(came, Value):
+            return came
+        self._reader.feed(came)
+        [reply] = self._replies(1, most=size_bytes + READ_BYTES)
+        return reply if isinstance(reply, ErrorReply) else Odd.FOREIGN
+
+    def unlink_watched(self, key: bytes) -> bool | ErrorReply:
+        """Drop the value of a key if nobody has changed it since it is watched; whether it was."""
+        [begun] = self.exchange(command(b"MULTI"), 1)
+        if begun != b"OK":
+            # Without it UNLINK would be done at once, whatever the value is by now.
+            return begun if isinstance(begun, ErrorReply) else False
+        *_, done = self.exchange(command(b"UNLINK", key) + command(b"EXEC"), 2)
+        return done if isinstance(done, ErrorReply) else done == [1]
+
     def _value(self, view: memoryview, length: int) -> Value | bytes:
         """Receive a value of HEADER_BYTES + `length` bytes, or return the bytes that came."""
         if length != self._length:
@@ -318,12 +349,17 @@ class Link:
         self._head = memoryview(bytearray(len(self._expected) + HEADER_BYTES))
 
     def _replies(
-        self, count: int, replies: list[Reply] | None = None, until: float = math.inf
+        self,
+        count: int,
+        replies: list[Reply] | None = None,
+        until: float = math.inf,
+        *,
+        most: int = REPLIES_BYTES_MAX,
     ) -> list[Reply]:
-        """The next `count` replies; they are put into `replies` as they come."""
+        """The next `count` replies, of `most` bytes; they are put into `replies` as they come."""
         replies = [] if replies is None else replies
         gets, buffer = self._reader.gets, self._buffer
-        budget = REPLIES_BYTES_MAX
+        budget = most
         while True:
             try:
                 while len(replies) < count and (reply := gets()) is not _NOT_YET:

@@ -25,6 +25,7 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import BlockKey
+from tierd_backends._again import Fault, judge
 from tierd_backends._calls import Turn
 from tierd_backends._redis_connect import UnreachableError
 from tierd_backends._redis_nodes import REDIRECTS, Node, Nodes
@@ -58,13 +59,14 @@ _Job = TypeVar("_Job")
 
 @dataclass(slots=True, eq=False)
 class GetJob:
-    """A block wanted. `why` says more of an ERROR."""
+    """A block wanted. `why` says more of an ERROR, `fault` where a damaged one was damaged."""
 
     key: bytes
     block: BlockKey
     request: GetRequest
     outcome: Outcome = Outcome.ERROR
     header: BlockHeader | None = None
+    fault: Fault | None = None
     dropped: bool = False
     why: str = ""
 
@@ -192,24 +194,49 @@ class Work:
             except UnreachableError as error:
                 job.why = str(error)
                 return
-        if isinstance(answer, Value):
-            job.header = match_header(answer.raw_header, job.block, block.length, answer.digest)
-            if job.header is not None:
-                job.outcome = Outcome.HIT
-                return
+        job.header = _header_of(answer, job)
+        if job.header is not None:
+            job.outcome = Outcome.HIT
         elif answer is None:
             job.outcome = Outcome.MISS
-            return
         elif isinstance(answer, ErrorReply) and answer.code != "WRONGTYPE":
             self._check(job.key, answer)
             job.why = str(answer)
-            return
-        # Another or a damaged block, or a list: while it is there, the block cannot be stored.
-        job.outcome = Outcome.CORRUPT
+        else:
+            self._read_again(turn, job, block, answer)
+
+    def _read_again(self, turn: Turn[_Job], job: GetJob, block: Wanted, first: Answer) -> None:
+        """Judge what is another or a damaged block, or a list, by a second read over a connection
+        of its own. It is dropped if it is there: as long as it is, the block cannot be stored."""
+        job.fault = Fault.UNKNOWN
+        settle = partial(self._settle, job, block, first)
         try:
-            job.dropped = self._one(turn, b"UNLINK", job.key) == 1
+            self._nodes.perform(turn, job.key, settle, fresh=True)
         except UnreachableError as error:
-            job.why = f"not dropped: {error}"
+            job.why = str(error)
+
+    def _settle(self, job: GetJob, block: Wanted, first: Answer, link: Link) -> ErrorReply | None:
+        """Read a block again and see to it; a reply that sends elsewhere is returned."""
+        second = link.get_watched(block)
+        if second is None:
+            job.outcome, job.fault = Outcome.MISS, None
+        elif isinstance(second, ErrorReply) and second.code != "WRONGTYPE":
+            if self._is_redirect(second):
+                return second
+            job.why = f"damaged, and not read again: {second}"
+        else:
+            job.header = _header_of(second, job)
+            job.fault = judge(_comparable(first), _comparable(second), job.header)
+            if job.header is not None:
+                job.outcome = Outcome.HIT
+            elif job.fault is Fault.TRANSIT:
+                job.why = "two reads of it were damaged, each in another way"
+            else:
+                job.outcome = Outcome.CORRUPT
+                dropped = link.unlink_watched(job.key)
+                job.dropped = dropped is True
+                job.why = f"not dropped: {dropped}" if isinstance(dropped, ErrorReply) else ""
+        return None
 
     def put(self, turn: Turn[list[PutJob]]) -> None:
         """Store runs of blocks that the server lacks."""
@@ -338,3 +365,14 @@ def _beginnings(link: Link, keys: list[bytes], *, asking: bool) -> list[Reply]:
     last = b"%d" % (HEADER_BYTES - 1)
     each = (command(b"ASKING") + command(b"GETRANGE", key, b"0", last) for key in keys)
     return link.exchange(b"".join(each), 2 * len(keys))[1::2]
+
+
+def _header_of(answer: Answer, job: GetJob) -> BlockHeader | None:
+    """The header, if an answer is the block that is wanted."""
+    if not isinstance(answer, Value):
+        return None
+    return match_header(answer.raw_header, job.block, job.request.length, answer.digest)
+
+
+def _comparable(answer: Answer) -> object:
+    return answer.code if isinstance(answer, ErrorReply) else answer

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tierd_backends._directory import StoreDirectory
 from tierd_backends._shelf import Shelf
-from tierd_backends._slab import Entry, Slab, allocated_bytes, remove_files
+from tierd_backends._slab import Slab, allocated_bytes, remove_files
+from tierd_backends._slab_index import Entry, Survey
 from tierd_backends._space import Space
 from tierd_backends._threads import DiskThreads
 
@@ -35,9 +36,10 @@ def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]
             len(directory.foreign),
             directory.foreign[0],
         )
+    unusable: list[str] = []
     for folder, numbers in folders.items():
         for number in numbers:
-            slab = _open_slab(directory, folder, number, space, counters)
+            slab = _open_slab(directory, folder, number, space, counters, unusable)
             shelf = space.shelves.get(bytes.fromhex(folder.name))
             if slab is not None and shelf is not None and shelf.slot_bytes != slab.slot_bytes:
                 # Block bytes are part of a namespace, so one of the two slabs is damaged.
@@ -56,17 +58,29 @@ def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]
             shelf.add_slab(slab, ())
             shelf.next_number = number + 1
             space.used_bytes += slab.size_bytes
+    if unusable:
+        _log.warning(
+            "%s: %d slabs are damaged, or of another version's layout, and are dropped, such as %s",
+            directory.path,
+            len(unusable),
+            unusable[0],
+        )
 
 
 def _open_slab(
-    directory: StoreDirectory, folder: Path, number: int, space: Space, counters: dict[str, int]
+    directory: StoreDirectory,
+    folder: Path,
+    number: int,
+    space: Space,
+    counters: dict[str, int],
+    unusable: list[str],
 ) -> Slab | None:
     read_only = directory.read_only
     try:
         slab = Slab.load(folder, number, direct=space.direct, read_only=read_only)
         if slab is None:
             counters["lost_slabs_total"] += 1
-            _log.warning("%s/%08d.slab is not a whole slab", folder, number)
+            unusable.append(f"{folder.name}/{number:08d}.slab")
             if not read_only:
                 remove_files(folder, number)
     except OSError as error:
@@ -95,15 +109,16 @@ async def _read_shelf(
     free: dict[int, set[int]] = {}
     for slab in slabs:
         try:
-            entries = await threads.result(threads.readers, slab.entries)
+            survey = await threads.result(threads.readers, slab.survey)
         except OSError as error:
-            entries = []
+            survey = Survey([], [], [], uses_sound=True)
             counters["io_errors_total"] += 1
             where = f"{slab.folder.name}/{slab.number:08d}.index"
             space.unread.append(f"{where}: {error.strerror or error}")
             _log.warning("%s/%08d.index cannot be read: %s", slab.folder, slab.number, error)
-        free[slab.number] = set(range(slab.records)) - {entry.record for entry in entries}
-        found.extend((slab, entry) for entry in entries)
+        _note_damage(slab, survey, counters)
+        free[slab.number] = set(range(slab.records)) - {entry.record for entry in survey.entries}
+        found.extend((slab, entry) for entry in survey.entries)
     # Sorting a million blocks takes longer than the event loop may be held up.
     await threads.result(threads.readers, partial(found.sort, key=lambda pair: pair[1].last_use))
     for slab, entry in await _enter(shelf, space, found):
@@ -113,6 +128,21 @@ async def _read_shelf(
     for slab in slabs:
         shelf.add_free(slab, sorted(free[slab.number]))
     shelf.indexed = True
+
+
+def _note_damage(slab: Slab, survey: Survey, counters: dict[str, int]) -> None:
+    """Count what is damaged in an index, with one line in the log."""
+    damaged = len(survey.unsound) + len(survey.beyond) + (not survey.uses_sound)
+    counters["index_damage_total"] += damaged
+    if damaged:
+        _log.warning(
+            "%s/%08d.index: %d entries are damaged, %d are of blocks that the slab has lost%s",
+            slab.folder,
+            slab.number,
+            len(survey.unsound),
+            len(survey.beyond),
+            "" if survey.uses_sound else "; which blocks were hit is damaged, and forgotten",
+        )
 
 
 async def _enter(

@@ -61,6 +61,7 @@ RANGE_STATUS: Final = 416
 """No such bytes: the object is empty."""
 
 _ANY: Final = "{*}"
+_ETAG: Final = re.compile('"[!#-~]{1,128}"', re.ASCII)
 
 _log = logging.getLogger("tierd_backends.s3")
 _T = TypeVar("_T")
@@ -89,10 +90,15 @@ class Tally:
 
 
 class Read(NamedTuple):
-    """An object that was found: the header if it is the block wanted and whole, and its size."""
+    """An object that was found: the header if it is the block wanted and whole, and its size.
+
+    `seen` tells other bytes apart as far as they were read; `etag` is empty if there was none.
+    """
 
     header: BlockHeader | None
     size_bytes: int
+    etag: str
+    seen: bytes = b""
 
 
 class Written(NamedTuple):
@@ -182,9 +188,17 @@ class Bucket:
         return self._ask(turn, _Request("HEAD", self._path(name)), finish)
 
     def read(
-        self, turn: OnCall, name: str, key: BlockKey, view: memoryview, raw_header: memoryview
+        self,
+        turn: OnCall,
+        name: str,
+        key: BlockKey,
+        view: memoryview,
+        raw_header: memoryview,
+        *,
+        fresh: bool = False,
     ) -> Read | None:
-        """Bring a block into `view`, which it must fill, and verify it. Raises S3Error."""
+        """Bring a block into `view`, which it must fill, and verify it; over a new connection if
+        it is to be `fresh`. Raises S3Error."""
         expected = HEADER_BYTES + len(view)
 
         def finish(connection: Connection) -> Read | None:
@@ -192,10 +206,10 @@ class Bucket:
             if head.status != 200:
                 self._missing(connection, head)
                 return None
-            size = connection.body_bytes
+            size, etag = connection.body_bytes, _etag(head)
             if size is not None and size != expected:
                 _drain(connection)
-                return Read(None, size)
+                return Read(None, size, etag)
             got = connection.read_into(raw_header)
             digest = xxhash.xxh3_128()
             for at in range(0, len(view), PIECE_BYTES):
@@ -207,11 +221,13 @@ class Bucket:
                 got += len(connection.read_body(1))
                 if got < expected and connection.open_ended:
                     raise PeerError("the connection ended before the block did")
-            if got != expected:
-                return Read(None, got)
-            return Read(match_header(raw_header, key, len(view), digest.digest()), got)
+            seen = bytes(raw_header) + digest.digest()
+            header = None
+            if got == expected:
+                header = match_header(raw_header, key, len(view), digest.digest())
+            return Read(header, got, etag, seen)
 
-        return self._ask(turn, _Request("GET", self._path(name)), finish)
+        return self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
 
     def read_header(self, turn: OnCall, name: str) -> bytes | None:
         """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
@@ -321,6 +337,40 @@ class Bucket:
         """Forget a mark. Raises S3Error."""
         self.delete(turn, f"{self._prefix}{MARKS}{mark}")
 
+    def delete_read(self, turn: OnCall, name: str, etag: str) -> int | None:
+        """Drop the object that was read under this ETag; its size, or None if there is another
+        one by now, or none. Raises S3Error.
+
+        It is looked at first, for servers that do not know the condition, or ignore it.
+        """
+
+        def look(connection: Connection) -> int | None:
+            head = connection.read_head(body=False)
+            if head.status not in (200, 404):
+                raise failure(head.status, head.headers, b"")
+            there = head.status == 200 and _etag(head) == etag
+            return head.length or 0 if there else None
+
+        def finish(connection: Connection) -> bool:
+            head = connection.read_head()
+            if head.status == 412:
+                _drain(connection)
+                return False
+            self._succeed(connection, head)
+            return True
+
+        size_bytes = self._ask(turn, _Request("HEAD", self._path(name)), look)
+        if size_bytes is None:
+            return None
+        condition = _Request("DELETE", self._path(name), headers={"if-match": etag})
+        try:
+            return size_bytes if self._ask(turn, condition, finish) else None
+        except S3Error as refusal:
+            if not refusal.lacks_condition:
+                raise
+        self.delete(turn, name)
+        return size_bytes
+
     def page(self, turn: OnCall, token: str, *, limit: int = 1000, under: str = "") -> Page:
         """The next objects in the order of their names, of those `under` the tier's prefix.
 
@@ -384,9 +434,15 @@ class Bucket:
         if head.status != 404 or code_of(body) not in ("", "NoSuchKey") or b"<html" in body[:256]:
             raise failure(head.status, head.headers, body)
 
-    def _ask(self, turn: OnCall, request: _Request, finish: Callable[[Connection], _T]) -> _T:
+    def _ask(
+        self,
+        turn: OnCall,
+        request: _Request,
+        finish: Callable[[Connection], _T],
+        *,
+        fresh: bool = False,
+    ) -> _T:
         """Send a request and have `finish` read the reply; again if that is worth it."""
-        fresh = False
         tries = 0
         while True:
             try:
@@ -454,12 +510,18 @@ class Bucket:
         return finish(connection)
 
     def _take(self, fresh: bool) -> Connection:
-        """A connection of this thread's own. Raises UnreachableError."""
-        while not fresh:
+        """A connection of this thread's own. Raises UnreachableError.
+
+        A `fresh` one takes the place of an idle one, or there would be more and more.
+        """
+        while True:
             with self._idle_lock:
                 if not self._idle:
                     break
                 connection = self._idle.pop()
+            if fresh:
+                connection.close()
+                break
             if not connection.is_stale():
                 return connection
             connection.close()
@@ -478,6 +540,12 @@ def _sha256(parts: tuple[bytes | memoryview, ...]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def _etag(head: Head) -> str:
+    """The strong ETag of a reply, which names an object's bytes; empty if it has none."""
+    etag = head.headers.get("etag", "")
+    return etag if _ETAG.fullmatch(etag) else ""
 
 
 def _drain(connection: Connection) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tierd.backend import BlockHeader, Outcome
 from tierd.errors import BackendError
 from tierd.types import BlockKey
+from tierd_backends._again import Fault
 from tierd_backends._s3_failure import Kind, S3Error
 
 
@@ -65,18 +66,20 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A block to bring."""
+    """A block to bring. `fault` is where it was damaged, and `etag` that of its object then."""
 
     name: str
     key: BlockKey
     view: memoryview
     outcome: Outcome = Outcome.ERROR
     header: BlockHeader | None = None
+    fault: Fault | None = None
+    etag: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class Change:
-    """A block to put, or to drop if there is nothing to put.
+    """A block to put, or to drop if there is nothing to put, whatever it is or under this `etag`.
 
     A thread sets `begun` before and `done` after it, and between them what came of it:
     `blocks` and `size_bytes` are what the bucket holds more.
@@ -85,6 +88,7 @@ class Change:
     name: str
     raw_header: bytes = b""
     payload: memoryview = memoryview(b"")
+    etag: str = ""
     over: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

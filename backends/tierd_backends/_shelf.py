@@ -16,7 +16,8 @@ from tierd.backend import Outcome
 from tierd.chain import ChainIndex
 from tierd.eviction import make_policy
 from tierd.eviction.policy import Request
-from tierd_backends._slab import RECORDS_MAX, Slab
+from tierd_backends._slab import Slab
+from tierd_backends._slab_index import RECORDS_MAX
 
 
 class Shelf:

@@ -2,14 +2,15 @@
 
 A record is a header page (the block's header, then zeros) and the slot's bytes, so
 that one vectored O_DIRECT call moves both, of one record or of a run of neighbours. The
-index file holds for each record an entry (zeros, or the block's header once more and the
-use that stored it), and after all entries the uses that hit it since: a restart reads 144
-bytes a block. It is a hint: what a record holds is what its own header page says.
+index file (_slab_index.py) holds each block's header once more and the uses of blocks: a
+restart reads 152 bytes a block. It is a hint: what a record holds is what its own header
+page says.
 
 Order of a write: index entry zeroed, record, index entry. Each is a system call, so a
 SIGKILL leaves a free record or a whole block; a power loss may leave any mixture, which
-fails on identity or checksum when it is read. Hits are written down now and then, many at
-once: a read is then one system call, after which a thread has to get the GIL back.
+fails on identity or checksum when it is read, twice (_again.py). Hits are written down now
+and then, many at once: a read is then one system call, after which a thread has to get the
+GIL back.
 
 The index is written by pwrite, not through a mapping: a full disk, a bad sector or a
 file cut short by somebody else is then an OSError of one block and not a SIGBUS of the
@@ -24,57 +25,59 @@ import errno
 import mmap
 import os
 import stat
-import struct
 import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
-from tierd.backend import HEADER_BYTES, BlockHeader, pack_header, unpack_header, verify_block
-from tierd.types import PAGE_BYTES, SCOPE_BYTES, BlockKey, slot_bytes_for
-
-RECORDS_MAX = 1 << 14
-"""Records in a slab; dropping a whole slab costs the event loop about 2 us for each."""
+from tierd.backend import (
+    HEADER_BYTES,
+    BlockHeader,
+    checksum,
+    match_header,
+    pack_header,
+    verify_block,
+)
+from tierd.types import PAGE_BYTES, BlockKey, slot_bytes_for
+from tierd_backends._again import Fault, judge
+from tierd_backends._slab_index import (
+    EACH_BYTES,
+    FIXED_BYTES,
+    FREE_ENTRY,
+    HEAD_BYTES,
+    RECORDS_MAX,
+    Entry,
+    Survey,
+    entry_at,
+    index_bytes,
+    pack_entry,
+    pack_head,
+    pack_uses,
+    survey,
+    unpack_head,
+    uses_at,
+    uses_bytes,
+)
 
 RUN_RECORDS_MAX = 16
 """Records moved by one call: 2 MiB of 128 KiB blocks, where a disk is at its best."""
 
-_MAGIC = b"TIERDIDX"
-_VERSION = 1
-_HEAD = struct.Struct(f"<8sIIQ{SCOPE_BYTES}s")
-_SEAL_BYTES = 16
-_ENTRIES_AT = 64
-assert _HEAD.size + _SEAL_BYTES <= _ENTRIES_AT
-_USE = struct.Struct("<Q")
-_ENTRY_BYTES = HEADER_BYTES + _USE.size
-_FREE_ENTRY = bytes(_ENTRY_BYTES)
 
+class Reading(NamedTuple):
+    """How the block of a record was read."""
 
-class Entry(NamedTuple):
-    """One block as the index file tells of it; `last_use` only compares."""
+    header: BlockHeader | None
+    """Set if it was brought; without it the view holds anything."""
+    fault: Fault | None = None
+    """Where it was damaged, if a read of it was."""
+    error: OSError | None = None
+    """Why the disk did not give it; if it gave no bytes at either try, the block is dropped."""
 
-    record: int
-    header: BlockHeader
-    last_use: int
-
-
-class Survey(NamedTuple):
-    """What an index file tells of, by what can be made of it."""
-
-    entries: list[Entry]
-    """Blocks that the data file is long enough to hold."""
-    unsound: list[int]
-    """Records whose entry is not that of a block of this slab."""
-    beyond: list[int]
-    """Records whose block lay in what the data file has lost."""
-
-
-def index_bytes(records: int) -> int:
-    """Size of the index file of a slab with so many records."""
-    return slot_bytes_for(_ENTRIES_AT + records * (_ENTRY_BYTES + _USE.size))
+    @property
+    def dropped(self) -> bool:
+        """Whether no restart is to find the block again."""
+        return self.header is None and self.fault in (None, Fault.STORED)
 
 
 def slab_bytes(records: int, slot_bytes: int) -> int:
@@ -84,9 +87,8 @@ def slab_bytes(records: int, slot_bytes: int) -> int:
 
 def records_within(room_bytes: int, slot_bytes: int) -> int:
     """The most records of a slab that occupies at most `room_bytes`; 0 if not even one."""
-    spare = room_bytes - _ENTRIES_AT - PAGE_BYTES
-    each = PAGE_BYTES + slot_bytes + _ENTRY_BYTES + _USE.size
-    records = max(0, min(spare // each, RECORDS_MAX - 1))
+    spare = room_bytes - FIXED_BYTES - PAGE_BYTES
+    records = max(0, min(spare // (PAGE_BYTES + slot_bytes + EACH_BYTES), RECORDS_MAX - 1))
     # The index was taken for up to a page too large: one more may fit.
     return records + (slab_bytes(records + 1, slot_bytes) <= room_bytes)
 
@@ -99,6 +101,13 @@ def data_path(folder: Path, number: int) -> Path:
 def index_path(folder: Path, number: int) -> Path:
     """Index file of slab `number` in a namespace's folder."""
     return folder / f"{number:08d}.index"
+
+
+class _Got(NamedTuple):
+    """What one read of a record gave: the header if it is the block wanted, and what was seen."""
+
+    header: BlockHeader | None
+    seen: tuple[int, bytes, bytes]
 
 
 class Slab:
@@ -125,9 +134,8 @@ class Slab:
         """Latest use of any of its blocks; the event loop's."""
         self.pins = 0
         """Operations in flight; the event loop's. A pinned slab is not dropped."""
-        self.uses = array("Q", bytes(_USE.size * records))
+        self.uses = array("Q", bytes(8 * records))
         """Latest use of each record's block; the event loop's, written down by save_uses()."""
-        self._uses_at = _ENTRIES_AT + records * _ENTRY_BYTES
         # Whether the index entry may be other than zeros.
         self._written = bytearray(records)
         self.unlinked = False
@@ -158,8 +166,7 @@ class Slab:
             undo.callback(os.close, index_fd)
             os.posix_fallocate(index_fd, 0, index_bytes(records))
             namespace = bytes.fromhex(folder.name)
-            head = _HEAD.pack(_MAGIC, _VERSION, records, slot_bytes, namespace)
-            _write_all(index_fd, head + xxhash.xxh3_128_digest(head), 0)
+            _write_all(index_fd, pack_head(namespace, records, slot_bytes), 0)
             undo.pop_all()
         return cls(
             folder=folder,
@@ -185,15 +192,11 @@ class Slab:
                 undo.callback(os.close, data_fd)
             except FileNotFoundError:
                 return None
-            raw = os.pread(index_fd, _HEAD.size + _SEAL_BYTES, 0)
-            head, seal = raw[: _HEAD.size], raw[_HEAD.size :]
-            if len(seal) != _SEAL_BYTES or xxhash.xxh3_128_digest(head) != seal:
+            raw = os.pread(index_fd, HEAD_BYTES, 0)
+            head = unpack_head(raw, bytes.fromhex(folder.name))
+            if head is None:
                 return None
-            magic, version, records, slot_bytes, namespace = _HEAD.unpack(head)
-            if (magic, version) != (_MAGIC, _VERSION) or namespace.hex() != folder.name:
-                return None
-            if not 0 < records <= RECORDS_MAX or not slot_bytes or slot_bytes % PAGE_BYTES:
-                return None
+            records, slot_bytes = head
             undo.pop_all()
         slab = cls(
             folder=folder,
@@ -221,26 +224,49 @@ class Slab:
         self.uses[self.record(item)] = use
         self.last_use = max(self.last_use, use)
 
-    def read(self, record: int, key: BlockKey, view: memoryview, length: int) -> BlockHeader | None:
-        """Bring a block into `view`, verified; None if it is not `key`'s of `length` bytes.
+    def read(self, record: int, key: BlockKey, view: memoryview, length: int) -> Reading:
+        """Bring a block of `length` bytes into `view`, verified, at the second try if need be.
 
-        A block that fails has its index entry zeroed, so that no restart finds it again.
-        Raises OSError, with the entry zeroed as well if the disk lets us; `view` then
-        holds anything.
+        What is damaged on the disk, or what the disk gives at neither try, has its index entry
+        zeroed, if the disk lets us, so that no restart finds it again.
         """
+        first = self._try_read(record, key, view, length)
+        if isinstance(first, _Got) and first.header is not None:
+            return Reading(first.header)
+        self.forget_cached(record)
+        second = self._try_read(record, key, view, length)
+        if isinstance(second, OSError):
+            fault = None if isinstance(first, OSError) else Fault.UNKNOWN
+            reading = Reading(None, fault, second)
+        elif isinstance(first, OSError):
+            fault = Fault.UNKNOWN if second.header is None else Fault.TRANSIT
+            reading = Reading(second.header, fault)
+        else:
+            reading = Reading(second.header, judge(first.seen, second.seen, second.header))
+        if reading.dropped:
+            self._try_clear(record)
+        return reading
+
+    def _try_read(
+        self, record: int, key: BlockKey, view: memoryview, length: int
+    ) -> _Got | OSError:
         page = _header_page()
         payload = view[: min(slot_bytes_for(length), self.slot_bytes)]
         try:
             got = os.preadv(self._data_fd, [page, payload], record * self.record_bytes)
-        except OSError:
-            self._try_clear(record)
-            raise
+        except OSError as error:
+            return error
+        raw_header, digest = bytes(page[:HEADER_BYTES]), checksum(view[:length])
         header = None
         if got == PAGE_BYTES + len(payload):
-            header = verify_block(page, key, view, length)
-        if header is None:
-            self._try_clear(record)
-        return header
+            header = match_header(raw_header, key, length, digest)
+        return _Got(header, (got, raw_header, digest))
+
+    def forget_cached(self, record: int) -> None:
+        """Have the next read of a record come from the disk where there is no O_DIRECT."""
+        with contextlib.suppress(OSError):
+            at = record * self.record_bytes
+            os.posix_fadvise(self._data_fd, at, self.record_bytes, os.POSIX_FADV_DONTNEED)
 
     def write(self, record: int, header: BlockHeader, view: memoryview, use: int) -> None:
         """Put a block into a record that nobody reads; OSError leaves the record free."""
@@ -255,7 +281,7 @@ class Slab:
         if put != PAGE_BYTES + len(payload):
             raise OSError(errno.ENOSPC, "short write of a record")
         self._written[record] = 1
-        _write_all(self._index_fd, packed + _USE.pack(use), self._entry_at(record))
+        _write_all(self._index_fd, pack_entry(packed, use), entry_at(record))
 
     def read_run(
         self,
@@ -264,10 +290,10 @@ class Slab:
         views: Sequence[memoryview],
         lengths: Sequence[int],
     ) -> list[BlockHeader | None] | None:
-        """Read consecutive records from `record` on with one call, each verified as by read().
+        """Read consecutive records from `record` on with one call, and verify each.
 
-        None if they cannot be had together; the views hold anything then, and read() says
-        of each what is wrong with it.
+        None for a block that is not what was wanted, and for all if they cannot be had
+        together; their views hold anything then, and read() says what is wrong with each.
         """
         pages = _header_pages(len(keys))
         pieces = [piece for pair in zip(pages, views, strict=True) for piece in pair]
@@ -277,14 +303,10 @@ class Slab:
             return None
         if got != len(keys) * self.record_bytes:
             return None
-        headers = [
+        return [
             verify_block(page, key, view, length)
             for page, key, view, length in zip(pages, keys, views, lengths, strict=True)
         ]
-        for place, header in enumerate(headers):
-            if header is None:
-                self._try_clear(record + place)
-        return headers
 
     def write_run(
         self,
@@ -303,25 +325,29 @@ class Slab:
             page[:HEADER_BYTES] = raw
         end = record + len(headers)
         if any(self._written[record:end]):
-            _write_all(self._index_fd, _FREE_ENTRY * len(headers), self._entry_at(record))
+            _write_all(self._index_fd, FREE_ENTRY * len(headers), entry_at(record))
             self._written[record:end] = bytes(len(headers))
         pieces = [piece for pair in zip(pages, views, strict=True) for piece in pair]
         put = os.pwritev(self._data_fd, pieces, record * self.record_bytes)
         if put != len(headers) * self.record_bytes:
             raise OSError(errno.ENOSPC, "short write of records")
         self._written[record:end] = b"\x01" * len(headers)
-        entries = b"".join(raw + _USE.pack(use) for raw, use in zip(packed, uses, strict=True))
-        _write_all(self._index_fd, entries, self._entry_at(record))
+        entries = b"".join(map(pack_entry, packed, uses))
+        _write_all(self._index_fd, entries, entry_at(record))
 
     def clear(self, record: int) -> None:
         """Zero a record's index entry, so that no restart finds its block; may raise OSError."""
         if self._written[record]:
-            _write_all(self._index_fd, _FREE_ENTRY, self._entry_at(record))
+            _write_all(self._index_fd, FREE_ENTRY, entry_at(record))
             self._written[record] = 0
 
     def save_uses(self) -> None:
         """Write down which blocks were hit; may raise OSError, which costs only their order."""
-        _write_all(self._index_fd, self.uses.tobytes(), self._uses_at)
+        _write_all(self._index_fd, pack_uses(self.uses), uses_at(self.records))
+
+    def forget_uses(self) -> None:
+        """Write down that no block was hit; may raise OSError."""
+        _write_all(self._index_fd, bytes(uses_bytes(self.records)), uses_at(self.records))
 
     def find_unlinked(self) -> None:
         """Set `unlinked` if somebody removed the files: they take blocks that no restart finds."""
@@ -337,31 +363,13 @@ class Slab:
 
     def survey(self) -> Survey:
         """What the index file tells of. Raises OSError."""
-        raw = _read_all(self._index_fd, self._uses_at + _USE.size * self.records)
-        hits = array("Q", bytes(_USE.size * self.records))
-        saved = raw[self._uses_at :]
-        if len(saved) == len(hits) * _USE.size:
-            hits = array("Q", saved)
-        whole = os.fstat(self._data_fd).st_size // self.record_bytes
-        found = Survey([], [], [])
-        for record in range(self.records):
-            at = self._entry_at(record)
-            entry = raw[at : min(at + _ENTRY_BYTES, self._uses_at)]
-            if not entry or not entry[0]:
-                continue
-            header = unpack_header(entry) if len(entry) == _ENTRY_BYTES else None
-            if (
-                header is None
-                or header.key.namespace != self.namespace
-                or header.length > self.slot_bytes
-            ):
-                found.unsound.append(record)
-            elif record >= whole:
-                found.beyond.append(record)
-            else:
-                stored = _USE.unpack_from(entry, HEADER_BYTES)[0]
-                found.entries.append(Entry(record, header, max(stored, hits[record])))
-        return found
+        return survey(
+            _read_all(self._index_fd, index_bytes(self.records)),
+            records=self.records,
+            namespace=self.namespace,
+            slot_bytes=self.slot_bytes,
+            whole=os.fstat(self._data_fd).st_size // self.record_bytes,
+        )
 
     def read_raw(self, record: int, view: memoryview) -> int:
         """Bring what lies on disk from a record's header page on into `view`, page-aligned.
@@ -389,9 +397,6 @@ class Slab:
         """Let go of the files; once, with nothing in flight."""
         os.close(self._data_fd)
         os.close(self._index_fd)
-
-    def _entry_at(self, record: int) -> int:
-        return _ENTRIES_AT + record * _ENTRY_BYTES
 
     def _try_clear(self, record: int) -> None:
         # If it fails, say on a read-only disk, a restart finds the damage once more.

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from tierd.backend import BlockHeader
 from tierd.types import slot_bytes_for
+from tierd_backends._again import Fault
 from tierd_backends._slab import RUN_RECORDS_MAX, Slab
 
 RUN_BYTES_MAX = 1 << 20
@@ -28,7 +29,10 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One block on its way. A thread sets `done`, and `error` or, when it reads, `header`."""
+    """One block on its way. A thread sets `done`, and `error` or, when it reads, `header`.
+
+    Of a block whose first read was damaged it also says where, and whether it is `dropped`.
+    """
 
     slab: Slab
     record: int
@@ -40,6 +44,8 @@ class Job:
     use: int
     first_in_slab: bool = False
     header: BlockHeader | None = None
+    fault: Fault | None = None
+    dropped: bool = False
     error: OSError | None = None
     done: bool = False
 

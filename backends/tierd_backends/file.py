@@ -9,13 +9,14 @@ gets it until after the thread is done with it, whoever gave up waiting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar, assert_never
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +38,7 @@ from tierd.errors import BackendError, ConfigError
 from tierd.eviction import STORAGE_DEFAULT, STORAGE_POLICIES
 from tierd.sizes import parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
+from tierd_backends._again import COUNTERS, Fault
 from tierd_backends._directory import StoreDirectory
 from tierd_backends._fsck import check_store
 from tierd_backends._restart import open_slabs, read_indexes
@@ -113,9 +115,10 @@ class FileBackend(Backend):
         )
         self._directory = StoreDirectory(Path(options.path).expanduser())
         self.counters = {
-            "corrupt_total": 0,
+            **COUNTERS,
             "evicted_blocks_total": 0,
             "evicted_slabs_total": 0,
+            "index_damage_total": 0,
             "io_errors_total": 0,
             "lost_slabs_total": 0,
             "refused_no_space_total": 0,
@@ -207,34 +210,39 @@ class FileBackend(Backend):
         shelf = self._space.shelves.get(namespace)
         if shelf is None:
             return results
-        jobs = []
-        for position, (block_hash, view, length) in enumerate(requests):
-            item = shelf.find(block_hash)
-            if item is not None:
-                jobs.append(self._job(shelf, item, position, block_hash, view, length))
-        cancelled = await self._threads.run(self._threads.readers, _read, jobs, abandon=True)
-        hits = []
-        for job in jobs:
-            if job.header is not None:
-                results[job.position] = GetResult(Outcome.HIT, job.header)
-                if shelf.find(job.block_hash) == job.item:
-                    job.slab.mark_used(job.item, job.use)
+        jobs: list[Job] = []
+        with contextlib.ExitStack() as pins:
+            for position, (block_hash, view, length) in enumerate(requests):
+                item = shelf.find(block_hash)
+                if item is not None:
+                    jobs.append(self._job(shelf, item, position, block_hash, view, length))
+                    pins.callback(shelf.unpin, item)
+            cancelled = await self._threads.run(self._threads.readers, _read, jobs, abandon=True)
+            hits = []
+            for job in jobs:
+                results[job.position] = GetResult(self._was_read(shelf, job), job.header)
+                if job.header is not None:
                     hits.append(job.block_hash)
-            elif job.error is not None:
-                results[job.position] = GetResult(Outcome.ERROR)
-                shelf.retire(job.item, job.block_hash)
-            elif job.done:
-                results[job.position] = GetResult(Outcome.CORRUPT)
-                shelf.retire(job.item, job.block_hash)
-                self._note_corrupt(job)
-        shelf.use(hits)
-        for job in jobs:
-            shelf.unpin(job.item)
+            shelf.use([h for h in hits if h in shelf.index])
         self._note_errors("read", jobs)
         if cancelled is not None:
             raise cancelled
         self._space.save_uses_soon()
         return results
+
+    def _was_read(self, shelf: Shelf, job: Job) -> Outcome:
+        """How a block fared; what is not to be found again is forgotten."""
+        if job.fault is not None:
+            self._note_fault(job, job.fault)
+        if job.dropped:
+            shelf.retire(job.item, job.block_hash)
+        if job.header is not None:
+            if shelf.find(job.block_hash) == job.item:
+                job.slab.mark_used(job.item, job.use)
+            return Outcome.HIT
+        if not job.done:
+            return Outcome.MISS  # The call was called off before.
+        return Outcome.CORRUPT if job.fault is Fault.STORED else Outcome.ERROR
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         self._check_open()
@@ -278,15 +286,15 @@ class FileBackend(Backend):
         if writes:
             await asyncio.wait(writes)
             self._check_open()
-        jobs = []
-        for block_hash in wanted:
-            item = shelf.find(block_hash)
-            if item is not None:
-                jobs.append(self._job(shelf, item, 0, block_hash, memoryview(b""), 0))
-                shelf.retire(item, block_hash)
-        cancelled = await self._threads.run(self._threads.writers, _clear, jobs, abandon=False)
-        for job in jobs:
-            shelf.unpin(job.item)
+        jobs: list[Job] = []
+        with contextlib.ExitStack() as pins:
+            for block_hash in wanted:
+                item = shelf.find(block_hash)
+                if item is not None:
+                    jobs.append(self._job(shelf, item, 0, block_hash, memoryview(b""), 0))
+                    pins.callback(shelf.unpin, item)
+                    shelf.retire(item, block_hash)
+            cancelled = await self._threads.run(self._threads.writers, _clear, jobs, abandon=False)
         failed = self._note_errors("clear", jobs)
         if cancelled is not None:
             raise cancelled
@@ -368,10 +376,9 @@ class FileBackend(Backend):
         length: int,
     ) -> Job:
         """A job with its record pinned; unpin it when the threads are done."""
-        shelf.pin(item)
         self._space.uses += 1
         slab = shelf.slab_of(item)
-        return Job(
+        job = Job(
             slab=slab,
             record=slab.record(item),
             item=item,
@@ -381,6 +388,8 @@ class FileBackend(Backend):
             length=length,
             use=self._space.uses,
         )
+        shelf.pin(item)
+        return job
 
     async def _put_new(
         self, shelf: Shelf, requests: Sequence[PutRequest]
@@ -414,25 +423,32 @@ class FileBackend(Backend):
             jobs.append(job)
             shelf.writing[block_hash] = asyncio.get_running_loop().create_future()
         leaders = {p: shelf.writing[h] for p, h in again if h in shelf.writing}
-        cancelled = await self._threads.run(self._threads.writers, _write, jobs, abandon=True)
-        for job in jobs:
-            outcome: Outcome | None = None
-            if job.error is not None or job.slab.unlinked:
-                outcome = outcomes[job.position] = Outcome.ERROR
-                shelf.give_back(job.item)
-            elif job.done:
-                outcome = outcomes[job.position] = Outcome.STORED
-                shelf.store(job.item, job.block_hash, requests[job.position].parent, job.use)
-            else:
-                shelf.give_back(job.item)
-            shelf.unpin(job.item)
-            shelf.writing.pop(job.block_hash).set_result(outcome)
+        with contextlib.ExitStack() as settling:
+            for job in reversed(jobs):
+                parent = requests[job.position].parent
+                settling.callback(self._was_written, shelf, job, parent, outcomes)
+            cancelled = await self._threads.run(self._threads.writers, _write, jobs, abandon=True)
         self._note_errors("write", jobs)
         if any(job.slab.unlinked for job in jobs):
             await self._space.drop_unlinked(shelf)
         if cancelled is not None:
             raise cancelled
         return outcomes, leaders
+
+    def _was_written(self, shelf: Shelf, job: Job, parent: bytes, outcomes: list[Outcome]) -> None:
+        """Let go of the record of a write, which holds its block now or is free."""
+        outcome: Outcome | None = None
+        try:
+            if job.error is not None or job.slab.unlinked:
+                outcome = outcomes[job.position] = Outcome.ERROR
+            elif job.done:
+                shelf.store(job.item, job.block_hash, parent, job.use)
+                outcome = outcomes[job.position] = Outcome.STORED
+        finally:
+            if outcome is not Outcome.STORED:
+                shelf.give_back(job.item)
+            shelf.unpin(job.item)
+            shelf.writing.pop(job.block_hash).set_result(outcome)
 
     def _note_errors(self, action: str, jobs: Sequence[Job]) -> list[OSError]:
         """Count a batch's errors, with one line in the log."""
@@ -445,11 +461,20 @@ class FileBackend(Backend):
             _log.warning("cannot %s %d blocks, in %s: %s", action, len(errors), where, errors[0])
         return errors
 
-    def _note_corrupt(self, job: Job) -> None:
-        self.counters["corrupt_total"] += 1
-        where = f"{job.slab.folder}/{job.slab.number:08d}.slab"
+    def _note_fault(self, job: Job, fault: Fault) -> None:
+        self.counters[fault.counter] += 1
+        where = f"record {job.record} of {job.slab.folder}/{job.slab.number:08d}.slab"
         wanted = job.block_hash.hex()
-        _log.warning("record %d of %s is not block %s; dropped", job.record, where, wanted)
+        match fault:
+            case Fault.STORED:
+                _log.warning("%s is not block %s; dropped", where, wanted)
+            case Fault.TRANSIT:
+                found = "differs from the first" if job.header is None else "is sound"
+                _log.warning("a read of %s is damaged, and the second %s", where, found)
+            case Fault.UNKNOWN:
+                _log.warning("a read of %s is damaged, and there is no second: kept", where)
+            case _:
+                assert_never(fault)
 
     def _open_files(self) -> None:
         """In a thread, before anything else runs."""
@@ -495,6 +520,7 @@ class FileBackend(Backend):
 
 
 def _read(run: list[Job]) -> None:
+    left = run
     if len(run) > 1:
         headers = run[0].slab.read_run(
             run[0].record,
@@ -502,16 +528,17 @@ def _read(run: list[Job]) -> None:
             [job.view for job in run],
             [job.length for job in run],
         )
-        if headers is not None:
-            for job, header in zip(run, headers, strict=True):
-                job.header = header
-            return
-    for job in run:
+        for job, header in zip(run, headers or (), strict=False):
+            job.header = header
+            # If it is read well now, this one was damaged on its way.
+            job.fault = Fault.TRANSIT if header is None else None
+        left = [job for job in run if job.header is None]
+    for job in left:
         key = BlockKey(job.slab.namespace, job.block_hash)
-        try:
-            job.header = job.slab.read(job.record, key, job.view, job.length)
-        except OSError as error:
-            job.error = error
+        reading = job.slab.read(job.record, key, job.view, job.length)
+        if reading.header is None or reading.fault is not None:
+            job.fault = reading.fault
+        job.header, job.error, job.dropped = reading.header, reading.error, reading.dropped
 
 
 def _write(run: list[Job]) -> None:

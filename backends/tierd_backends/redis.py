@@ -10,8 +10,8 @@ stop storing: see _lid.py. `ttl_s` bounds the age of a
 block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
 which replicas and append-only files never see. What is used least the server's LRU knows.
 
-A user needs +get +set +exists +unlink +scan +getrange +sadd +srem +smembers on the prefix's keys;
-of a cluster also +cluster|slots, +cluster|nodes and +asking.
+A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
+prefix's keys, and +multi +exec; of a cluster also +cluster|slots, +cluster|nodes and +asking.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
+from tierd_backends._again import COUNTERS, Fault
 from tierd_backends._calls import CallThreads
 from tierd_backends._lid import Lid
 from tierd_backends._redis_census import Census
@@ -87,8 +88,8 @@ class RedisBackend(Backend):
         self._silence_s = options.timeout_ms / 1000
         self._lid = Lid(options.capacity, f"the Redis tier at {self._target.host}")
         self.counters = {
+            **COUNTERS,
             "connects_total": 0,
-            "corrupt_total": 0,
             "io_errors_total": 0,
             "moved_total": 0,
             "node_down_total": 0,
@@ -206,11 +207,9 @@ class RedisBackend(Backend):
             try:
                 await self._threads.run(self._work.get, self._work.runs(jobs))
             finally:
-                corrupt = [job.key for job in jobs if job.outcome is Outcome.CORRUPT]
-                if corrupt:
-                    self._count("corrupt_total", len(corrupt))
-                    self._warn("corrupt", f"{corrupt[0].decode()} held another or a damaged block")
                 for job in jobs:
+                    if job.fault is not None:
+                        self._note_fault(job.key, job.fault)
                     if job.dropped:
                         self._census.dropped(job.block)
                 self._note_errors("get", [job.why for job in jobs if job.why])
@@ -412,6 +411,16 @@ class RedisBackend(Backend):
         if reasons:
             self._count("io_errors_total", len(reasons))
             self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
+
+    def _note_fault(self, key: bytes, fault: Fault) -> None:
+        """Count a block that was read damaged, with a line in the log now and then."""
+        self._count(fault.counter)
+        told = {
+            Fault.STORED: "held another or a damaged block",
+            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+        }
+        self._warn(fault.counter, f"{key.decode()} {told[fault]}")
 
     def _warn(self, kind: str, text: str) -> None:
         """Log one line of a kind every LOG_EVERY_S: the counters tell how many there were."""

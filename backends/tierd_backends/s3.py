@@ -36,9 +36,10 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
+from tierd_backends._again import COUNTERS, Fault, judge
 from tierd_backends._calls import CallThreads, Turn
 from tierd_backends._lid import Lid
-from tierd_backends._s3_bucket import Bucket, Listed, OnCall, Page, Tally
+from tierd_backends._s3_bucket import Bucket, Listed, OnCall, Page, Read, Tally
 from tierd_backends._s3_failure import Kind, S3Error
 from tierd_backends._s3_jobs import Batch, Change, Fetch, Look
 from tierd_backends._s3_options import S3Options
@@ -81,7 +82,7 @@ class S3Backend(Backend):
             f" at {options.endpoint}" if options.endpoint else ""
         )
         self.counters = {
-            "corrupt_total": 0,
+            **COUNTERS,
             "denied_total": 0,
             "io_errors_total": 0,
             "retries_total": 0,
@@ -92,7 +93,7 @@ class S3Backend(Backend):
         self._tally = Tally(self.counters)
         self._lid = Lid(options.capacity, self._where)
         self._usage = Usage()
-        self._logged: dict[Kind, float] = {}
+        self._logged: dict[Kind | Fault, float] = {}
         self._opened = False
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -195,10 +196,16 @@ class S3Backend(Backend):
         batch = Batch(self._options.connections)
         with self._call_in_flight():
             await self._settled([fetch.name for fetch in fetches])
-            await self._readers.run(lambda turn: self._fetch(batch, turn), fetches)
+            try:
+                await self._readers.run(lambda turn: self._fetch(batch, turn), fetches)
+            finally:
+                for fetch in fetches:
+                    if fetch.fault is not None:
+                        self._note_fault(fetch, fetch.fault)
             batch.raise_if_shut_out(self._where, [fetch.outcome for fetch in fetches])
-            bad = {fetch.name for fetch in fetches if fetch.outcome is Outcome.CORRUPT}
-            await self._change([Change(name) for name in bad], Batch(len(bad)))
+            bad = {f.name: f.etag for f in fetches if f.outcome is Outcome.CORRUPT and f.etag}
+            changes = [Change(name, etag=etag) for name, etag in bad.items()]
+            await self._change(changes, Batch(len(changes)))
         return [GetResult(fetch.outcome, fetch.header) for fetch in fetches]
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
@@ -421,14 +428,33 @@ class S3Backend(Backend):
             except S3Error as failure:
                 self._note(batch, failure, turn)
                 continue
-            if read is None:
-                fetch.outcome = Outcome.MISS
-            elif read.header is None:
-                fetch.outcome = Outcome.CORRUPT
-                self._tally.add("corrupt_total")
+            if read is not None and read.header is None:
+                self._fetch_again(batch, turn, fetch, read, raw_header)
             else:
-                fetch.outcome = Outcome.HIT
-                fetch.header = read.header
+                fetch.outcome = Outcome.MISS if read is None else Outcome.HIT
+                fetch.header = read.header if read is not None else None
+
+    def _fetch_again(
+        self, batch: Batch, turn: OnCall, fetch: Fetch, first: Read, raw_header: memoryview
+    ) -> None:
+        """Judge a damaged object by a second read, over a connection of its own."""
+        fetch.fault = Fault.UNKNOWN
+        try:
+            second = self._bucket.read(
+                turn, fetch.name, fetch.key, fetch.view, raw_header, fresh=True
+            )
+        except S3Error as failure:
+            self._note(batch, failure, turn)
+            return
+        if second is None:
+            fetch.outcome, fetch.fault = Outcome.MISS, None
+            return
+        fetch.header, fetch.etag = second.header, second.etag
+        fetch.fault = judge(first, second, second.header)
+        if second.header is not None:
+            fetch.outcome = Outcome.HIT
+        elif fetch.fault is Fault.STORED:
+            fetch.outcome = Outcome.CORRUPT
 
     async def _change(self, changes: Sequence[Change], batch: Batch) -> None:
         """Make changes, each when no other call changes its block."""
@@ -481,9 +507,13 @@ class S3Backend(Backend):
         change.outcome = Outcome.STORED if written.stored else Outcome.PRESENT
 
     def _drop(self, turn: OnCall, change: Change) -> None:
-        size_bytes = self._bucket.size_of(turn, change.name)
+        if change.etag:
+            size_bytes = self._bucket.delete_read(turn, change.name, change.etag)
+        else:
+            size_bytes = self._bucket.size_of(turn, change.name)
+            if size_bytes is not None:
+                self._bucket.delete(turn, change.name)
         if size_bytes is not None:
-            self._bucket.delete(turn, change.name)
             change.blocks, change.size_bytes = -1, -size_bytes
         change.outcome = Outcome.MISS
 
@@ -509,10 +539,24 @@ class S3Backend(Backend):
             return
         batch.note(failure)
         self._tally.add("denied_total" if failure.kind is Kind.DENIED else "io_errors_total")
+        self._warn(failure.kind, str(failure))
+
+    def _note_fault(self, fetch: Fetch, fault: Fault) -> None:
+        """Count and log an object that was read damaged."""
+        self._tally.add(fault.counter)
+        kept = "; kept, since it has no ETag to delete it by" if not fetch.etag else ""
+        told = {
+            Fault.STORED: f"is another or a damaged block{kept}",
+            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+        }
+        self._warn(fault, f"{fetch.name} {told[fault]}")
+
+    def _warn(self, kind: Kind | Fault, text: str) -> None:
         now = time.monotonic()
-        if now >= self._logged.get(failure.kind, now):
-            self._logged[failure.kind] = now + LOG_EVERY_S
-            _log.warning("%s: %s", self._where, failure)
+        if now >= self._logged.get(kind, now):
+            self._logged[kind] = now + LOG_EVERY_S
+            _log.warning("%s: %s", self._where, text)
 
     async def _end_threads(self) -> None:
         await self._readers.close()

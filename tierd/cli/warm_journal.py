@@ -1,6 +1,7 @@
 """The journal of a warm: what it has finished, so that another run need not do it again.
 
-A header line, then a line for each unit, appended once all its blocks were had. A line that was
+A header line, then a line for each unit, appended once all its blocks were had, each with its
+CRC-32. A line that was
 cut off by a crash is as if it had never been begun; any other file is left as it is.
 """
 
@@ -16,10 +17,11 @@ from typing import Final, NamedTuple
 
 from tierd.cli.operator import Operator, tables
 from tierd.errors import ConfigError
+from tierd.lines import is_sealed, sealed
 from tierd.types import DIGEST_BYTES, HASH_BYTES
 from tierd.wire.messages import EXPLAINED_MAX
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Done(NamedTuple):
@@ -57,7 +59,7 @@ class Journal:
             "last": done.last.hex(),
             "blocks": done.blocks,
         }
-        self._write(_line(record))
+        self._write(sealed(record))
         self.done[unit] = done
 
     def close(self) -> None:
@@ -69,7 +71,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{self.path}: another tierd warm uses this journal") from error
-        header = _line({"tierd_warm_journal": VERSION, "to": target})
+        header = sealed({"tierd_warm_journal": VERSION, "to": target})
         self._file.seek(0)
         data = self._file.read()
         if header.startswith(data):
@@ -116,6 +118,7 @@ class Journal:
                     type(done.blocks) is int
                     and all(len(digest) == DIGEST_BYTES for digest in done.digests)
                     and len(done.last) == (HASH_BYTES if done.blocks else 0)
+                    and is_sealed(line)
                 )
                 unit = record["unit"]
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -131,10 +134,6 @@ class Journal:
             raise ConfigError(f"{self.path}: {error.strerror}") from error
         if written != len(line):
             raise ConfigError(f"{self.path}: no space left for it")
-
-
-def _line(record: dict[str, object]) -> bytes:
-    return json.dumps(record).encode() + b"\n"
 
 
 def still_there(journal: Journal, operator: Operator, target: int) -> Mapping[str, Done]:

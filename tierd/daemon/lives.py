@@ -215,6 +215,10 @@ class Lives:
             for record in segment.ledger.records()
             if record.length == namespace.block_bytes
         ]
+        damaged = sum(segment.ledger.damaged for segment in segments.values())
+        if damaged:
+            self._memory.counters["rotten_blocks_total"] += damaged
+            log.error("%d records of blocks in host memory are damaged; they are gone", damaged)
         found.sort()
         blocks = [
             Adopted(

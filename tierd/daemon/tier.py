@@ -75,7 +75,8 @@ class TierState(enum.Enum):
     UNAVAILABLE = "unavailable"
     """It could not be opened, and is tried again."""
     FAILING = "failing"
-    """It is open, and its breaker lets no reads, or no writes, through."""
+    """It is open, and its breaker lets no reads or no writes through, or they failed when they
+    were last tried."""
     INDEXING = "indexing"
     """It is open, and does not know all that it has yet."""
     READY = "ready"
@@ -417,7 +418,7 @@ class StorageTier:
         """One word on it."""
         if not self._open:
             return TierState.UNAVAILABLE if self._why else TierState.OPENING
-        if not (self._backend.reads_allowed and self._backend.writes_allowed):
+        if self._backend.failing:
             return TierState.FAILING
         indexed = self._backend.stats().index_complete
         return TierState.READY if indexed else TierState.INDEXING

@@ -27,7 +27,8 @@ _SEAL = struct.Struct("<Q")
 _PREFIX = struct.Struct("<8sI")
 
 # The state comes last: a record is written front to back, and says READY at the end. The seal is
-# over what comes before the tiers, which change while the block stays.
+# over what comes before the tiers, which change while the block stays: beside their bits lie the
+# same bits inverted, so that both change at once.
 _BODY = struct.Struct(f"<QQI{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
 _TAIL = struct.Struct("<IQ8xQ")
 RECORD_BYTES: Final = _BODY.size + _TAIL.size
@@ -36,7 +37,11 @@ assert RECORD_BYTES == 128
 _TIERS_OFFSET: Final = _BODY.size
 _STATE_OFFSET: Final = RECORD_BYTES - 8
 _FREE: Final = 0
-_READY: Final = 2
+_READY: Final = int.from_bytes(b"IS READY", "little")
+"""No flipped bit, nor a byte of 0xFF, makes it of _FREE."""
+
+_TIER_BITS: Final = 16
+_TIERS_ALL: Final = (1 << _TIER_BITS) - 1
 
 
 class LedgerError(TierdError):
@@ -65,6 +70,7 @@ class Ledger:
         "_records_at",
         "_states",
         "_tiers",
+        "damaged",
         "fd",
         "index",
         "namespace",
@@ -77,6 +83,8 @@ class Ledger:
         self.namespace = namespace
         self.index = index
         self.slots = slots
+        self.damaged = 0
+        """Records that `records` has left out."""
         self._records_at = at
         self._mapping = mmap.mmap(fd, at + slots * RECORD_BYTES)
         self._states = np.ndarray(
@@ -165,25 +173,36 @@ class Ledger:
         )
         at = self._at(record.place)
         self._mapping[at : at + _BODY.size] = body
+        tiers = record.tiers | (record.tiers ^ _TIERS_ALL) << _TIER_BITS
         _TAIL.pack_into(
-            self._mapping, at + _BODY.size, record.tiers, xxhash.xxh3_64_intdigest(body), _READY
+            self._mapping, at + _BODY.size, tiers, xxhash.xxh3_64_intdigest(body), _READY
         )
 
     def note_tiers(self, places: Sequence[int], add: int, remove: int) -> None:
         """Storage tiers, by their bits, that have these blocks now, and that do not any more."""
-        self._tiers[places] = self._tiers[places] & ~np.uint32(remove) | np.uint32(add)
+        there = self._tiers[places]
+        known = np.where((there >> _TIER_BITS) ^ _TIERS_ALL == there & _TIERS_ALL, there, 0)
+        known = (known & ~np.uint32(remove) | np.uint32(add)) & np.uint32(_TIERS_ALL)
+        self._tiers[places] = known | (known ^ np.uint32(_TIERS_ALL)) << np.uint32(_TIER_BITS)
 
     def forget_tiers(self) -> None:
         """No storage tier has any of these blocks, as far as is known."""
         self._tiers[:] = 0
 
     def records(self) -> Iterator[LedgerRecord]:
-        """The READY slots whose records are whole."""
-        for place in np.flatnonzero(self._states == _READY).tolist():
+        """The READY slots whose records are whole; `damaged` counts the others afterwards."""
+        ready = self._states == _READY
+        self.damaged = int(np.count_nonzero(~ready & (self._states != _FREE)))
+        for place in np.flatnonzero(ready).tolist():
             at = self._at(place)
             body = self._mapping[at : at + _BODY.size]
             tiers, seal, _ = _TAIL.unpack_from(self._mapping, at + _BODY.size)
-            if seal == xxhash.xxh3_64_intdigest(body):
+            if seal != xxhash.xxh3_64_intdigest(body):
+                self.damaged += 1
+            else:
+                # Of bits that are damaged none counts: the block is looked for, or written again.
+                low, high = tiers & _TIERS_ALL, tiers >> _TIER_BITS
+                tiers = low if low ^ high == _TIERS_ALL else 0
                 generation, last_use, length, block_hash, parent, digest = _BODY.unpack(body)
                 yield LedgerRecord(
                     place, block_hash, parent, length, digest, generation, last_use, tiers

@@ -82,6 +82,13 @@ class BreakerBackend(Wrapper):
         """Whether a write that begins now would be made. Asking changes nothing."""
         return self._writes.allows(asyncio.get_running_loop().time())
 
+    @property
+    def failing(self) -> bool:
+        """Whether reads or writes are refused, or the last ones that were let try failed: a
+        probe that is answered says little of a tier whose every real call fails."""
+        now_s = asyncio.get_running_loop().time()
+        return self._reads.failing(now_s) or self._writes.failing(now_s)
+
     def blame_reads(self) -> None:
         """A request's own, shorter deadline has passed while it waited for reads.
 

@@ -93,6 +93,8 @@ class Circuit:
         self._era = 0
         self._calls: dict[Call, None] = {}
         self._trial: Call | None = None
+        # Whether a trial has failed since it was closed: the probe is answered, real calls are not.
+        self._relapsed = False
         self._doubted_s: float | None = None
         self._lookups, self._moves = _Tally(), _Tally()
         # What a call that goes well takes, a lookup or another one; 0 if none has yet.
@@ -110,6 +112,10 @@ class Circuit:
         """Whether a call may begin."""
         state = self.state(now_s)
         return state is State.CLOSED or (state is State.HALF_OPEN and self._trial is None)
+
+    def failing(self, now_s: float) -> bool:
+        """Whether no call may begin, or the last one that was let try failed."""
+        return self._relapsed or not self.allows(now_s)
 
     @property
     def is_open(self) -> bool:
@@ -256,12 +262,14 @@ class Circuit:
             log.warning(
                 "storage tier %s: %s stopped: %s", self._name, self._what, why, extra=self._extra
             )
+        self._relapsed = self._relapsed or self._state is State.HALF_OPEN
         self._trust()
         self._enter(State.OPEN, now_s)
         self.opened += 1
 
     def _close(self, now_s: float) -> None:
         log.info("storage tier %s: %s resumed", self._name, self._what, extra=self._extra)
+        self._relapsed = False
         self._enter(State.CLOSED, now_s)
 
     def _enter(self, state: State, now_s: float) -> None:
