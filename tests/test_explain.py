@@ -270,7 +270,7 @@ def test_flushed() -> None:
         # It is not what became of a block that came later.
         bench.store(2)
         await bench.backed_up()
-        await bench.raw[0].delete_many(SCOPE, hashes)
+        await bench.raw[0].delete_many(bench.tiers[0].epochs.now(SPACE.digest), hashes)
         bench.forget()
         assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
 
