@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests import blocks
-from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, damage, run
+from tests.tier_bench import PAGE, SCOPE, SPACE, Bench, Tier, config, damage, run
 from tierd.cli.explain import named_blocks
 from tierd.cli.operator import tables
 from tierd.cli.reasons import said
@@ -42,7 +42,7 @@ def test_where_blocks_are() -> None:
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
         await bench.backed_up()
-        await bench.raw[0].delete_many(SPACE.digest, hashes[3:])
+        await bench.raw[0].delete_many(SCOPE, hashes[3:])
         bench.forget()
         assert await bench.acquire(hashes[:2]) == 2
         bench.node.learning.note([bench.space], hashes[:1], 0)
@@ -270,7 +270,7 @@ def test_flushed() -> None:
         # It is not what became of a block that came later.
         bench.store(2)
         await bench.backed_up()
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(bench.tiers[0].epochs.now(SPACE.digest), hashes)
         bench.forget()
         assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
 
@@ -288,7 +288,7 @@ def test_a_flush_of_another_tier() -> None:
         work = flushes.begin("", host=False, numbers=[1])
         bench.node.spawn(lambda: flushes.run(work), "flush")
         await work.done.wait()
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         reasons = await why(bench, hashes[0])
         assert [(r["what"], r["tier"]) for r in reasons] == [("tier_dropped", 0), ("flushed", 1)]
 
@@ -318,7 +318,7 @@ def test_checksum_failed() -> None:
         await bench.backed_up()
         assert await why(bench, hashes[1]) == []
         await asyncio.sleep(5)
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         assert [r["what"] for r in await why(bench, hashes[1])] == ["tier_dropped"]
 
     run(test, only())
@@ -452,7 +452,7 @@ def test_tier_dropped() -> None:
         hashes = bench.store(3)
         await bench.backed_up()
         await asyncio.sleep(10)
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         dropped = {"what": "tier_dropped", "tier": 0}
         [reason] = await why(bench, hashes[0])  # L2 has it still.
         assert reason.pop("had_s") in range(9, 12)
@@ -467,7 +467,7 @@ def test_tier_dropped() -> None:
         bench.forget()
         bench.node.backups.queues[0].had.records.clear()
         assert await bench.acquire(hashes) == 3
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         bench.forget()
         assert (await why(bench, hashes[0]))[1]["what"] == "tier_dropped"
 
@@ -499,7 +499,7 @@ def test_a_tier_that_is_not_filled_from_below() -> None:
     async def test(bench: Bench) -> None:
         hashes = bench.store(2)
         await bench.backed_up()
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         bench.node.backups.queues[0].had.records.clear()
         bench.forget()
         assert await bench.acquire(hashes) == 2
@@ -535,7 +535,7 @@ def test_a_block_that_the_tier_had_already() -> None:
         bench.node.backups.lost(bench.space, list(bench.space.chain.items.values()), queue.bit)
         bench.store(1)  # As an engine does that has the prompt again: the tier says PRESENT.
         await bench.backed_up()
-        await bench.raw[0].delete_many(SPACE.digest, hashes)
+        await bench.raw[0].delete_many(SCOPE, hashes)
         bench.forget()
         assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
 

@@ -300,7 +300,7 @@ async def test_unknown_version(tmp_path):
     """An older tierd would destroy what a newer one stored."""
     async with running(tmp_path) as backend:
         await put(backend, make_chain("version", 2, BLOCK_BYTES))
-    (tmp_path / "FORMAT").write_text("tierd file store 2\n")
+    (tmp_path / "FORMAT").write_text("tierd file store 3\n")
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     with pytest.raises(ConfigError, match="FORMAT"):
         await opened(tmp_path)
@@ -457,7 +457,7 @@ async def test_files_vanish_while_open(tmp_path):
             path.unlink()
         (tmp_path / NAMESPACE.hex()).rmdir()
         assert set(await get(backend, blocks)) <= {Outcome.HIT, Outcome.MISS}
-        await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks])
+        await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks[1:]])
         more = make_chain("more", 8, BLOCK_BYTES)
         assert Outcome.ERROR in await put(backend, more)
         # Each failing put lets go of the slabs that it met; there are two.
@@ -469,6 +469,64 @@ async def test_files_vanish_while_open(tmp_path):
     async with running(tmp_path, capacity=capacity) as backend:
         assert await get(backend, more) == [Outcome.HIT] * 8
         check(backend)
+
+
+async def test_a_mark_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """A flush would be called complete, and a loss of power take its mark away."""
+    calls = []
+
+    def recorded(name):
+        real = getattr(os, name)
+
+        def call(what, *rest, **more):
+            path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else str(what)
+            calls.append((name, path))
+            return real(what, *rest, **more)
+
+        return call
+
+    async with running(tmp_path) as backend:
+        for name in ("mkdir", "open", "fsync"):
+            monkeypatch.setattr(os, name, recorded(name))
+        for mark in ("one", "two"):
+            calls.clear()
+            await backend.add_mark(mark)
+            file = str(tmp_path / "marks" / mark)
+            made, synced = calls.index(("open", file)), calls.index(("fsync", file))
+            folder = calls.index(("fsync", str(tmp_path / "marks")))
+            parent = calls.index(("fsync", str(tmp_path)))
+            assert calls.index(("mkdir", str(tmp_path / "marks"))) < parent < made
+            assert made < synced < folder
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(BackendError, match="EIO"):
+            await backend.add_mark("three")
+
+
+def failing(_):
+    raise OSError(errno.EIO, "EIO")
+
+
+async def test_what_is_emptied_gives_its_room_back(tmp_path):
+    """After a flush a tier would stay full of slabs that nobody asks for."""
+    blocks, capacity = await two_slabs(tmp_path)
+    async with running(tmp_path, capacity=capacity) as backend:
+        held = backend.stats().used_bytes
+        await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks])
+        assert backend.stats().used_bytes < held
+        assert not (tmp_path / NAMESPACE.hex()).exists()
+        assert await put(backend, blocks) == [Outcome.STORED] * 16
+        check(backend)
+
+
+async def test_an_empty_slab_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    """What an unlink did not remove would be back at the next start, and nobody would know."""
+    blocks, capacity = await two_slabs(tmp_path)
+    async with running(tmp_path, capacity=capacity) as backend:
+        monkeypatch.setattr(Path, "unlink", lambda *_, **__: failing(0))
+        with pytest.raises(BackendError, match="cannot be removed"):
+            await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks])
+        monkeypatch.undo()
 
 
 async def test_cut_short_while_open(tmp_path):

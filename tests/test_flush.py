@@ -21,9 +21,11 @@ from tierd.daemon.flush import Flush
 from tierd.daemon.orders import Orders
 from tierd.errors import BackendError, RefusedError, RemoteProtocolError
 from tierd.testing.backend import StoredBlock
+from tierd.testing.keeper import Keeper
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
 
+NS = 10**9
 OTHER = blocks.namespace(PAGE, model="other")
 
 
@@ -489,6 +491,49 @@ def test_only_a_tier() -> None:
         bench.check_nothing_is_left()
 
     run(test)
+
+
+def killed_after(steps: int) -> tuple[bool, bool, int]:
+    """A daemon killed so many turns of the loop into a flush: whether that was complete, whether it
+    had ended, and how many blocks the next daemon serves."""
+    keeper, raw = Keeper(), Tier()
+    hashes: list[bytes] = []
+    seen: list[tuple[bool, bool]] = []
+    found: list[int] = []
+
+    async def first(bench: Bench) -> None:
+        hashes.extend(bench.store(20))
+        await bench.backed_up()
+        lease = await bench.node.acquire(1, [bench.space], hashes[:5], bench.loop.now_ns + NS)
+        assert lease is not None
+        work = begin(bench)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        seen.append((bool(work.status()["complete"]), work.done.is_set()))
+
+    async def second(bench: Bench) -> None:
+        found.append(await bench.acquire(hashes))
+
+    run(first, config("tier"), raw=[raw], manager=keeper)
+    again = Tier()
+    again.blocks, again.kept_marks = raw.blocks, raw.kept_marks
+    run(second, config("tier"), raw=[again], manager=keeper)
+    keeper.close()
+    return *seen[0], found[0]
+
+
+def test_a_kill_between_any_two_steps() -> None:
+    """A crash in a flush, or after it, would bring back what was said to be gone: from L2, whose
+    memory outlives the daemon, or from the tier."""
+    steps, ended, incomplete = 0, False, []
+    while not ended:
+        complete, ended, found = killed_after(steps)
+        assert not complete or not found, f"{found} blocks are back, killed after {steps} steps"
+        if not complete:
+            incomplete.append(found)
+        steps += 1
+    assert len(incomplete) > 1
+    assert max(incomplete) == 20
 
 
 def test_one_at_a_time() -> None:

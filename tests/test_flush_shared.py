@@ -39,7 +39,7 @@ class Server:
 class Shared(Tier):
     """One node's client of a server, which asks it for every block."""
 
-    shared = True  # type: ignore[assignment]  # a property of the class that it replaces
+    shared = True
 
     def __init__(self, server: Server) -> None:
         super().__init__()

@@ -293,7 +293,7 @@ def test_what_is_no_tier(tmp_path, repair):
 async def test_unknown_version(tier):
     """A check by an older tierd would take all of a newer one's slabs for damage."""
     path, _, _ = tier
-    (path / "FORMAT").write_text("tierd file store 2\n")
+    (path / "FORMAT").write_text("tierd file store 3\n")
     before = contents(path)
     with pytest.raises(ConfigError, match="FORMAT"):
         check(path, repair=True)

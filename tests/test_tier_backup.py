@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SPACE, Bench, Tier, config, key, run
+from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SCOPE, Bench, Tier, config, key, run
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.config import TIERS_MAX, Size
 from tierd.daemon.backup import PENDING_SHARE_MAX
@@ -117,7 +117,7 @@ def test_a_promotion_fills_the_tiers_above(fill: bool) -> None:
         hashes = bench.store(6)
         await bench.backed_up()
         bench.forget()
-        await first.delete_many(SPACE.digest, hashes)
+        await first.delete_many(SCOPE, hashes)
         written = first.calls("put"), second.calls("put")
         assert await bench.acquire(hashes) == 6
         await bench.backed_up()

@@ -8,7 +8,18 @@ from collections.abc import Sequence
 import pytest
 
 from tests import blocks
-from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SPACE, Bench, Tier, config, damage, key, run
+from tests.tier_bench import (
+    DEADLINE_S,
+    PAGE,
+    PROBE_S,
+    SCOPE,
+    Bench,
+    Tier,
+    config,
+    damage,
+    key,
+    run,
+)
 from tierd.backend import GetRequest, GetResult
 from tierd.config import StorageConfig
 from tierd.daemon.tier import BATCH_BYTES_MAX
@@ -64,7 +75,7 @@ def test_a_slow_tier_does_not_hold_up_what_a_quick_one_has() -> None:
         bench.forget()
         first, second = bench.raw
         for block_hash in hashes[6:]:
-            await first.delete_many(SPACE.digest, [block_hash])
+            await first.delete_many(SCOPE, [block_hash])
         second.hangs = {"contains"}
         assert await bench.acquire(hashes, 0.5) == 6
         second.hangs.clear()

@@ -24,6 +24,7 @@ SPACE = blocks.namespace(PAGE)
 EPOCH = 1
 """Of all namespaces in a tier here, until they are flushed."""
 
+SCOPE = scope_of(SPACE.digest, EPOCH)
 DEADLINE_S = 2.0
 PROBE_S = 1.0
 

@@ -302,7 +302,8 @@ class Backend(ABC):
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         """Drop blocks, so that also a process that starts after a SIGKILL finds none; the count.
 
-        A loss of power may bring them back. Raises BackendError if some could not be dropped.
+        A loss of power may bring them back, and so may what a scan says it could not look at.
+        Raises BackendError if some could not be dropped.
         """
 
     @abstractmethod

@@ -177,9 +177,8 @@ class Flushes:
         self._latest.append(flush)
         self._memory.counters["flushes_total"] += 1
         try:
-            async with self.tiers_alone:
-                with self._barred(flush.covers):
-                    await self._bar(flush)
+            with self._barred(flush.covers):
+                await self._bar(flush)
             if flush.host:
                 # What was stored meanwhile, and nobody was to write.
                 await self._in_slices(flush.covers, self._offer)
@@ -202,12 +201,13 @@ class Flushes:
         if flush.host:
             await self._drop_host(flush)
         flush.dropped = True
-        # What begins to be written after the mark would be of the new epoch.
-        while self._backups.under_way(flush.covers):
-            await asyncio.sleep(POLL_S)
-        async with asyncio.TaskGroup() as group:
-            for told in flush.tiers:
-                group.create_task(_mark(told, flush.prefix))
+        async with self.tiers_alone:
+            # What began to be written after the mark would be of the new epoch.
+            while self._backups.under_way(flush.covers):
+                await asyncio.sleep(POLL_S)
+            async with asyncio.TaskGroup() as group:
+                for told in flush.tiers:
+                    group.create_task(_mark(told, flush.prefix))
         bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
         await self._in_slices(
             flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
