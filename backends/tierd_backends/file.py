@@ -400,7 +400,7 @@ class FileBackend(Backend):
                 shelf.store(job.item, job.block_hash, parent, job.use)
                 outcome = outcomes[job.position] = Outcome.STORED
         finally:
-            if outcome is not Outcome.STORED:
+            if outcome is not Outcome.STORED and not shelf.retire(job.item, job.block_hash):
                 shelf.give_back(job.item)
             shelf.unpin(job.item)
             shelf.writing.pop(job.block_hash).set_result(outcome)
