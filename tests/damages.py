@@ -10,11 +10,13 @@ WORD_BYTES = 8
 
 
 class Damage(NamedTuple):
-    """Something that happens to bytes; `at` is where, if it is one byte."""
+    """Something that happens to bytes; `at` is where, if it is one byte, and `first` where a word
+    is overwritten."""
 
     what: str
     spoil: Callable[[bytes], bytes]
     at: int | None = None
+    first: int | None = None
 
 
 def flips(end: int) -> Iterator[Damage]:
@@ -34,7 +36,9 @@ def fills(end: int) -> Iterator[Damage]:
     spans = [(at, min(at + WORD_BYTES, end)) for at in range(0, end, WORD_BYTES)]
     for first, last in [*spans, (0, end)]:
         for byte in (0, 0xFF):
-            yield Damage(f"bytes {first} to {last} are {byte:#x}", _fill(first, last, byte))
+            what = f"bytes {first} to {last} are {byte:#x}"
+            word = first if last - first <= WORD_BYTES else None
+            yield Damage(what, _fill(first, last, byte), first=word)
 
 
 def _fill(first: int, last: int, byte: int) -> Callable[[bytes], bytes]:
