@@ -39,7 +39,8 @@ from tierd.testing.suite import (
 )
 from tierd.types import PAGE_BYTES, slot_bytes_for
 from tierd_backends import _space
-from tierd_backends._slab import slab_bytes
+from tierd_backends._shelf import Shelf
+from tierd_backends._slab import Slab, slab_bytes
 from tierd_backends._slab_index import ENTRY_BYTES, FREE_ENTRY, entry_at
 from tierd_backends.file import FileBackend, FileOptions
 
@@ -823,7 +824,6 @@ async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeyp
 
 def test_allocation_fails_clean(tmp_path, monkeypatch):
     """A slab that the disk had no room for would stay behind half-made."""
-    from tierd_backends._slab import Slab
 
     def no_room(fd, offset, size):
         raise OSError(errno.ENOSPC, "no room")
@@ -951,6 +951,55 @@ async def test_one_bad_sector(tmp_path, monkeypatch):
         assert not any(bad in read for read in reads)
         assert await put(backend, [blocks[3]]) == [Outcome.STORED]
         assert await get(backend, blocks[:8]) == [hit] * 8
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Slab, "read"),
+        (Slab, "read_run"),
+        (Slab, "mark_used"),
+        (Slab, "find_unlinked"),
+        (Slab, "write_run"),
+        (Slab, "clear"),
+        (Shelf, "use"),
+        (Shelf, "store"),
+        (FileBackend, "_note_errors"),
+    ],
+)
+async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
+    """One call that raises would keep its records pinned and its blocks being written: the tier
+    serves and stores nothing any more, and a close hangs."""
+    blocks, capacity = await two_slabs(tmp_path)
+    more = make_chain("more", 4, BLOCK_BYTES)
+    hashes = [block.key.block_hash for block in blocks]
+
+    def bug(*_, **__):
+        raise OverflowError("int too big to convert")
+
+    async with running(tmp_path, capacity=capacity) as backend:
+        raised = 0
+        for call in (
+            lambda: get(backend, blocks[:4]),
+            lambda: get(backend, blocks[:1]),
+            lambda: put(backend, more),
+            lambda: asyncio.gather(put(backend, more), put(backend, more)),
+            lambda: backend.delete_many(NAMESPACE, hashes[12:]),
+        ):
+            with monkeypatch.context() as broken, contextlib.suppress(OverflowError):
+                broken.setattr(owner, name, bug)
+                raised += 1
+                async with asyncio.timeout(10):
+                    await call()
+                raised -= 1
+            # Both of two calls may raise, and the second of them later.
+            while any(shelf.writing for shelf in backend._space.shelves.values()):
+                await asyncio.sleep(0)
+            check(backend)
+        assert raised
+        assert set(await put(backend, blocks + more)) <= {Outcome.STORED, Outcome.PRESENT}
+        assert await get(backend, blocks + more) == [Outcome.HIT] * 20
+        check(backend)
 
 
 async def test_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar, assert_never
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -224,6 +224,7 @@ class FileBackend(Backend):
                 if job.header is not None:
                     hits.append(job.block_hash)
             shelf.use([h for h in hits if h in shelf.index])
+        self._note_faults(jobs)
         self._note_errors("read", jobs)
         if cancelled is not None:
             raise cancelled
@@ -232,8 +233,6 @@ class FileBackend(Backend):
 
     def _was_read(self, shelf: Shelf, job: Job) -> Outcome:
         """How a block fared; what is not to be found again is forgotten."""
-        if job.fault is not None:
-            self._note_fault(job, job.fault)
         if job.dropped:
             shelf.retire(job.item, job.block_hash)
         if job.header is not None:
@@ -445,7 +444,7 @@ class FileBackend(Backend):
                 shelf.store(job.item, job.block_hash, parent, job.use)
                 outcome = outcomes[job.position] = Outcome.STORED
         finally:
-            if outcome is not Outcome.STORED:
+            if outcome is not Outcome.STORED and not shelf.retire(job.item, job.block_hash):
                 shelf.give_back(job.item)
             shelf.unpin(job.item)
             shelf.writing.pop(job.block_hash).set_result(outcome)
@@ -461,20 +460,27 @@ class FileBackend(Backend):
             _log.warning("cannot %s %d blocks, in %s: %s", action, len(errors), where, errors[0])
         return errors
 
-    def _note_fault(self, job: Job, fault: Fault) -> None:
-        self.counters[fault.counter] += 1
-        where = f"record {job.record} of {job.slab.folder}/{job.slab.number:08d}.slab"
-        wanted = job.block_hash.hex()
-        match fault:
-            case Fault.STORED:
-                _log.warning("%s is not block %s; dropped", where, wanted)
-            case Fault.TRANSIT:
-                found = "differs from the first" if job.header is None else "is sound"
-                _log.warning("a read of %s is damaged, and the second %s", where, found)
-            case Fault.UNKNOWN:
-                _log.warning("a read of %s is damaged, and there is no second: kept", where)
-            case _:
-                assert_never(fault)
+    def _note_faults(self, jobs: Sequence[Job]) -> None:
+        """Count the blocks of a batch that were read damaged, with one line in the log a kind."""
+        told = {
+            Fault.STORED: "are not the blocks that they were, and are dropped",
+            Fault.TRANSIT: "were read damaged, but not twice alike: look at cables and memory",
+            Fault.UNKNOWN: "were read damaged, and could not be read again: they are kept",
+        }
+        for fault, what in told.items():
+            hit = [job for job in jobs if job.fault is fault]
+            self.counters[fault.counter] += len(hit)
+            if hit:
+                where = f"{hit[0].slab.folder}/{hit[0].slab.number:08d}.slab"
+                wanted = hit[0].block_hash.hex()
+                _log.warning(
+                    "%d records %s, such as %d of %s for block %s",
+                    len(hit),
+                    what,
+                    hit[0].record,
+                    where,
+                    wanted,
+                )
 
     def _open_files(self) -> None:
         """In a thread, before anything else runs."""
