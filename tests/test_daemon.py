@@ -940,7 +940,7 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
         lease_ttl_ms=1000,
         tiers=[tier],
         clock=clock,
-        epoch=b"test",
+        epoch=bytes(8),
         prefetch=PrefetchConfig(min_tokens=0),
     )
     slot = memoryview(bytearray(4096))

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import blocks
 from tests.page_engine import ROOT, chain, content, namespace, parents_of
 from tests.tier_bench import Bench, Tier, config, run
 from tierd.backend import checksum
-from tierd.clock import SystemClock
+from tierd.clock import Clock, SystemClock
 from tierd.config import StorageConfig, WritePolicy
 from tierd.core.host import HostTier
 from tierd.core.space import NewSegment, Space
@@ -23,23 +25,39 @@ from tierd.daemon.lives import Lives
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.proofs import Proofs
 from tierd.memory.ledger import Ledger, LedgerError, LedgerRecord
-from tierd.memory.past import LOG_BYTES, Guard, LifePage
+from tierd.memory.past import LOG_BYTES, Guard, LifePage, PastPage
 from tierd.testing.keeper import Keeper
 
 SEGMENT = 4 * (32 << 10)
 CAPACITY = 8 * SEGMENT
 
 
+class ManualClock:
+    """Goes only where a test sets it."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**12
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+
 class OneLife:
     """The memory of a daemon, without its tasks."""
 
     def __init__(
-        self, keeper: Keeper, *, capacity: int = CAPACITY, tiers: tuple[StorageConfig, ...] = ()
+        self,
+        keeper: Keeper,
+        *,
+        capacity: int = CAPACITY,
+        tiers: tuple[StorageConfig, ...] = (),
+        clock: Clock | None = None,
     ) -> None:
+        clock = clock or SystemClock()
         self.host = HostTier(capacity, segment_bytes=SEGMENT)
         self.counters: Counter[str] = Counter()
-        self.memory = HostMemory(self.host, SystemClock(), self.counters, None, manager=keeper)
-        self.lives = Lives(self.memory, tiers, os.urandom(8), SystemClock())
+        self.memory = HostMemory(self.host, clock, self.counters, None, manager=keeper)
+        self.lives = Lives(self.memory, tiers, os.urandom(8), clock)
         self.lives.begin()
 
     def space(self, model: str = "m") -> Space:
@@ -49,11 +67,29 @@ class OneLife:
 
     def store(self, space: Space, hashes: list[bytes], *, prove: bool = True) -> list[int]:
         """Blocks with the bytes that they should have; their slots."""
-        reservation = self.memory.reserve(INTERNAL, space, hashes, parents_of(hashes))
+        return self._fill(space, hashes, parents_of(hashes), content, prove=prove)
+
+    def store_chain(self, space: Space, count: int, tag: object, *, prove: bool) -> list[int]:
+        """Blocks of any namespace, which say whose they are; their slots."""
+        hashes, parents = blocks.chain(count, tag)
+        return self._fill(
+            space, hashes, parents, partial(blocks.payload, space.namespace), prove=prove
+        )
+
+    def _fill(
+        self,
+        space: Space,
+        hashes: list[bytes],
+        parents: list[bytes],
+        right: Callable[[bytes], bytes],
+        *,
+        prove: bool,
+    ) -> list[int]:
+        reservation = self.memory.reserve(INTERNAL, space, hashes, parents)
         slots = [slot for slot in reservation.slots if slot >= 0]
         for block_hash, slot in zip(reservation.hashes, reservation.slots, strict=True):
             if slot >= 0:
-                self.memory.payload(space, slot)[:] = content(block_hash)
+                self.memory.payload(space, slot)[:] = right(block_hash)
         self.host.commit(INTERNAL, reservation.reservation_id, len(slots))
         for slot in slots if prove else ():
             space.checksums[slot] = checksum(self.memory.payload(space, slot))
@@ -167,7 +203,7 @@ def test_slots_stay_while_a_lease_of_before_lasts(keeper: Keeper) -> None:
     life.store(life.space(), chain("a", 8))
     space = life.space()
     slots = [space.chain.items[h] for h in chain("a", 8)]
-    until = SystemClock().monotonic_ns() + 10**12
+    until = SystemClock().monotonic_ns() + 500 * 10**9
     life.lives.leased(life.host.grant(1, [(space, slots[:4])], until))
     life.lives.tick()
     life.end()
@@ -190,11 +226,10 @@ def test_no_lease_is_lost_in_the_log(leases: list[tuple[int, int]]) -> None:
     page = LifePage.create(bytes(16))
     for number, (count, until) in enumerate(leases):
         page.lease(bytes([number % 3]) * 16, range(number, number + count), until)
-    again = LifePage.read(os.dup(page.fd))
-    assert again is not None
+    again = PastPage(page.fd, 0)
+    assert again.until_ns == max((until for _, until in leases), default=0)
     for now in (0, 10, 39, 40):
         told = again.leased(now)
-        assert told.until_ns == max((until for _, until in leases), default=0)
         for number, (count, until) in enumerate(leases):
             if until > now and told.complete:
                 slots = told.slots[bytes([number % 3]) * 16]
@@ -202,7 +237,7 @@ def test_no_lease_is_lost_in_the_log(leases: list[tuple[int, int]]) -> None:
         if sum(count for count, _ in leases) * 4 + 64 * len(leases) < LOG_BYTES // 2:
             assert told.complete
     page.no_leases()
-    again.close()
+    assert PastPage(page.fd, 0).until_ns == 0
     page.close()
 
 
@@ -383,10 +418,10 @@ def test_leases_that_the_log_forgets_keep_everything() -> None:
     count = LOG_BYTES // 4 // 5
     for number in range(8):
         page.lease(bytes([number]) * 16, range(count), 100 + number)
-    told = page.leased(50)
+    told = PastPage(page.fd, 50).leased(50)
     assert not told.complete
     assert len(told.slots) == 4
-    assert page.leased(103).complete, "those that were lost have ended"
+    assert PastPage(page.fd, 50).leased(103).complete, "those that were lost have ended"
     page.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -196,7 +197,7 @@ def run(
             tiers=tiers,
             prefetch=PrefetchConfig(min_tokens=0),
             clock=VirtualClock(loop),
-            epoch=b"test",
+            epoch=os.urandom(8),
             segment_bytes=blocks_in_l2 // 8 * PAGE,
             manager=manager,
         )

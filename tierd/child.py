@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tierd import logs
@@ -56,12 +56,14 @@ def keep_no_longer(fd: int) -> None:
     _kept_open.remove(fd)
 
 
-def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
+def start_child(
+    module: str, *arguments: str, keep: Sequence[int] = ()
+) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
     """This end of its socket, a process, and a descriptor that is readable when it ends.
 
-    Runs `python -m MODULE DESCRIPTOR ARGUMENTS`, which is to call `be_child`. Called on the
-    loop's own thread: the process asks to die with the thread that started it. Raises OSError
-    if the system has no room for it.
+    Runs `python -m MODULE DESCRIPTOR ARGUMENTS`, which is to call `be_child`, and has copies of
+    the descriptors in `keep` until it ends. Called on the loop's own thread: the process asks to
+    die with the thread that started it. Raises OSError if the system has no room for it.
     """
     # It finds every module that this process finds, wherever it was started.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
@@ -72,7 +74,7 @@ def start_child(module: str, *arguments: str) -> tuple[socket.socket, subprocess
                 [sys.executable, "-P", "-m", module, str(far.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=[far.fileno(), *_kept_open],
+                pass_fds=[far.fileno(), *_kept_open, *keep],
                 env={**os.environ, **logs.for_children(), "PYTHONPATH": path},
             )
         try:

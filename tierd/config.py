@@ -29,6 +29,9 @@ DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 TIERS_MAX: Final = 8
 """Storage tiers of one daemon: each block has a bit for each, and each has its share of L2."""
 
+LEASE_TTL_MS_MAX: Final = 600_000
+"""Long enough for any load; after a crash slots whose leases nobody knows are kept as long."""
+
 
 class Size(int):
     """Bytes, written in the file as a number or as text like "8GiB"."""
@@ -126,7 +129,7 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int,
         Meta(
             ge=1000,
-            le=600_000,
+            le=LEASE_TTL_MS_MAX,
             description="How long an engine may use a block that it was promised; "
             "a crashed engine's blocks are held as long.",
         ),

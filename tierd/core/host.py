@@ -8,7 +8,7 @@ counted in whole segments, whatever their slots hold, so it is a hard bound.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from itertools import accumulate, repeat
 from typing import Final
 
@@ -102,7 +102,6 @@ class HostTier:
         self.claim: Claim | None = None
         self.claims_all = False
         """Whether blocks usually are claimed, so that slots get free late."""
-        self._leased_before: list[tuple[Space, list[int]]] = []
         self._next_id = 1
         self._bound_bytes = capacity_bytes
         self._writing_bytes: dict[int, int] = {}
@@ -210,13 +209,13 @@ class HostTier:
         found = map(space.chain.items.get, hashes)
         return [slot for slot in found if slot is not None and slot in space.unproven]
 
-    def hold(self, space: Space, slots: Sequence[int]) -> None:
+    def hold(self, space: Space, slots: Collection[int]) -> None:
         """Keep READY slots from eviction and reuse until `unhold`."""
         refs = space.refs
         for slot in slots:
             refs[slot] += 1
 
-    def unhold(self, space: Space, slots: Sequence[int]) -> None:
+    def unhold(self, space: Space, slots: Collection[int]) -> None:
         """Undo one `hold` of each slot."""
         refs = space.refs
         for slot in slots:
@@ -242,7 +241,7 @@ class HostTier:
         self._free_dropped(space, slots)
         return [Forget(space, list(slots))] if slots else []
 
-    def _free_dropped(self, space: Space, slots: Sequence[int]) -> None:
+    def _free_dropped(self, space: Space, slots: Collection[int]) -> None:
         for slot in space.dropped.intersection(slots):
             if not space.refs[slot]:
                 space.dropped.discard(slot)
@@ -277,12 +276,8 @@ class HostTier:
 
     def expire(self, now_ns: int) -> int:
         """End the leases whose time is over; their count."""
-        # Leases have one time to live, so the dict is in order of expiry.
-        over = []
-        for lease in self.leases.values():
-            if lease.expires_ns > now_ns:
-                break
-            over.append(lease)
+        # In no order: how long a lease lasts can be changed at any time.
+        over = [lease for lease in self.leases.values() if lease.expires_ns <= now_ns]
         for lease in over:
             self.release(lease.lease_id, lease.owner)
         return len(over)
@@ -326,9 +321,9 @@ class HostTier:
     ) -> Space | None:
         """Take a namespace over as a life before left it; the one used last comes last.
 
-        Its blocks are READY and unproven, and those in `leased` slots held until
-        `end_leases_before`; whatever else is in its live segments is doubtful until
-        `end_writes_before`. None if no slot of it fits the
+        Its blocks are READY and unproven; whatever else is in its live segments is doubtful until
+        `end_writes_before`. Slots in `leased` are held until `end_leases_before`, with a block or
+        without: what is leased need not be in the ledger. None if no slot of it fits the
         capacity. What exceeds the capacity goes when the arena shrinks.
         """
         assert namespace.digest not in self.spaces
@@ -353,31 +348,26 @@ class HostTier:
             space.generations[slot] = generation
             space.backed_up[slot] = backed_up
             self._next_id = max(self._next_id, generation)
-        held = [slot for slot in space.unproven if slot in leased]
-        self.hold(space, held)
-        self._leased_before.append((space, held))
-        segments = [range(at, at + slots_per_segment) for at in range(0, total, slots_per_segment)]
+        here = [slot for slot in range(total) if live[slot // slots_per_segment]]
+        space.leased_before = frozenset(slot for slot in here if slot in leased)
+        self.hold(space, space.leased_before)
         # Low slots come last, as those that are free: they are handed out first.
-        space.doubtful = [
-            slot
-            for index in reversed(range(len(live)))
-            if live[index]
-            for slot in reversed(segments[index])
-            if slot not in space.unproven
-        ]
+        space.doubtful = [slot for slot in reversed(here) if slot not in space.unproven]
         return space
 
     def end_leases_before(self) -> None:
         """Nobody reads what was adopted by a lease of a life before any more; idempotent."""
-        for space, slots in self._leased_before:
-            self.unhold(space, slots)
-        self._leased_before.clear()
+        for space in self.spaces.values():
+            held, space.leased_before = space.leased_before, frozenset()
+            self.unhold(space, held)
 
     def end_writes_before(self) -> None:
-        """Nobody of a life before writes to a slot any more; idempotent."""
+        """Nobody of a life before writes to a slot any more; what is leased stays doubtful until a
+        call after `end_leases_before`."""
         for space in self.spaces.values():
-            space.free[:0] = space.doubtful
-            space.doubtful.clear()
+            doubtful, refs = space.doubtful, space.refs
+            space.free[:0] = [slot for slot in doubtful if not refs[slot]]
+            space.doubtful = [slot for slot in doubtful if refs[slot]]
 
     # --- two-phase store ------------------------------------------------------------
 
@@ -489,8 +479,7 @@ class HostTier:
         time to make a slot free.
         """
         effects: list[Effect] = []
-        # What is doubtful is free as a rule, and before long.
-        free = len(space.free) + len(space.doubtful)
+        free = len(space.free) + space.free_soon
         slots = space.live_segments * space.slots_per_segment
         if self.claims_all:
             ahead = max(int(slots * LEAVING_AHEAD_SHARE), count)
@@ -508,7 +497,7 @@ class HostTier:
         """Have a whole segment free, while memory is left: its pages can be faulted in before
         blocks are read into them, twice as fast on a disk of 1.5 GB/s. Evicts nothing."""
         effects: list[Effect] = []
-        if len(space.free) + len(space.doubtful) < space.slots_per_segment:
+        if len(space.free) + space.free_soon < space.slots_per_segment:
             self._grow(space, effects)
         return effects
 
@@ -743,11 +732,12 @@ class HostTier:
     def check(self) -> None:
         """Assert every invariant; for tests and simulation."""
         allocated = 0
-        held: dict[tuple[bytes, int], int] = {}
+        held: Counter[tuple[bytes, int]] = Counter()
         for lease in self.leases.values():
             for space, slots in lease.parts:
-                for slot in slots:
-                    held[space.digest, slot] = held.get((space.digest, slot), 0) + 1
+                held.update((space.digest, slot) for slot in slots)
+        for space in self.spaces.values():
+            held.update((space.digest, slot) for slot in space.leased_before)
         writing: dict[int, int] = {}
         for reservation in self.reservations.values():
             space = reservation.space
@@ -769,9 +759,12 @@ class HostTier:
             places = sorted([*ready, *space.free, *others_places])
             assert places == [s for s in range(total) if space.live[s // space.slots_per_segment]]
             for slot, refs in enumerate(space.refs):
-                assert refs >= held.get((space.digest, slot), 0) >= 0
-            others = {*range(total)}.difference(ready, space.leaving)
+                assert refs >= held[space.digest, slot]
+            others = {*range(total)}.difference(ready, space.leaving, space.leased_before)
             assert not any(space.refs[slot] for slot in others)
+            assert space.leased_before <= {*ready, *space.leaving, *space.doubtful}, (
+                "a slot was reused that a former incarnation has leased"
+            )
             for slot, (block_hash, _) in space.leaving.items():
                 assert space.refs[slot], "a block is leaving that nobody writes"
                 if slot not in space.dropped:

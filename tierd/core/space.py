@@ -130,10 +130,12 @@ class Space:
     A slot of a live segment is in exactly one place: `free`, `writing` (by block hash,
     reserved and not yet committed), `chain` (READY), `leaving` (evicted, but not free before
     it is written to a tier; by slot, with hash and parent) or `doubtful` (somebody of the
-    daemon's life before may still write to it). `generations` holds the reservation that filled
-    it last. Of what is leaving, `dropped` is gone for good and cannot be revived. `unproven` has
-    what the ledger says of blocks from a life before, by slot: none of them is served, or leaves
-    L2, before its checksum has been found to be that one.
+    daemon's life before may still write to it, or read from it). `generations` holds the
+    reservation that filled it last. Of what is leaving, `dropped` is gone for good and cannot be
+    revived. `unproven` has what the ledger says of blocks from a life before, by slot: none of
+    them is served, or leaves L2, before its checksum has been found to be that one.
+    `leased_before` are slots that somebody may be reading under a lease of a life before,
+    whatever they hold: each has a ref for it.
     `reuse` is what is known of its blocks, resident or not, and `ghosts` those that left last,
     when and why: as many as it has slots, so that those that were evicted and it are an arena of
     twice the size.
@@ -159,6 +161,7 @@ class Space:
     dropped: set[int] = field(default_factory=set)
     doubtful: list[int] = field(default_factory=list)
     unproven: dict[int, bytes] = field(default_factory=dict)
+    leased_before: frozenset[int] = frozenset()
     live: list[bool] = field(default_factory=list)
     sessions: int = 0
 
@@ -171,6 +174,11 @@ class Space:
     def live_segments(self) -> int:
         """Segments that hold memory."""
         return sum(self.live)
+
+    @property
+    def free_soon(self) -> int:
+        """Doubtful slots that nobody can be reading from: they are free before long, as a rule."""
+        return 0 if self.leased_before else len(self.doubtful)
 
     @property
     def proven_blocks(self) -> int:

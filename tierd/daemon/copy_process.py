@@ -47,9 +47,11 @@ class CopyProcess:
         bandwidth_max: int,
         job_limit_ms: int,
         on_end: Callable[[CopyProcess], None],
+        hold: int | None = None,
     ) -> None:
         """Start a process for a device. Raises OSError if the system has no room for it.
 
+        It has a copy of the descriptor `hold` until it has ended, whatever becomes of the daemon.
         It gives copies up by itself that take over `job_limit_ms`, waiting included. `on_end`
         hears of its end after all calls were answered.
         """
@@ -69,7 +71,11 @@ class CopyProcess:
         self._pin_told_s = 0.0
         self._loop = asyncio.get_running_loop()
         near, self._process, self._pidfd = start_child(
-            _PROCESS, uuid.hex(), str(bandwidth_max), str(job_limit_ms)
+            _PROCESS,
+            uuid.hex(),
+            str(bandwidth_max),
+            str(job_limit_ms),
+            keep=() if hold is None else (hold,),
         )
         self._stream = Stream(near, self._take, self._lost)
         self._loop.add_reader(self._pidfd, self._reap)

@@ -9,6 +9,7 @@ or is no more, it may touch them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -105,7 +106,9 @@ class Copies:
         *,
         bandwidth_max: int,
         job_timeout_ms: int,
+        hold: Callable[[], int | None],
     ) -> None:
+        """`hold` makes a descriptor that tells the daemon after this one that a process copies."""
         self.memory = memory
         self.clock = clock
         self.counters = counters
@@ -113,6 +116,7 @@ class Copies:
         self.sessions: list[SessionCopies] = []
         self._bandwidth_max = bandwidth_max
         self._timeout_ns = job_timeout_ms * 1_000_000
+        self._hold = hold
         self._processes: dict[bytes, CopyProcess] = {}
         self._started_ns: dict[bytes, int] = {}
         # In the order in which they began; those that are over go when they are the oldest.
@@ -136,13 +140,18 @@ class Copies:
         if uuid in self._started_ns and now_ns < self._started_ns[uuid] + int(RESTART_S * 1e9):
             raise NotNowError("the copy process of this device has ended as soon as it was started")
         try:
-            process = CopyProcess(
-                uuid,
-                bandwidth_max=self._bandwidth_max,
-                # Well before it is killed for it.
-                job_limit_ms=self._timeout_ns // 2_000_000,
-                on_end=self._process_ended,
-            )
+            with contextlib.ExitStack() as ours:
+                hold = self._hold()
+                if hold is not None:
+                    ours.callback(os.close, hold)
+                process = CopyProcess(
+                    uuid,
+                    bandwidth_max=self._bandwidth_max,
+                    # Well before it is killed for it.
+                    job_limit_ms=self._timeout_ns // 2_000_000,
+                    on_end=self._process_ended,
+                    hold=hold,
+                )
         except OSError as error:
             raise NotNowError(f"cannot start a copy process: {error}") from error
         self._processes[uuid] = process

@@ -2,8 +2,10 @@
 
 A life has its segments kept, with a page about its leases and a guard (`tierd.memory.past`). The
 next one takes over what it can read, and trusts none of it: a block is served once its bytes have
-the checksum that the ledger has; a slot that held a block keeps it until no lease of a life before
-can be on it; one that did not is used again once nobody of a life before can be writing to it.
+the checksum that the ledger has; a slot stays as it is until no lease and no copy of a life before
+can be on it, whether the ledger knows of it or not; one that held no block is used again once
+nobody of a life before can be writing to it. A segment that is not taken over is let go as it is:
+its memory is its readers' until they let go of it, too.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 import msgspec
@@ -26,7 +28,7 @@ from tierd.core.space import Adopted, Lease
 from tierd.daemon.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
-from tierd.memory.past import Guard, LifePage
+from tierd.memory.past import Guard, LifePage, PastPage
 from tierd.types import DIGEST_BYTES
 
 log = logging.getLogger("tierd")
@@ -45,12 +47,12 @@ class Lives:
         self._memory = memory
         self._manager = memory.manager
         self._clock = clock
-        self._name = epoch.hex()
+        self._epoch = epoch
         self._tiers = _digest(tiers)
         self._page: LifePage | None = None
         self._guard: Guard | None = None
         self._hold = -1
-        self._pages_before: dict[str, LifePage] = {}
+        self._pages_before: dict[str, PastPage] = {}
         self._guards_before: dict[str, Guard] = {}
         self._dropped: Counter[str] = Counter()
 
@@ -62,6 +64,8 @@ class Lives:
         if not self._manager.present:
             return
         self._adopt()
+        # Whether or not this life can leave anything: without it the next one can tell nothing.
+        self._memory.use(self._epoch)
         try:
             with contextlib.ExitStack() as undo:
                 page = LifePage.create(self._tiers)
@@ -76,8 +80,8 @@ class Lives:
         self._page, self._guard = page, guard
         # Children may write to slots until they have ended, which may be after us.
         child.keep_open(self._hold)
-        self._manager.keep(_PAGE + self._name, [page.fd])
-        self._manager.keep(_GUARD + self._name, [guard.fd])
+        self._manager.keep(_PAGE + self._epoch.hex(), [page.fd])
+        self._manager.keep(_GUARD + self._epoch.hex(), [guard.fd])
 
     @property
     def kept(self) -> bool:
@@ -90,6 +94,12 @@ class Lives:
         Raises OSError.
         """
         return None if self._guard is None else self._guard.hold()
+
+    def copying(self) -> int | None:
+        """A hold for a process that copies blocks for engines, the caller's to close: it may go on
+        when the lease has ended. None: no need. Raises OSError.
+        """
+        return None if self._guard is None else self._guard.hold(copies=True)
 
     def leased(self, lease: Lease) -> None:
         """A lease is granted. Before its holder hears of it."""
@@ -106,8 +116,8 @@ class Lives:
         for name, page in list(self._pages_before.items()):
             if page.until_ns <= now_ns:
                 self._manager.forget(name)
-                self._pages_before.pop(name).close()
-        if not self._pages_before:
+                del self._pages_before[name]
+        if not self._pages_before and not self._copying_before:
             host.end_leases_before()
         for name, guard in list(self._guards_before.items()):
             if not guard.held:
@@ -126,9 +136,11 @@ class Lives:
             self._page = self._guard = None
         self._close_before()
 
+    @property
+    def _copying_before(self) -> bool:
+        return any(guard.copying for guard in self._guards_before.values())
+
     def _close_before(self) -> None:
-        for page in self._pages_before.values():
-            page.close()
         for guard in self._guards_before.values():
             guard.close()
         self._pages_before.clear()
@@ -142,21 +154,20 @@ class Lives:
         for name, fd in self._manager.take_kept():
             if _ARENA.fullmatch(name):
                 pairs.setdefault(name, []).append(fd)
-            elif not self._take_past(name, fd):
-                os.close(fd)
-                self._manager.forget(name)
-                log.warning("what the service manager kept as %s is not used", name)
+            else:
+                self._take_past(name, fd, began_ns)
         by_space: dict[bytes, dict[int, Segment]] = {}
         # A life has both kept before it uses the arena, and ends those of others one by one. So
-        # the last one to use it has both, or nobody can tell when slots may be used again.
+        # the last one to use a segment has both, or nobody can tell when its slots may be used
+        # again.
         lives = {name.removeprefix(_PAGE) for name in self._pages_before}
-        sound = lives.intersection(name.removeprefix(_GUARD) for name in self._guards_before)
+        lives.intersection_update(name.removeprefix(_GUARD) for name in self._guards_before)
         for name, fds in pairs.items():
             try:
-                if not sound:
-                    raise LedgerError("it is not known who used it")
                 segment = _segment(name, fds)
                 ledger = segment.ledger
+                if ledger.life.hex() not in lives:
+                    raise LedgerError("it is not known who used it")
                 segments = by_space.setdefault(ledger.namespace.digest, {})
                 if any(other.ledger.slots != ledger.slots for other in segments.values()):
                     raise LedgerError("other segments of its namespace have another size")
@@ -165,8 +176,10 @@ class Lives:
                 segments[ledger.index] = segment
             except (LedgerError, OSError, ValueError) as error:
                 self._drop(name, fds, str(error))
+        leased = [page.leased(began_ns) for page in self._pages_before.values()]
+        known = all(past.complete for past in leased) and not self._copying_before
         for segments in by_space.values():
-            self._adopt_space(segments)
+            self._adopt_space(segments, [past.slots for past in leased] if known else None)
         adopted = sum(len(space.unproven) for space in self._memory.host.spaces.values())
         self._memory.counters["adopted_blocks_total"] += adopted
         if pairs:
@@ -183,16 +196,18 @@ class Lives:
                 self._manager.forget(name)
             self._close_before()
 
-    def _take_past(self, name: str, fd: int) -> bool:
-        if name.startswith(_PAGE):
-            page = LifePage.read(fd)
-            if page is not None:
-                self._pages_before[name] = page
-            return page is not None
+    def _take_past(self, name: str, fd: int, now_ns: int) -> None:
         if name.startswith(_GUARD):
             self._guards_before[name] = Guard(fd)
-            return True
-        return False
+            return
+        if name.startswith(_PAGE):
+            page = self._pages_before[name] = PastPage(fd, now_ns)
+            if not page.readable:
+                log.warning("the log of leases %s is damaged: all slots count as leased", name)
+        else:
+            self._manager.forget(name)
+            log.warning("what the service manager kept as %s is not used", name)
+        os.close(fd)
 
     def _drop(self, name: str, fds: Sequence[int], why: str) -> None:
         for fd in fds:
@@ -201,8 +216,10 @@ class Lives:
         self._dropped[why] += 1
         self._memory.counters["adoption_dropped_segments_total"] += 1
 
-    def _adopt_space(self, segments: dict[int, Segment]) -> None:
-        began_ns = self._clock.monotonic_ns()
+    def _adopt_space(
+        self, segments: dict[int, Segment], leased: list[dict[bytes, set[int]]] | None
+    ) -> None:
+        """Take the segments of a namespace over; `leased` is None if any slot may be."""
         namespace = next(iter(segments.values())).ledger.namespace
         per = next(iter(segments.values())).ledger.slots
         # The masks are worth something only if their bits still mean the same tiers.
@@ -231,11 +248,10 @@ class Lives:
             )
             for _, slot, record in found
         ]
-        leased = [page.leased(began_ns) for page in self._pages_before.values()]
-        held = {slot for past in leased for slot in past.slots.get(namespace.digest, ())}
-        if not all(past.complete for past in leased):
-            held = {block.slot for block in blocks}
         live = [index in segments for index in range(max(segments) + 1)]
+        held: Container[int] = range(len(live) * per)
+        if leased is not None:
+            held = {slot for past in leased for slot in past.get(namespace.digest, ())}
         try:
             whole = [
                 segments[index] if here else Segment.create(namespace, index, per)

@@ -29,7 +29,7 @@ from tierd.core.space import (
 )
 from tierd.daemon.service import ServiceManager
 from tierd.memory.arena import Arena, Segment
-from tierd.memory.ledger import LedgerRecord
+from tierd.memory.ledger import LIFE_BYTES, LedgerRecord
 from tierd.memory.placement import Placement
 
 log = logging.getLogger("tierd")
@@ -72,6 +72,7 @@ class HostMemory:
         # together are one variable of the next life's environment, at most 128 KiB: they say
         # nothing, and are short.
         self._names = 0
+        self._life = bytes(LIFE_BYTES)
 
     async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
         """What `call` returns, run off the loop."""
@@ -172,6 +173,13 @@ class HostMemory:
                 self._unpopulated.append((space, index))
         self._populate_ready.set()
 
+    def use(self, life: bytes) -> None:
+        """From now on this incarnation leases slots and has them written: ledgers say whose."""
+        self._life = life
+        for space in self.host.spaces.values():
+            for segment in self.arena.segments(space):
+                segment.ledger.life = life
+
     def note_tiers(
         self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0
     ) -> None:
@@ -237,6 +245,7 @@ class HostMemory:
             return
         segment.kept_as = f"{self._names:x}"
         self._names += 1
+        segment.ledger.life = self._life
         self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
         self._unpopulated.append((space, index))
         self._populate_ready.set()

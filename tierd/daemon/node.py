@@ -166,6 +166,7 @@ class Node:
             self.counters,
             bandwidth_max=copy.bandwidth_max,
             job_timeout_ms=copy.job_timeout_ms,
+            hold=self.lives.copying,
         )
         self.snapshots: Snapshots | None = None
         """What keeps the hot set, where there is a directory for it."""

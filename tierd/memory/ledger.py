@@ -21,7 +21,7 @@ from tierd.errors import NamespaceError, TierdError
 from tierd.types import CHECKSUM_BYTES, DIGEST_BYTES, HASH_BYTES, Namespace
 
 _MAGIC: Final = b"TIERDLDG"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEAD = struct.Struct(f"<8sII{DIGEST_BYTES}sIIQQQ")
 _SEAL = struct.Struct("<Q")
 _PREFIX = struct.Struct("<8sI")
@@ -33,6 +33,9 @@ _BODY = struct.Struct(f"<QQI{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s")
 _TAIL = struct.Struct("<IQ8xQ")
 RECORD_BYTES: Final = _BODY.size + _TAIL.size
 assert RECORD_BYTES == 128
+
+LIFE_BYTES: Final = 8
+"""Of the name of an incarnation, right before the records."""
 
 _TIERS_OFFSET: Final = _BODY.size
 _STATE_OFFSET: Final = RECORD_BYTES - 8
@@ -144,6 +147,17 @@ class Ledger:
             raise LedgerError("its namespace is not the one that its slots are for")
         return cls(fd, namespace, index, slots, at)
 
+    @property
+    def life(self) -> bytes:
+        """The incarnation that used the segment last: whoever leased slots, or had them written,
+        is found in what that one, and those before it, have left."""
+        return self._mapping[self._records_at - LIFE_BYTES : self._records_at]
+
+    @life.setter
+    def life(self, name: bytes) -> None:
+        assert len(name) == LIFE_BYTES
+        self._mapping[self._records_at - LIFE_BYTES : self._records_at] = name
+
     def forget(self, places: Sequence[int]) -> None:
         """Mark slots that are not READY any more, before their bytes change."""
         self._states[places] = _FREE
@@ -218,6 +232,6 @@ def is_ledger(fd: int) -> bool:
 
 
 def _records_at(namespace_bytes: int) -> int:
-    """Where records begin: behind head, namespace and seal, at a multiple of their size."""
-    end = _HEAD.size + namespace_bytes + _SEAL.size
+    """Where records begin: behind head, namespace, seal and life, at a multiple of their size."""
+    end = _HEAD.size + namespace_bytes + _SEAL.size + LIFE_BYTES
     return -(-end // RECORD_BYTES) * RECORD_BYTES
