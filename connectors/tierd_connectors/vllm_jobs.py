@@ -123,10 +123,11 @@ class Jobs:
         assert not self.under_way
         while self._attachments:
             self._client.detach(self._attachments.popitem()[1])
-        if self._gate is not None:
-            self._gate.close()
+        # First: an error must not close the descriptor twice, which may be another's by then.
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
             os.close(self._gate_fd)
-            self._gate = None
 
     @property
     def ready(self) -> bool:
