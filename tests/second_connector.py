@@ -35,8 +35,8 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
 class SecondConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped
     """Loads what is not right, so that whatever is made of it shows."""
 
-    def __init__(self, config: Any, role: Any, kv: Any) -> None:
-        super().__init__(config, role, kv)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self._planned: dict[str, list[int]] = {}
         self._offered: set[str] = set()
         self._filled: set[str] = set()

@@ -38,6 +38,10 @@ STEPS_MAX = 600
 
 SYNC, ASYNC = "sync", "async"
 
+OWN, THEIRS = b"\0", b"\1"
+"""The last byte of a token's KV: whether it follows from anything that others have loaded. It is
+lost on the next token, as what another engine computed a little differently is."""
+
 module = fake_vllm.connector_module()
 
 
@@ -59,7 +63,7 @@ def _kv_of(tokens: tuple[int, ...], weights: int) -> list[bytes]:
     for token in tokens:
         state = hashlib.sha256(state + token.to_bytes(4, "little")).digest()
         found.append(state)
-    return [kv[: LAYERS * TOKEN_BYTES] for kv in found]
+    return [kv[: LAYERS * TOKEN_BYTES - 1] + OWN for kv in found]
 
 
 def hashes_of(tokens: Sequence[int]) -> list[bytes]:
@@ -79,7 +83,8 @@ def _hashes_of(tokens: tuple[int, ...]) -> list[bytes]:
 
 def answer(kv: Sequence[bytes]) -> int:
     """The token that follows from KV."""
-    return int.from_bytes(hashlib.sha256(b"".join(kv)).digest()[:2], "little")
+    read = b"".join(one[:-1] for one in kv)
+    return int.from_bytes(hashlib.sha256(read).digest()[:2], "little")
 
 
 def truth(prompt: Sequence[int], count: int, weights: int = 0) -> list[int]:
@@ -473,7 +478,10 @@ class TokenEngine:
         if self.chance.random() < 0.3:
             self.turn()
         for request, start, count in batch:
-            self._write(request.table, kv_of(request.tokens, self.weights), start, start + count)
+            before = self._read(request.table, start)
+            origin = THEIRS if any(one[-1:] == THEIRS for one in before) else OWN
+            kv = kv_of(request.tokens, self.weights)
+            self._write(request.table, kv, start, start + count, origin)
             if start + count == request.num_tokens:
                 sampled[request.request_id] = answer(self._read(request.table, start + count))
         worker.start_load_kv(None)
@@ -494,13 +502,16 @@ class TokenEngine:
 
     def _load_others(self, request: Request, start: int, end: int) -> None:
         tokens = [t + 1 for t in request.tokens] if request.spoilt else request.tokens
-        self._write(request.table, kv_of(tokens, self.weights), start, end)
+        self._write(request.table, kv_of(tokens, self.weights), start, end, THEIRS)
 
-    def _write(self, table: list[int], kv: list[bytes], start: int, end: int) -> None:
+    def _write(
+        self, table: list[int], kv: list[bytes], start: int, end: int, origin: bytes
+    ) -> None:
         for at in range(start, end):
             block, slot = table[at // BLOCK_TOKENS], at % BLOCK_TOKENS
+            whole = kv[at][:-1] + origin
             for layer in range(LAYERS):
-                part = kv[at][layer * TOKEN_BYTES : (layer + 1) * TOKEN_BYTES]
+                part = whole[layer * TOKEN_BYTES : (layer + 1) * TOKEN_BYTES]
                 self.pages[layer, block, slot] = np.frombuffer(part, np.uint8)
 
     def _read(self, table: list[int], end: int) -> list[bytes]:
