@@ -477,12 +477,83 @@ def test_loaded_blocks_are_not_stored_back_but_own_hits_are() -> None:
     """Each load would be copied back; and a daemon that lost its memory would stay empty."""
     bench = Bench()
     bench.put(3)
+    before = FakeRequest("b", 5)
+    bench.side.add(before)
+    assert [item[2] for item in bench.run(before, 0, 5, [10, 20], new=True)] == [10]
     request = FakeRequest("a", 18)
     bench.side.add(request)
     bench.load(request, 4, first_block=10)
     bench.side.finished_loads({"a"}, ())
     stores = bench.run(request, 12, 6, [10, 11, 12, 13, 14], new=True)
     assert [item[2] for item in stores] == [10, 13]
+    bench.side.finish("a")
+    again = FakeRequest("c", 18)
+    bench.side.add(again)
+    bench.side.matched_tokens("c", 16)
+    stores = bench.run(again, 16, 2, [10, 11, 12, 13, 21], new=True)
+    assert [item[2] for item in stores] == [10, 11, 12, 13], (
+        "what tierd has loaded, too"
+    )
+
+
+def test_what_others_loaded_is_not_stored_nor_what_follows() -> None:
+    """Another connector's word would become a fact for every engine of the fleet."""
+    bench = Bench()
+    request = FakeRequest("a", 30)
+    bench.side.add(request)
+    assert bench.side.matched_tokens("a", 4) == 0
+    table = list(range(1, 9))
+    bench.side.allocated("a", table, 0)
+    work = bench.step(idle=True)
+    assert work.reused == table[1:], "it may be loading into all but the engine's own hit"
+    # It has loaded 14 tokens, so that a block is half its own.
+    assert bench.run(request, 14, 16, table, new=True) == []
+    bench.side.finish("a")
+    later = FakeRequest("b", 30)
+    bench.side.add(later)
+    bench.side.matched_tokens("b", 28)
+    assert bench.run(later, 28, 2, table, new=True) == [], "hits on its blocks"
+
+
+def test_a_load_that_fails_in_the_middle_has_the_rest_stored() -> None:
+    """Blocks that were recomputed would be taken for loaded ones, and be missed for ever."""
+    bench = Bench()
+    bench.put(3)
+    request = FakeRequest("a", 14)
+    bench.side.add(request)
+    (load,) = bench.load(request, 0)
+    bench.side.finished_loads({"a"}, load.blocks[1:2])
+    stores = bench.run(request, 4, 10, [*load.blocks, 7], new=True)
+    assert [item[2] for item in stores] == load.blocks[1:]
+
+
+def test_blocks_are_fenced_when_the_connector_is_off() -> None:
+    """What the engine has found would no longer be told, and stale stores be published."""
+    bench = Bench()
+    request = FakeRequest("a", 14)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 12)
+    bench.boundary.switch_off("a test")
+    bench.side.allocated("a", [1, 2, 3, 4], 0)
+    assert bench.step(idle=True).reused == [1, 2, 3, 4]
+
+
+def test_error_that_cannot_be_cleaned_up_switches_off() -> None:
+    """State that an error has left half done would be used all the same."""
+    bench = Bench()
+    bench.put(3)
+    bench.side.add(FakeRequest("a", 14))
+    assert bench.side.matched_tokens("a", 0) == 12
+
+    def fail(lease: object) -> None:
+        raise OSError("no")
+
+    cast("FakeClient", bench.side._client).release = fail  # type: ignore[method-assign]  # a fault
+    bench.boundary.start_over = bench.side.start_over
+    bench.boundary.caught("a test", ValueError("first"))
+    assert "no" in bench.boundary.off
+    assert bench.side.leases_held == 0
+    assert bench.step(idle=True).reused_unknown
 
 
 def test_preempted_request_starts_again() -> None:

@@ -13,11 +13,12 @@ import random
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests import fake_vllm
 from tests.fake_client import FakeDaemon
 from tests.test_vllm_connector_unit import namespace
 from tests.token_engine import (
@@ -127,6 +128,34 @@ def test_tokens_are_right_whoever_fills_blocks(way: str) -> None:
     assert loaded > 200
     assert stored > 200
     assert preemptions > 20
+
+
+@pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_an_engine_that_discards_its_kv_memory_is_refused(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from memory that is gone ends a GPU engine, and what is read after it is anything."""
+    made = fake_vllm.config
+
+    def config(**extra: object) -> SimpleNamespace:
+        told = made(**extra)
+        setattr(told.model_config, setting, True)
+        return told
+
+    monkeypatch.setattr(fake_vllm, "config", config)
+    engine = TokenEngine(FakeDaemon())
+    assert setting in engine.scheduler.boundary.off
+    engine.close()
+
+
+def test_another_connector_s_handshake_is_told_from_its_own() -> None:
+    """Under vLLM's MultiConnector the connector would be off without a word."""
+    engine = TokenEngine(FakeDaemon())
+    engine.scheduler._scheduler = None
+    engine.scheduler.set_xfer_handshake_metadata({0: object()})
+    assert "another connector" in engine.scheduler.boundary.off
+    assert engine.errors == 0
+    engine.close()
 
 
 # Errors

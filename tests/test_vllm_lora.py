@@ -264,14 +264,6 @@ def test_an_adapter_s_load_is_reported_early() -> None:
     rig.close()
 
 
-def test_attachments_made_at_once_do_not_spoil_each_other_s_probe() -> None:
-    """After a reconnect all are attached again: the daemon would find other bytes, and refuse."""
-    rig = attached()
-    told = [rig.mover._probe(False) for _ in range(2)]
-    assert told[0] == told[1]
-    rig.close()
-
-
 def test_an_adapter_that_is_refused_is_copied_here(caplog: pytest.LogCaptureFixture) -> None:
     """The whole engine would copy itself, or the adapter's prefixes be lost, without a word."""
     rig = Rig(loras=LORAS)
