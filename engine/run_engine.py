@@ -2,7 +2,8 @@
 
 Runs in the engine's python: `run_engine.py '{"model": DIR, ...}'`. Settings: `model`,
 `socket` (none: no connector), `extra` (the connector's own settings), `llm` (arguments of
-LLM), `processes` (engine core and workers in processes of their own). Commands:
+LLM), `processes` (engine core and workers in processes of their own), `second` (a module of the
+tests with a connector that is asked before tierd's, under MultiConnector). Commands:
 
     {"do": "generate", "prompts": [[token, ...], ...], "tokens": 16}
     {"do": "start", ...}     as generate, but returns at once
@@ -11,6 +12,9 @@ LLM), `processes` (engine core and workers in processes of their own). Commands:
     {"do": "stats"}          what the connector counted (one process only)
     {"do": "abort", ...}     add requests, make `steps` steps, abort them; one process only
     {"do": "fail_loads", "count": 3}   the next loads fill half and fail; one process only
+    {"do": "fail_build"}     the next step in which a running request gets a block has an error
+    {"do": "hold_stores", "held": true}   stores wait, or go on and have ended
+    {"do": "second", "offers": true}      what is set of the second connector's state, and all of it
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ def make_engine(settings: dict):
         "disable_log_stats": False,
     }
     if settings.get("socket"):
-        arguments["kv_transfer_config"] = {
+        tierd = {
             "kv_connector": "TierdConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
@@ -80,8 +84,28 @@ def make_engine(settings: dict):
                 **settings.get("extra", {}),
             },
         }
+        arguments["kv_transfer_config"] = tierd
+        if settings.get("second"):
+            second = {
+                "kv_connector": "SecondConnector",
+                "kv_connector_module_path": _second(settings).__name__,
+                "kv_role": "kv_both",
+            }
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": [second, tierd]},
+            }
     arguments.update(settings.get("llm", {}))
     return LLM(**arguments)
+
+
+def _second(settings: dict):
+    path = Path(settings["second"])
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
 
 
 def generate(llm, command: dict) -> dict:
@@ -114,7 +138,12 @@ def connectors(llm) -> list:
     found = [_core(llm).scheduler.connector]
     if has_kv_transfer_group():
         found.append(get_kv_transfer_group())
-    return [connector for connector in found if connector is not None]
+    return [
+        connector
+        for one in found
+        for connector in getattr(one, "_connectors", [one])
+        if hasattr(connector, "boundary")
+    ]
 
 
 def stats(llm) -> dict:
@@ -189,6 +218,46 @@ def fail_loads(llm, count: int) -> dict:
     return {}
 
 
+def fail_build(llm) -> dict:
+    """Have the scheduler's side err once, while some request needs to hear of a new block."""
+    side = next(c._scheduler for c in connectors(llm) if c._scheduler is not None)
+    real = side.build
+
+    def build(scheduled, *arguments, **named):
+        steps = list(scheduled)
+        if any(step.blocks for step in steps):
+            side.build = real
+            raise RuntimeError("an error in a step")
+        return real(steps, *arguments, **named)
+
+    side.build = build
+    return {}
+
+
+def hold_stores(llm, held: bool) -> dict:
+    """Have the worker's mover begin no store, as if it were behind with its work."""
+    mover = next(c._mover for c in connectors(llm) if c._mover is not None)
+    if held:
+        mover._take_chunk = lambda: None
+        return {}
+    vars(mover).pop("_take_chunk", None)
+    mover._wake()
+    until = time.monotonic() + 20
+    # Loads of the second connector are none of the mover's.
+    while not mover.settled and time.monotonic() < until:
+        time.sleep(0.001)
+    return {"settled": mover.settled}
+
+
+def second(settings: dict, command: dict) -> dict:
+    """Set and show the second connector's state."""
+    state = _second(settings).State
+    for name, value in command.items():
+        if name != "do":
+            setattr(state, name, value)
+    return {name: getattr(state, name) for name in ("offers", "finishes", "filled")}
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     environment(settings)
@@ -220,6 +289,12 @@ def main() -> None:
                 say(stats(llm))
             case "fail_loads":
                 say(fail_loads(llm, command["count"]))
+            case "fail_build":
+                say(fail_build(llm))
+            case "hold_stores":
+                say(hold_stores(llm, command["held"]))
+            case "second":
+                say(second(settings, command))
             case "abort":
                 say(abort(llm, command))
     if settings.get("processes"):

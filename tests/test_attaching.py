@@ -82,6 +82,28 @@ def test_another_attachment_leaves_the_first_alone(side: Side) -> None:
     assert first.number == 1
 
 
+def test_attachments_do_not_spoil_each_other_s_probe(side: Side) -> None:
+    """After a reconnect all are attached again, and probe one block: the daemon would find the
+    bytes of another one there, and refuse."""
+    attachments = [side.make(5) for _ in range(4)]
+    for attachment in attachments:
+        side.attachments.add(attachment)
+    side.attachments.remove(attachments[2])
+    for number, attachment in enumerate((attachments[0], attachments[1], attachments[3])):
+        [attach] = side.took(m.Attach)
+        assert len(side.probes) == number + 1
+        if number == 1:
+            assert side.attachments.refused(attach.call, "no", 0.0)
+            assert attachment.refusal == "no"
+        else:
+            side.attachments.take(m.Attached(attach.call, number, "how"), 0.0)
+            assert attachment.number == number
+    assert not side.took(m.Attach)
+    side.attachments.lost()
+    side.attachments.offer(side.handle)
+    assert len(side.took(m.Attach)) == 1
+
+
 def test_session_that_breaks_while_exports_are_sent(side: Side) -> None:
     """A daemon that dies at that moment would take the engine with it."""
 

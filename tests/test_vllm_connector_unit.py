@@ -21,10 +21,11 @@ from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView, block
 from tierd_connectors.vllm_mover import Mover
 from tierd_connectors.vllm_options import Transfer, parse
 from tierd_connectors.vllm_queues import HostOrder
-from tierd_connectors.vllm_scheduler import Scheduled, SchedulerSide
+from tierd_connectors.vllm_scheduler import SchedulerSide
 from tierd_connectors.vllm_speed import PrefillSpeed
+from tierd_connectors.vllm_steps import Scheduled
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
-from tierd_connectors.vllm_work import Load, StoreItem, of_generation
+from tierd_connectors.vllm_work import Load, StepWork, StoreItem, of_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,6 +85,7 @@ class Bench:
     daemon: FakeDaemon = field(default_factory=FakeDaemon)
     ranks: int = 1
     deadline_ms: int = 2000
+    tables: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.namespaces = [namespace(rank, self.ranks) for rank in range(self.ranks)]
@@ -111,14 +113,34 @@ class Bench:
         count = (computed + tokens) // BLOCK_TOKENS
         table = list(range(first_block, first_block + count))
         self.side.allocated(request.request_id, table, tokens)
-        return self.side.build([], [], idle=True).loads
+        return self.step([], idle=True).loads
+
+    def step(
+        self, steps: Sequence[Scheduled] = (), preempted: Sequence[str] = (), *, idle: bool = False
+    ) -> StepWork:
+        """What workers are told of a step."""
+        work = self.side.build(steps, preempted, idle=idle)
+        return self.side.hand_over(work, idle=idle)
+
+    def scheduled(
+        self, request_id: str, computed: int, tokens: int, blocks: list[int], *, new: bool
+    ) -> Scheduled:
+        """A request in a step, its new blocks, and its table as the engine has it."""
+        table = self.tables.setdefault(request_id, [])
+        if new:
+            table.clear()
+        table.extend(blocks)
+        if new:
+            self.side.allocated(request_id, table, 0)
+        given = [] if new else blocks
+        return Scheduled(request_id, new, given, computed, tokens, lambda: list(table))
 
     def run(
-        self, request: FakeRequest, computed: int, tokens: int, table: list[int], *, new: bool
+        self, request: FakeRequest, computed: int, tokens: int, blocks: list[int], *, new: bool
     ) -> list[StoreItem]:
         """A step that computes; the stores that it makes."""
-        step = Scheduled(request.request_id, new, table, computed, tokens)
-        return self.side.build([step], [], idle=False).stores
+        step = self.scheduled(request.request_id, computed, tokens, blocks, new=new)
+        return self.step([step]).stores
 
 
 def test_prompt_is_loaded_up_to_the_last_token() -> None:
@@ -153,7 +175,7 @@ def test_lookup_without_answer_is_a_miss_at_its_deadline() -> None:
         assert time.monotonic() < end
     assert bench.side.matched_tokens("a", 0) == 0
     bench.daemon.answering = True
-    bench.side.build([], [], idle=True)
+    bench.step(idle=True)
     assert not bench.daemon.leases
 
 
@@ -192,7 +214,7 @@ def test_one_request_has_one_number_however_often_it_asks() -> None:
         bench.side.add(request)
         bench.side.matched_tokens(name, 0)
         bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
-        bench.side.build([], [name], idle=True)
+        bench.step([], [name], idle=True)
         bench.side.matched_tokens(name, 0)
     numbers = [about["request"] for about in bench.daemon.about]
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
@@ -282,7 +304,7 @@ def test_time_in_the_frontend_counts_and_a_preemption_begins_anew() -> None:
     bench.side.add(request)
     assert 60_000 <= bench.daemon.about[0]["waited_ms"] < 70_000
     bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
-    bench.side.build([], ["a"], idle=True)
+    bench.step([], ["a"], idle=True)
     bench.side.matched_tokens("a", 0)
     assert bench.daemon.about[1]["waited_ms"] < 10_000
 
@@ -350,7 +372,7 @@ def test_lease_is_returned_wherever_a_request_ends(where: str) -> None:
         bench.side.finished_loads({"a"}, ())
     bench.side.finish("a")
     bench.daemon.answering = True
-    bench.side.build([], [], idle=True)
+    bench.step(idle=True)
     if where == "loading":
         assert len(bench.daemon.leases) == 1, "the copy is still under way"
         bench.side.finished_loads({"a"}, ())
@@ -448,19 +470,90 @@ def test_placeholders_and_drafts_are_not_stored() -> None:
     # The engine is two steps and four drafts ahead; the request knows 15 tokens still.
     assert bench.run(request, 15, 5, [], new=False) == []
     request.num_tokens = 17
-    assert [item[2] for item in bench.run(request, 20, 5, [], new=False)] == [4]
+    assert [item[2] for item in bench.run(request, 20, 5, [6, 7], new=False)] == [4]
 
 
 def test_loaded_blocks_are_not_stored_back_but_own_hits_are() -> None:
     """Each load would be copied back; and a daemon that lost its memory would stay empty."""
     bench = Bench()
     bench.put(3)
+    before = FakeRequest("b", 5)
+    bench.side.add(before)
+    assert [item[2] for item in bench.run(before, 0, 5, [10, 20], new=True)] == [10]
     request = FakeRequest("a", 18)
     bench.side.add(request)
     bench.load(request, 4, first_block=10)
     bench.side.finished_loads({"a"}, ())
     stores = bench.run(request, 12, 6, [10, 11, 12, 13, 14], new=True)
     assert [item[2] for item in stores] == [10, 13]
+    bench.side.finish("a")
+    again = FakeRequest("c", 18)
+    bench.side.add(again)
+    bench.side.matched_tokens("c", 16)
+    stores = bench.run(again, 16, 2, [10, 11, 12, 13, 21], new=True)
+    assert [item[2] for item in stores] == [10, 11, 12, 13], (
+        "what tierd has loaded, too"
+    )
+
+
+def test_what_others_loaded_is_not_stored_nor_what_follows() -> None:
+    """Another connector's word would become a fact for every engine of the fleet."""
+    bench = Bench()
+    request = FakeRequest("a", 30)
+    bench.side.add(request)
+    assert bench.side.matched_tokens("a", 4) == 0
+    table = list(range(1, 9))
+    bench.side.allocated("a", table, 0)
+    work = bench.step(idle=True)
+    assert work.reused == table[1:], "it may be loading into all but the engine's own hit"
+    # It has loaded 14 tokens, so that a block is half its own.
+    assert bench.run(request, 14, 16, table, new=True) == []
+    bench.side.finish("a")
+    later = FakeRequest("b", 30)
+    bench.side.add(later)
+    bench.side.matched_tokens("b", 28)
+    assert bench.run(later, 28, 2, table, new=True) == [], "hits on its blocks"
+
+
+def test_a_load_that_fails_in_the_middle_has_the_rest_stored() -> None:
+    """Blocks that were recomputed would be taken for loaded ones, and be missed for ever."""
+    bench = Bench()
+    bench.put(3)
+    request = FakeRequest("a", 14)
+    bench.side.add(request)
+    (load,) = bench.load(request, 0)
+    bench.side.finished_loads({"a"}, load.blocks[1:2])
+    stores = bench.run(request, 4, 10, [*load.blocks, 7], new=True)
+    assert [item[2] for item in stores] == load.blocks[1:]
+
+
+def test_blocks_are_fenced_when_the_connector_is_off() -> None:
+    """What the engine has found would no longer be told, and stale stores be published."""
+    bench = Bench()
+    request = FakeRequest("a", 14)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 12)
+    bench.boundary.switch_off("a test")
+    bench.side.allocated("a", [1, 2, 3, 4], 0)
+    assert bench.step(idle=True).reused == [1, 2, 3, 4]
+
+
+def test_error_that_cannot_be_cleaned_up_switches_off() -> None:
+    """State that an error has left half done would be used all the same."""
+    bench = Bench()
+    bench.put(3)
+    bench.side.add(FakeRequest("a", 14))
+    assert bench.side.matched_tokens("a", 0) == 12
+
+    def fail(lease: object) -> None:
+        raise OSError("no")
+
+    cast("FakeClient", bench.side._client).release = fail  # type: ignore[method-assign]  # a fault
+    bench.boundary.start_over = bench.side.start_over
+    bench.boundary.caught("a test", ValueError("first"))
+    assert "no" in bench.boundary.off
+    assert bench.side.leases_held == 0
+    assert bench.step(idle=True).reused_unknown
 
 
 def test_preempted_request_starts_again() -> None:
@@ -470,7 +563,7 @@ def test_preempted_request_starts_again() -> None:
     bench.side.add(request)
     bench.run(request, 0, 14, [1, 2, 3, 4], new=True)
     bench.put(3)
-    bench.side.build([], ["a"], idle=False)
+    bench.step([], ["a"])
     bench.load(request, 0, first_block=50)
     assert bench.daemon.lookups == 2
     bench.side.finished_loads({"a"}, ())
@@ -487,11 +580,13 @@ def test_every_block_with_a_new_owner_is_named() -> None:
     bench.side.add(request)
     assert bench.side.matched_tokens("b", 0) == 8
     bench.side.allocated("b", [20, 21], 8)
-    work = bench.side.build([Scheduled("a", True, [1, 2, 3, 4], 4, 10)], [], idle=False)
+    assert bench.side.matched_tokens("a", 4) == 0
+    step = bench.scheduled("a", 4, 10, [1, 2, 3, 4], new=True)
+    work = bench.step([step])
     assert sorted(work.reused) == [2, 3, 4, 20, 21], "block 1 is a hit and keeps its content"
-    work = bench.side.build([Scheduled("a", False, [5], 14, 1)], [], idle=False)
+    work = bench.step([bench.scheduled("a", 14, 3, [5], new=False)])
     assert work.reused == [5]
-    work = bench.side.build([Scheduled("unknown", True, [8, 9], 0, 5)], [], idle=False)
+    work = bench.step([bench.scheduled("unknown", 0, 5, [8, 9], new=True)])
     assert work.reused == [8, 9], "also of requests that tierd does not serve"
 
 
@@ -503,7 +598,7 @@ def test_load_that_cannot_be_planned_is_reported() -> None:
     bench.side.add(request)
     assert bench.side.matched_tokens("a", 0) == 12
     bench.side.allocated("a", [1], 12)
-    (load,) = bench.side.build([], [], idle=True).loads
+    (load,) = bench.step(idle=True).loads
     assert load.slots == []
     bench.side.finished_loads({"a"}, {1})
     assert bench.side.matched_tokens("a", 0) == 0
@@ -520,9 +615,14 @@ def test_loads_survive_an_error_in_the_step() -> None:
     bench.side.allocated("a", [1, 2, 3], tokens)
     with pytest.raises(AttributeError):
         bench.side.build([cast("Scheduled", None)], [], idle=True)
-    work = bench.side.build_after_error()
-    assert [load.request_id for load in work.loads] == ["a"]
+    bench.side.start_over()
+    work = bench.side.hand_over(None, idle=True)
+    assert [(load.request_id, load.blocks, load.slots) for load in work.loads] == [
+        ("a", [1, 2, 3], [])
+    ]
     assert work.reused_unknown
+    assert not bench.daemon.leases
+    assert not bench.step(idle=True).reused_unknown
 
 
 def test_reset_neither_sees_nor_shows_old_blocks() -> None:
@@ -539,7 +639,7 @@ def test_reset_neither_sees_nor_shows_old_blocks() -> None:
     assert bench.side.matched_tokens("b", 0) == 0
     seen = {namespace().digest}
     for _ in range(2):
-        generation = bench.side.build([], [], idle=True).generation
+        generation = bench.step(idle=True).generation
         workers = of_generation(namespace(), generation).digest
         assert workers not in seen
         seen.add(workers)
@@ -576,13 +676,13 @@ def test_random_lives_leave_no_lease(data: st.DataObject) -> None:
             tokens = bench.side.matched_tokens(name, 0)
             if tokens and data.draw(st.booleans()):
                 bench.side.allocated(name, list(range(tokens // BLOCK_TOKENS)), tokens)
-                bench.side.build([], [], idle=True)
+                bench.step(idle=True)
                 loading.add(name)
         elif action == "run" and name not in loading:
             table = list(range(live[name].num_tokens // BLOCK_TOKENS + 1))
             bench.run(live[name], 0, live[name].num_tokens, table, new=True)
         elif action == "preempt" and name not in loading:
-            bench.side.build([], [name], idle=False)
+            bench.step([], [name])
         elif action in ("done", "fail") and name in loading:
             bench.side.finished_loads({name}, {0} if action == "fail" else ())
             loading.discard(name)
@@ -594,7 +694,7 @@ def test_random_lives_leave_no_lease(data: st.DataObject) -> None:
         bench.side.finish(name)
     bench.side.finished_loads(loading, ())
     bench.daemon.answering = True
-    bench.side.build([], [], idle=True)
+    bench.step(idle=True)
     assert bench.side.leases_held == 0
     assert not [x for x in bench.daemon.leases.values() if x.epoch == bench.daemon.epoch]
 

@@ -47,6 +47,10 @@ LENGTHS = (330, 331, 352, 500)
 PROMPTS = [prompt(length, length) for length in LENGTHS]
 EIGHT = [prompt(400 + 40 * i, i) for i in range(8)]
 LONG = [prompt(700 + 40 * i, i) for i in range(6)]
+OWN, THEIRS = prompt(300, "own"), [777, *prompt(480, "theirs")]
+"""The second one is what `second_connector` loads."""
+TURN = prompt(150, "turn")
+TURN_TOKENS = 100
 CROWD = [prompt(40 + 9 * i, i) for i in range(32)]
 CROWD_TOKENS = 120
 
@@ -80,6 +84,14 @@ class Gold:
             self.eight = engine.generate(EIGHT)["tokens"]
             self.long = engine.generate(LONG, tokens=8)["tokens"]
             self.crowd = engine.generate(CROWD, tokens=CROWD_TOKENS)["tokens"]
+            self.two = engine.generate([OWN, THEIRS], tokens=8)["tokens"]
+            (self.turn,) = engine.generate([TURN], tokens=TURN_TOKENS)["tokens"]
+            (self.next_turn,) = engine.generate([self.chat], tokens=8)["tokens"]
+
+    @property
+    def chat(self) -> list[int]:
+        """The prompt of a second turn."""
+        return [*TURN, *self.turn, *prompt(20, "next")]
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +354,51 @@ def test_two_ranks(l2_daemon: DaemonProcess, tmp_path: Path) -> None:
         assert (loaded["tokens"], loaded["cached"]) == (cold["tokens"], full)
         assert l2_daemon.status()["host"]["leases"] == 0
     assert len(l2_daemon.status()["namespaces"]) == 2
+
+
+SECOND = Path(__file__).parent / "second_connector.py"
+
+
+def test_another_connector_and_an_error_cost_no_right_token(tmp_path: Path, gold: Gold) -> None:
+    """What another connector loads would be stored for the blocks' former owner, or as if it
+    were right; and after one contained error blocks would be stored under others' hashes."""
+    few = {"num_gpu_blocks_override": 18, "max_model_len": 512, "max_num_seqs": 4}
+    with DaemonProcess(tmp_path / "tierd", storage="") as daemon:
+        socket = str(daemon.socket)
+        with Engine(tmp_path, socket, llm=few, second=str(SECOND)) as engine:
+            engine.wait_connected(daemon)
+            another_connector(engine, gold)
+            engine.call("fail_build")
+            (first,) = engine.generate([TURN], tokens=TURN_TOKENS)["tokens"]
+            assert first == gold.turn
+            stats = engine.call("stats")
+            assert (stats["errors"], stats["off"], stats["leases"]) == (1, "", 0)
+            found = []
+            for _ in range(2):
+                assert engine.call("hold_stores", held=False)["settled"]
+                engine.reset()
+                told = engine.generate([gold.chat], tokens=8)
+                assert told["tokens"] == [gold.next_turn]
+                found += told["cached"]
+            assert found[0] in (128, 160), "what was stored before the error"
+            assert found[1] == whole_blocks(len(gold.chat)), "later requests are stored again"
+            assert engine.call("stats")["errors"] == 1
+
+
+def another_connector(engine: Engine, gold: Gold) -> None:
+    """It fills blocks whose former owner is still to be stored."""
+    engine.call("hold_stores", held=True)
+    before = engine.call("stats")
+    assert engine.generate([OWN], tokens=8)["tokens"] == gold.two[:1]
+    engine.call("start", prompts=[THEIRS], tokens=8)
+    wait_until(lambda: engine.call("second")["filled"] == 15, 20, "it loads nothing")
+    assert engine.call("hold_stores", held=False)["settled"]
+    engine.call("second", finishes=True)
+    assert engine.call("join")["tokens"] != gold.two[1:], "it does load"
+    after = engine.call("stats")
+    assert after["store_blocks_dropped"] > before.get("store_blocks_dropped", 0)
+    engine.call("second", offers=False)
+    for prompts, tokens in (([OWN], gold.two[:1]), ([THEIRS], gold.two[1:])):
+        engine.reset()
+        assert engine.generate(prompts, tokens=8)["tokens"] == tokens
+    engine.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import random
@@ -177,6 +178,17 @@ def rig() -> Iterator[Rig]:
     assert made.boundary.errors == 0
     if made.mover._thread is None:
         made.close()
+
+
+def test_memory_that_the_engine_has_left_does_not_pass_a_probe(rig: Rig) -> None:
+    """After a sleep the daemon would copy to and from pages that are nobody's any more."""
+    attachment = rig.daemon.attachments[0]
+    rig.mover._probe(False)
+    left = attachment.content(0)
+    block, digest = rig.mover._probe(False)
+    assert block == 0
+    assert hashlib.sha256(attachment.content(0)).digest() == digest
+    assert hashlib.sha256(left).digest() != digest
 
 
 # The way there and back

@@ -393,10 +393,10 @@ def test_the_lease_is_kept_to_the_end() -> None:
     bench.side.add(FakeRequest("a", 14))
     bench.load(FakeRequest("a", 14), 0)
     bench.side.finished_loads((), (), {"a": 1})
-    assert bench.side.build([], [], idle=True).begun == []
+    assert bench.step(idle=True).begun == []
     bench.side.finished_loads({"a"}, (), {"a": 1})
-    assert bench.side.build([], [], idle=True).begun == ["a"]
-    assert bench.side.build([], [], idle=True).begun == []
+    assert bench.step(idle=True).begun == ["a"]
+    assert bench.step(idle=True).begun == []
     assert len(bench.daemon.leases) == bench.side.leases_held == 1
     bench.side.finish("a")
     bench.side.finished_loads((), (), {"a": -1})

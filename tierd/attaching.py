@@ -109,6 +109,7 @@ class Attachments:
         self._next_call = next_call
         self._all: list[Attachment] = []
         self._attaching: dict[int, Attachment] = {}
+        self._queued: list[Attachment] = []
         self._detaching: dict[int, Attachment] = {}
         self._pending: dict[int, PendingCopy] = {}
         self._exported: dict[Export, tuple[int, set[Attachment]]] = {}
@@ -135,6 +136,8 @@ class Attachments:
     def remove(self, attachment: Attachment) -> None:
         """Ask for the end of an attachment, which `is_known` until then."""
         self._all.remove(attachment)
+        if attachment in self._queued:
+            self._queued.remove(attachment)
         if attachment.number is not None:
             self._detach(attachment, attachment.number)
         elif attachment not in self._attaching.values():
@@ -160,6 +163,7 @@ class Attachments:
             pending.end(0, "the session with the daemon has ended")
         self._pending.clear()
         self._attaching.clear()
+        self._queued.clear()
         self._detaching.clear()
         self._exported.clear()
 
@@ -179,6 +183,7 @@ class Attachments:
                 else:
                     # It was given up meanwhile.
                     self._detach(attachment, number)
+                self._attach_next()
             case m.Detached(0, number, _):
                 for attachment in self._all:
                     if attachment.number == number:
@@ -214,6 +219,11 @@ class Attachments:
         else:
             attachment._refusals += 1
             self._later(attachment, now_s)
+        self._attach_next()
+
+    def _attach_next(self) -> None:
+        while self._queued and not self._attaching:
+            self._attach(self._queued.pop(0))
 
     def _later(self, attachment: Attachment, now_s: float) -> None:
         pause_s = min(max(2 * attachment._pause_s, AGAIN_FIRST_S), AGAIN_MAX_S)
@@ -221,11 +231,18 @@ class Attachments:
         attachment._again_s = now_s + pause_s
 
     def _attach(self, attachment: Attachment) -> None:
-        """Send an attachment, unless its handle is not registered: `offer` follows then."""
+        """Send an attachment, unless its handle is not registered: `offer` follows then.
+
+        One at a time: the next one's probe may be in the same block.
+        """
         handle = attachment.handle.number
         if handle is None:
             return
         attachment._again_s = None
+        if self._attaching:
+            if attachment not in self._queued:
+                self._queued.append(attachment)
+            return
         block, digest = attachment._probe(not attachment._seen)
         numbers = []
         for export in attachment.exports:

@@ -52,8 +52,9 @@ from tierd_connectors.vllm_namespace import (
 )
 from tierd_connectors.vllm_options import Transfer, parse
 from tierd_connectors.vllm_queues import FinishedLoad, HostOrder, Order
-from tierd_connectors.vllm_scheduler import SchedulerSide, scheduled_requests
+from tierd_connectors.vllm_scheduler import SchedulerSide
 from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
+from tierd_connectors.vllm_steps import scheduled_requests
 from tierd_connectors.vllm_torch import StreamOrder, TorchPages
 from tierd_connectors.vllm_work import (
     Load,
@@ -151,6 +152,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         groups = importlib.import_module("vllm.distributed.parallel_state")
         rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
         try:
+            _check_memory(config)
             check_engine(config, kv)
             views = kv_views(kv_caches, kv)
             blocks = kv_blocks(views, kv)
@@ -181,6 +183,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._layerwise,
             self._options.loras,
         )
+        self.boundary.start_over = self._mover.forget_stores
         self._mover.attach(self._ways(blocks, tensors))
         self._info = RankInfo(namespace)
         if not on_gpu:
@@ -238,9 +241,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Queue this step's loads."""
         work = self._get_connector_metadata().work
-        self._enter_generation(work.generation)
+        if not self._enter_generation(work.generation):
+            self.boundary.switch_off("the namespace after a cache reset could not be entered")
         for load in work.loads:
-            if not self._submit_load(load):
+            # After an error the mover may have it all the same, and is the one to report it.
+            if not (self._submit_load(load) or self._has_load(load)):
                 self._unfit.append(FinishedLoad(load.request_id, load.blocks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -292,10 +297,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(lambda: False)
     def _submit_load(self, load: Load) -> bool:
-        if self._mover is None:
+        if self._mover is None or self.boundary.off:
             return False
         self._mover.submit_load(load)
         return True
+
+    def _has_load(self, load: Load) -> bool:
+        return self._mover is not None and self._mover.has_load(load)
 
     @guarded(lambda: False)
     def _try_fence(self, work: StepWork) -> bool:
@@ -310,13 +318,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if not self._try_fence(work) and self._mover is not None:
             self._mover.forget_stores()
 
-    @guarded(nothing)
-    def _enter_generation(self, generation: str) -> None:
-        if generation == self._generation or self._mover is None:
-            return
-        assert self._info.namespace is not None
-        self._generation = generation
-        self._mover.use(of_generation(self._info.namespace, generation))
+    @guarded(lambda: False)
+    def _enter_generation(self, generation: str) -> bool:
+        if generation != self._generation and self._mover is not None:
+            assert self._info.namespace is not None
+            self._mover.use(of_generation(self._info.namespace, generation))
+            self._generation = generation
+        return True
 
     # Scheduler
 
@@ -326,13 +334,22 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             {(0, rank): handshake for rank, handshake in metadata.items()}
         )
 
-    @guarded(nothing)
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], TierdHandshake]
     ) -> None:
         """The workers' namespaces: with all of them the connector is on, else it is off."""
+        self._start_scheduler(metadata)
+        if self._scheduler is None:
+            self.boundary.switch_off("its start failed, see the log")
+
+    @guarded(nothing)
+    def _start_scheduler(self, metadata: Mapping[tuple[int, int], TierdHandshake]) -> None:
         namespaces: list[Namespace] = []
         for rank, handshake in sorted(metadata.items()):
+            if not isinstance(handshake, TierdHandshake):
+                # vLLM's MultiConnector passes on that of one connector only.
+                self.boundary.switch_off("another connector's handshake took the place of its own")
+                return
             if handshake.info.namespace is None:
                 self.boundary.switch_off(f"worker {rank} (pp, tp): {handshake.info.refusal}")
                 return
@@ -344,13 +361,15 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return
         self._untagged = namespaces[0].hash_scheme == HASH_SCHEME_UNTAGGED
         client = Client(self._options.socket, name="vllm-scheduler", map_segments=False)
-        self._scheduler = SchedulerSide(
+        side = SchedulerSide(
             client,
             namespaces,
             deadline_ms=self._options.prefetch_deadline_ms,
             boundary=self.boundary,
             loras=self._options.loras,
         )
+        self.boundary.start_over = side.start_over
+        self._scheduler = side
         client.wait(START_WAIT_S)
         logger.info(
             "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes a rank, %s, %s",
@@ -389,18 +408,22 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has its blocks; plan the load of its external tokens."""
+        """The request has its blocks; plan the load of its external tokens.
+
+        Under vLLM's MultiConnector others may load into blocks of which this one is told nothing
+        but this.
+        """
         if self._scheduler is None:
             return
         planned = self._plan_load(request.request_id, blocks, num_external_tokens)
         if num_external_tokens and not planned:
-            self._scheduler.doom(request.request_id, blocks.get_block_ids()[0])
+            table = blocks.get_block_ids()[0]
+            self._scheduler.doom(request.request_id, table, num_external_tokens)
 
     @guarded(lambda: False)
     def _plan_load(self, request_id: str, blocks: KVCacheBlocks, external_tokens: int) -> bool:
         assert self._scheduler is not None
-        table = blocks.get_block_ids()[0] if external_tokens else ()
-        self._scheduler.allocated(request_id, table, external_tokens)
+        self._scheduler.allocated(request_id, blocks.get_block_ids()[0], external_tokens)
         return True
 
     def get_external_cache_hit_sources(
@@ -416,34 +439,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """This step's work."""
         if self._scheduler is None:
             return TierdMetadata(StepWork())
-        work = self._build(scheduler_output)
-        return TierdMetadata(work if work is not None else self._scheduler.build_after_error())
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        work = self._build(scheduler_output, idle)
+        return TierdMetadata(self._scheduler.hand_over(work, idle=idle))
 
     @guarded(nothing)
-    def _build(self, scheduler_output: SchedulerOutput) -> StepWork | None:
+    def _build(self, scheduler_output: SchedulerOutput, idle: bool) -> StepWork | None:
         assert self._scheduler is not None
-        cached = scheduler_output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        return self._scheduler.build(
-            scheduled_requests(
-                [
-                    (new.req_id, new.block_ids[0], new.num_computed_tokens)
-                    for new in scheduler_output.scheduled_new_reqs
-                ],
-                [
-                    (request_id, request_id in resumed, blocks[0] if blocks else (), computed)
-                    for request_id, blocks, computed in zip(
-                        cached.req_ids,
-                        cached.new_block_ids,
-                        cached.num_computed_tokens,
-                        strict=True,
-                    )
-                ],
-                scheduler_output.num_scheduled_tokens,
-            ),
-            scheduler_output.preempted_req_ids or (),
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
-        )
+        steps = scheduled_requests(scheduler_output)
+        preempted = scheduler_output.preempted_req_ids or ()
+        return self._scheduler.build(steps, preempted, idle=idle)
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -475,13 +480,19 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if self._scheduler is not None:
             self._scheduler.finish(request_id)
 
-    @guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Asked for with the engine's own cache reset, when stored KV must not come back.
 
         The daemon keeps what it has, for other engines; this one goes on in a namespace
         of its own.
         """
+        done = self._reset()
+        if not done:
+            self.boundary.switch_off("a cache reset failed, so what is stored may be outdated")
+        return done
+
+    @guarded(lambda: False)
+    def _reset(self) -> bool:
         if self._scheduler is not None:
             self._scheduler.reset()
         return True
@@ -548,4 +559,18 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.boundary.switch_off(
                 "the engine's hash root differs from its workers': set PYTHONHASHSEED to the "
                 "same value in all of its processes"
+            )
+
+
+def _check_memory(config: VllmConfig) -> None:
+    """Raise RefusedError if the engine may give its KV memory back while blocks are copied.
+
+    Nothing tells a worker's connector before that happens, and on a GPU to read memory that is
+    gone ends the engine's process.
+    """
+    for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(config.model_config, setting, False):
+            raise RefusedError(
+                f"{setting} is on, and an engine that sleeps discards KV memory that is being "
+                "copied: start vLLM without it"
             )

@@ -1,7 +1,8 @@
 """The boundary between an engine and the connector: a bug of ours is a miss, never a crash.
 
 This is the one broad `except` of the connectors. What it catches is counted, logged at a
-bounded rate, and switches the connector off once it repeats.
+bounded rate, and switches the connector off once it repeats. Whatever the error may have left half
+done is thrown away before the engine goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Boundary:
     def __init__(self) -> None:
         self.errors = 0
         self.off = ""
+        self.start_over: Callable[[], None] = nothing
+        """Throws away all state that an error may have left half done."""
         self._logged_s = float("-inf")
 
     def switch_off(self, reason: str) -> None:
@@ -45,6 +48,11 @@ class Boundary:
             logger.error("tierd connector error in %s, treated as a miss", where, exc_info=error)
         if self.errors >= _ERRORS_MAX:
             self.switch_off(f"{self.errors} errors, the last one in {where}: {error!r}")
+        try:
+            self.start_over()
+        except Exception as second:  # noqa: BLE001  # the connector boundary
+            self.errors += 1
+            self.switch_off(f"what an error in {where} left could not be thrown away: {second!r}")
 
 
 class HasBoundary(Protocol):

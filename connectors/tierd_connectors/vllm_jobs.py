@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierd.attaching import PendingCopy
 from tierd.gate import GATE_JOBS, Gate, make_gate
 from tierd_connectors.vllm_export import Shown
 from tierd_connectors.vllm_queues import Chunk, Mark
@@ -21,7 +22,7 @@ from tierd_connectors.vllm_work import Load
 
 if TYPE_CHECKING:
     from tierd.attaching import Probe
-    from tierd.client import Attachment, Client, Handle, PendingCopy, Reservation
+    from tierd.client import Attachment, Client, Handle, Reservation
 
 logger = logging.getLogger("vllm.tierd")
 
@@ -122,10 +123,11 @@ class Jobs:
         assert not self.under_way
         while self._attachments:
             self._client.detach(self._attachments.popitem()[1])
-        if self._gate is not None:
-            self._gate.close()
+        # First: an error must not close the descriptor twice, which may be another's by then.
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
             os.close(self._gate_fd)
-            self._gate = None
 
     @property
     def ready(self) -> bool:
@@ -188,6 +190,12 @@ class Jobs:
             self._next_job += 1
         job, self._next_job = self._next_job, self._next_job + 1
         self._gate.prepare(job)
+        # Before it is asked for: after an error nobody knows whether the daemon was, and a load
+        # without an answer is called off.
+        unanswered = PendingCopy()
+        unanswered.end(0, "it was not asked for")
+        began_s = time.monotonic()
+        self.loads.append(LoadUnderWay(load, mark, job, unanswered, began_s))
         copy = self._client.begin_load(
             self._attachments[handle],
             load.epoch,
@@ -198,7 +206,11 @@ class Jobs:
             event=mark.event,
             value=mark.value,
         )
-        self.loads.append(LoadUnderWay(load, mark, job, copy, time.monotonic()))
+        self.loads[-1] = LoadUnderWay(load, mark, job, copy, began_s)
+
+    def has(self, load: Load) -> bool:
+        """Whether a load is under way."""
+        return any(under_way.load is load for under_way in self.loads)
 
     def begin_store(
         self, handle: Handle, chunk: Chunk, reservation: Reservation, blocks: list[int]

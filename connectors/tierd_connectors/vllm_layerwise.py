@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tierd_connectors.vllm_layout import Blocks, LayoutError, TensorView, layer_spans
+from tierd_connectors.vllm_queues import Mark
 from tierd_connectors.vllm_work import Load
 
 logger = logging.getLogger("vllm.tierd")
@@ -74,13 +75,18 @@ def layer_groups(names: Sequence[str], views: Sequence[TensorView], blocks: Bloc
 class Finishing:
     """A load that the engine takes for finished. Guarded by the lock of its `Layerwise`."""
 
-    __slots__ = ("blocks", "due", "filled", "load", "progress", "views")
+    __slots__ = ("blocks", "due", "filled", "load", "mark", "progress", "views")
 
     def __init__(
-        self, load: Load, views: Sequence[memoryview], progress: Callable[[], int]
+        self,
+        load: Load,
+        mark: Mark,
+        views: Sequence[memoryview],
+        progress: Callable[[], int],
     ) -> None:
         """`progress` says how many layer groups are in place, until the load has ended."""
         self.load = load
+        self.mark = mark
         self.blocks = frozenset(load.blocks)
         self.views = views
         self.progress = progress
@@ -188,6 +194,11 @@ class Layerwise:
         """The reported load of this number, if it has not ended."""
         with self._cond:
             return self._finishing.get(job)
+
+    def jobs(self) -> list[int]:
+        """Numbers of the reported loads that have not ended."""
+        with self._cond:
+            return list(self._finishing)
 
     @property
     def count(self) -> int:

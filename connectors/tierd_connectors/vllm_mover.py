@@ -87,13 +87,8 @@ class Mover(Queues):
         self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
         self._jobs: Jobs | None = None
-        self._next_namespace: Namespace | None = None
         self._in_use = False
         self._probed = 0
-        # Without a number's topmost bits it is finite in every format. Always the same, lest
-        # an attachment overwrites what the daemon has been told of another.
-        random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
-        self._probe_content = bytearray((random & 0x3F).tobytes())
         self._populating = True
         self._thread: threading.Thread | None = None
 
@@ -162,12 +157,16 @@ class Mover(Queues):
         """Fill a block that nobody uses, and say which, and the digest of its bytes.
 
         Later than at the start that is only vLLM's null block, number 0, whose KV is never
-        used; before it is any, so that the stride between blocks is proved as well.
+        used; before it is any, so that the stride between blocks is proved as well. The bytes
+        are new each time: memory that the engine has left may hold those of an earlier probe.
         """
         count = self._pages.blocks.count
         self._probed = 0 if self._in_use or not first else secrets.randbelow(count)
-        self._pages.scatter_many([memoryview(self._probe_content)], [self._probed])
-        return self._probed, hashlib.sha256(self._probe_content).digest()
+        # Without a number's topmost bits it is finite in every format.
+        random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
+        content = bytearray((random & 0x3F).tobytes())
+        self._pages.scatter_many([memoryview(content)], [self._probed])
+        return self._probed, hashlib.sha256(content).digest()
 
     def start(self) -> None:
         """Begin to work; from now on the engine may be using its pages. Again does nothing."""
@@ -191,7 +190,9 @@ class Mover(Queues):
     def _loop(self) -> None:
         try:
             while not self._over():
-                self._turn()
+                if not self._turn():
+                    self._put_right()
+                    time.sleep(_AWAY_POLL_S)
             self._give_up()
         finally:
             self._client.close()
@@ -202,11 +203,23 @@ class Mover(Queues):
                 return False
             return not self._busy or time.monotonic() >= self._stop_at_s
 
-    @guarded(lambda: time.sleep(_AWAY_POLL_S))
-    def _turn(self) -> None:
+    @guarded(lambda: False)
+    def _turn(self) -> bool:
         if not self._work():
             self._populating = self._populate()
             self._sleep()
+        return True
+
+    @guarded(nothing)
+    def _put_right(self) -> None:
+        """After an error in a turn: what the turn had in hand is nobody's any more, and ends."""
+        jobs, layerwise = self._jobs, self._layerwise
+        under_way = jobs.loads if jobs is not None else []
+        stores = jobs.stores if jobs is not None else []
+        self._lose([load.load for load in under_way], [store.chunk for store in stores])
+        if layerwise is not None:
+            for job in set(layerwise.jobs()) - {load.job for load in under_way}:
+                self._see_through(layerwise, job)
 
     def _work(self) -> bool:
         """Do, without waiting for more, what there is to do; False if that was nothing."""
@@ -217,14 +230,14 @@ class Mover(Queues):
 
     def _change_namespace(self) -> None:
         """What is under way ends in the namespace that it began in."""
-        self._next_namespace = self._take_namespace() or self._next_namespace
-        if self._next_namespace is None or (self._jobs is not None and self._jobs.under_way):
+        namespace = self._wanted_namespace()
+        if namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
-        self._namespaces = of_adapters(self._next_namespace, self._loras)
-        self._handles = {NO_ADAPTER: self._client.register(self._next_namespace)}
-        self._next_namespace = None
+        self._namespaces = of_adapters(namespace, self._loras)
+        self._handles = {NO_ADAPTER: self._client.register(namespace)}
         if self._jobs is not None:
             self._jobs.attach(self._handles[NO_ADAPTER])
+        self._in_namespace(namespace)
 
     def _handle(self, adapter: str) -> Handle:
         """An adapter's, registered when it is first used: that takes memory of the daemon's."""
@@ -264,9 +277,20 @@ class Mover(Queues):
         finishing = layerwise.find(job) if layerwise is not None else None
         if filled:
             self._count_loaded(load, began_s)
-        if layerwise is None or finishing is None:
-            self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
-        elif filled or finishing.filled or self._scatter(load, mark, finishing.views):
+        if layerwise is not None and finishing is not None:
+            if filled:
+                layerwise.fill(finishing)
+            self._see_through(layerwise, job)
+            filled = True
+        # Does nothing if it has been reported before.
+        self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
+
+    def _see_through(self, layerwise: Layerwise, job: int) -> None:
+        """The daemon writes a reported load no more: bring it to its end here."""
+        finishing = layerwise.find(job)
+        if finishing is None:
+            return
+        if finishing.filled or self._scatter(finishing.load, finishing.mark, finishing.views):
             layerwise.end(job)
         else:
             layerwise.lose(job, "a load could not be brought to its end within its lease")
@@ -281,7 +305,7 @@ class Mover(Queues):
                 continue
             if self._scatter(stuck.load, stuck.mark, finishing.views):
                 layerwise.fill(finishing)
-        for load, _, job, copy, _ in jobs.loads if layerwise.active else ():
+        for load, mark, job, copy, _ in jobs.loads if layerwise.active else ():
             begun = not copy.done and jobs.progress(job) > 0 and layerwise.find(job) is None
             if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
                 continue
@@ -290,13 +314,11 @@ class Mover(Queues):
             views = self._client.lease_views(handle, load.epoch, load.slots[self._rank])
             if views is not None:
                 progress = functools.partial(jobs.progress, job)
-                layerwise.add(job, Finishing(load, views, progress))
+                layerwise.add(job, Finishing(load, mark, views, progress))
                 self._reported(load)
 
     def _begin(self) -> bool:
         """Begin a copy, or make one here; False if there is none that could begin."""
-        if self._next_namespace is not None:
-            return False
         jobs = self._jobs
         if jobs is None or not jobs.ready:
             return self._load(None) or self._store(None)
@@ -308,10 +330,10 @@ class Mover(Queues):
         taken = self._take_load()
         if taken is None:
             return False
-        load, mark = taken
-        filled = self._ask_load(jobs, load, mark)
-        if filled is not None:
-            self._loaded(load, failed=not filled)
+        filled = self._ask_load(jobs, taken.load, taken.mark)
+        # After an error it may be under way all the same, and is ended there.
+        if filled is not None and not (jobs is not None and jobs.has(taken.load)):
+            self._loaded(taken.load, failed=not filled)
         return True
 
     def _store(self, jobs: Jobs | None) -> bool:
@@ -395,13 +417,16 @@ class Mover(Queues):
     @guarded(lambda: 0)
     def _commit(self, chunk: Chunk, reservation: Reservation, copied: int, began_s: float) -> int:
         """How many of the chunk's blocks the daemon has afterwards."""
-        granted = [
-            item.block
-            for item, slot in zip(chunk.items, reservation.slots, strict=True)
-            if slot is not None
-        ]
-        # Only now: what has been fenced meanwhile may not be what its hash says.
-        count = self._unfenced(chunk, granted[:copied])
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._client.abort, reservation)
+            granted = [
+                item.block
+                for item, slot in zip(chunk.items, reservation.slots, strict=True)
+                if slot is not None
+            ]
+            # Only now: what has been fenced meanwhile may not be what its hash says.
+            count = self._unfenced(chunk, granted[:copied])
+            undo.pop_all()
         stored = self._client.commit(reservation, count)
         if count:
             self.tally.add(

@@ -8,6 +8,7 @@ The engine's threads and the mover's meet here and nowhere else. Order of the pa
 - The blocks of a load belong to the mover from `submit_load` until the load shows up in
   `take_finished`, exactly once, whatever happened to the daemon; layer by layer
   (`vllm_layerwise`) some of them longer.
+- Each step of a load's life is one assignment, so that no error can lose a load or end it twice.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import contextlib
 import itertools
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
@@ -56,6 +55,26 @@ class HostOrder:
         return Mark()
 
 
+class Submitted:
+    """A load from `submit_load` until the engine has been told of its end.
+
+    It is queued, then at work, and then has `failed`: the blocks that it did not fill.
+    """
+
+    __slots__ = ("at_work", "failed", "load", "mark")
+
+    def __init__(self, load: Load, mark: Mark) -> None:
+        self.load = load
+        self.mark = mark
+        self.at_work = False
+        self.failed: list[int] | None = None
+
+    @property
+    def queued(self) -> bool:
+        """Whether the mover has not begun with it."""
+        return not self.at_work and self.failed is None
+
+
 class FinishedLoad(NamedTuple):
     """A load's end: the engine's blocks that it did not fill, none if it went well."""
 
@@ -89,9 +108,7 @@ class Queues:
         self._cond = threading.Condition()
         # All below is guarded by _cond.
         self._namespace: Namespace | None = None
-        self._loads: deque[tuple[Load, Mark]] = deque()
-        self._loading: set[str] = set()
-        self._finished: list[FinishedLoad] = []
+        self._loads: dict[str, Submitted] = {}
         self._stores: dict[int, tuple[StoreItem, Mark]] = {}
         self._chunks: list[Chunk] = []
         self._stop_at_s: float | None = None
@@ -101,23 +118,29 @@ class Queues:
     def use(self, namespace: Namespace) -> None:
         """Store and load under another namespace from now on; what is queued is dropped."""
         with self._cond:
-            self._stores.clear()
-            while self._loads:
-                self._end_load(self._loads.popleft()[0], failed=True)
+            # First: nothing begins from here on, whatever fails.
             self._namespace = namespace
+            self._stores.clear()
+            for submitted in self._loads.values():
+                if submitted.queued:
+                    self._end_load(submitted, failed=True)
         self._wake()
 
     def submit_load(self, load: Load) -> None:
         """Queue a load. Its blocks are the mover's until take_finished() names the request."""
-        mark = self._order.mark()
+        submitted = Submitted(load, self._order.mark())
         with self._cond:
-            assert load.request_id not in self._loading
-            self._loading.add(load.request_id)
-            if load.slots and self._stop_at_s is None:
-                self._loads.append((load, mark))
-            else:
-                self._end_load(load, failed=True)
+            assert load.request_id not in self._loads
+            if not load.slots or self._stop_at_s is not None:
+                self._end_load(submitted, failed=True)
+            self._loads[load.request_id] = submitted
         self._wake()
+
+    def has_load(self, load: Load) -> bool:
+        """Whether a load has been submitted whose end has not been taken."""
+        with self._cond:
+            submitted = self._loads.get(load.request_id)
+            return submitted is not None and submitted.load is load
 
     def submit_stores(self, items: Iterable[StoreItem]) -> None:
         """Queue blocks to store. What the queue has no room for is dropped and counted."""
@@ -159,18 +182,26 @@ class Queues:
     def take_finished(self) -> list[FinishedLoad]:
         """Loads that ended since the last call."""
         with self._cond:
-            now_ns = time.monotonic_ns()
-            for queued in [queued for queued in self._loads if queued[0].expires_ns <= now_ns]:
-                self._loads.remove(queued)
-                self._end_load(queued[0], failed=True)
-            finished, self._finished = self._finished, []
+            for submitted in self._loads.values():
+                if submitted.queued and submitted.load.expired:
+                    self._end_load(submitted, failed=True)
+            finished = [
+                FinishedLoad(request_id, submitted.failed)
+                for request_id, submitted in self._loads.items()
+                if submitted.failed is not None
+            ]
+            for load in finished:
+                del self._loads[load.request_id]
         return finished
 
     def wait_finished(self, timeout_s: float) -> None:
         """Wait until a load has ended, if one is under way."""
         with self._cond:
-            if self._loading and not self._finished:
-                self._cond.wait_for(lambda: self._finished, timeout_s)
+            if self._loads:
+                self._cond.wait_for(self._any_ended, timeout_s)
+
+    def _any_ended(self) -> bool:
+        return any(submitted.failed is not None for submitted in self._loads.values())
 
     @property
     def settled(self) -> bool:
@@ -183,7 +214,8 @@ class Queues:
     @property
     def _busy(self) -> bool:
         """The opposite; the caller holds _cond."""
-        return bool(self._stores or self._chunks or self._loading)
+        open_loads = any(submitted.failed is None for submitted in self._loads.values())
+        return bool(self._stores or self._chunks or open_loads)
 
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
@@ -192,22 +224,32 @@ class Queues:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
 
-    def _take_namespace(self) -> Namespace | None:
+    def _wanted_namespace(self) -> Namespace | None:
+        """The namespace that is to be used; nothing begins before `_in_namespace` is told so."""
         with self._cond:
-            namespace, self._namespace = self._namespace, None
-            return namespace
+            return self._namespace
 
-    def _take_load(self) -> tuple[Load, Mark] | None:
+    def _in_namespace(self, namespace: Namespace) -> None:
+        with self._cond:
+            if self._namespace is namespace:
+                self._namespace = None
+
+    def _next_load(self) -> Submitted | None:
+        """The first queued load; the caller holds _cond."""
+        return next((load for load in self._loads.values() if load.queued), None)
+
+    def _take_load(self) -> Submitted | None:
         """The next load, which then ends by `_loaded`; none before a new namespace is in use."""
         with self._cond:
-            if self._namespace is not None or not self._loads:
-                return None
-            return self._loads.popleft()
+            submitted = self._next_load() if self._namespace is None else None
+            if submitted is not None:
+                submitted.at_work = True
+            return submitted
 
     def _take_chunk(self) -> Chunk | None:
         """The next stores, unless there are loads to begin; they end by `_stored`."""
         with self._cond:
-            if self._namespace is not None or self._loads or not self._stores:
+            if self._namespace is not None or self._next_load() or not self._stores:
                 return None
             first, mark = next(iter(self._stores.values()))
             items: list[StoreItem] = []
@@ -216,10 +258,11 @@ class Queues:
                     break
                 items.append(item)
                 mark = its_mark
+            chunk = Chunk(first.adapter, items, mark)
+            # First: what is in neither is not fenced.
+            self._chunks.append(chunk)
             for item in items:
                 del self._stores[item.block]
-            chunk = Chunk(first.adapter, items, mark)
-            self._chunks.append(chunk)
             return chunk
 
     def _unfenced(self, chunk: Chunk, copied: list[int]) -> int:
@@ -233,26 +276,37 @@ class Queues:
     def _stored(self, chunk: Chunk, stored: int) -> None:
         """A chunk has ended with so many of its blocks in the daemon."""
         with self._cond:
-            self._chunks.remove(chunk)
+            if chunk in self._chunks:
+                self._chunks.remove(chunk)
         self._count_dropped(len(chunk.items) - stored)
 
     def _loaded(self, load: Load, *, failed: bool) -> None:
-        """A load has ended, and nobody writes its blocks any more."""
+        """A load has ended, and nobody writes its blocks any more. Again does nothing."""
         with self._cond:
-            self._end_load(load, failed)
+            submitted = self._loads.get(load.request_id)
+            if submitted is not None and submitted.load is load:
+                self._end_load(submitted, failed)
 
     def _reported(self, load: Load) -> None:
         """A load counts as finished from now on. It may still be written: `Layerwise` knows."""
-        with self._cond:
-            self._loading.discard(load.request_id)
-            self._finished.append(FinishedLoad(load.request_id, []))
-            self._cond.notify_all()
+        self._loaded(load, failed=False)
         self.tally.add(load_early_starts=1)
 
-    def _end_load(self, load: Load, failed: bool) -> None:
-        """The same; the caller holds _cond."""
-        self._loading.discard(load.request_id)
-        self._finished.append(FinishedLoad(load.request_id, load.blocks if failed else []))
+    def _lose(self, at_work: Collection[Load], copied: Collection[Chunk]) -> None:
+        """After an error: loads that began and are not among `at_work` fail; chunks that are not
+        among `copied` are dropped. Nobody writes, or reads, their blocks any more."""
+        with self._cond:
+            for submitted in self._loads.values():
+                known = any(submitted.load is load for load in at_work)
+                if submitted.at_work and not known:
+                    self._end_load(submitted, failed=True)
+            self._chunks = [chunk for chunk in self._chunks if chunk in copied]
+
+    def _end_load(self, submitted: Submitted, failed: bool) -> None:
+        """The caller holds _cond."""
+        if submitted.failed is not None:
+            return
+        submitted.failed = submitted.load.blocks if failed else []
         self._cond.notify_all()
         if failed:
             self.tally.add(load_failures=1)

@@ -14,6 +14,14 @@ what this step computes, but both count tokens that are not known yet (placehold
 asynchronous scheduling) or may be rejected (drafts). Block hashes exist for known tokens
 only, and the KV of the last known token is computed at the latest in this step, so a block
 is final when it lies below both counts.
+
+Whose bytes they are: `_content` has the hash of each of the engine's blocks that holds what a
+request's own forward pass computed, or what tierd loaded. A block that is handed out is taken
+off it at once, before anybody writes to it. The engine's own prefix hits are stored only if they
+are on it: another connector may have filled the block. Past tokens that another connector loaded
+a request is not stored at all, for what it computes there follows from them.
+
+After an error that the boundary has caught, `start_over` forgets all of this.
 """
 
 from __future__ import annotations
@@ -23,13 +31,14 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tierd.client import request_number
 from tierd_connectors.vllm_guard import Boundary
 from tierd_connectors.vllm_hints import NOTHING, RequestHints
 from tierd_connectors.vllm_speed import PrefillSpeed
+from tierd_connectors.vllm_steps import EngineRequest, Scheduled
 from tierd_connectors.vllm_work import (
     NO_ADAPTER,
     Load,
@@ -59,35 +68,8 @@ LEASE_RESERVE = 4
 IDLE_WAIT_S = 0.002
 """Waited in a step that has nothing to do but lookups, where the engine would spin."""
 
-
-class EngineRequest(Protocol):
-    """What is used of vLLM's Request."""
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def arrival_time(self) -> float: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-
-
-class Scheduled(NamedTuple):
-    """A request that computes in this step.
-
-    `blocks` are new in the request's block table; they replace it if `restarted`.
-    `computed` are the tokens whose KV exists before the step.
-    """
-
-    request_id: str
-    restarted: bool
-    blocks: Sequence[int]
-    computed: int
-    tokens: int
+NO_LIMIT = 1 << 62
+"""In place of a number of blocks: all of a request's may be stored."""
 
 
 @dataclass(slots=True)
@@ -106,9 +88,13 @@ class _Tracked:
     asked: bool = False
     running: bool = False
     local_blocks: int = 0
+    """Found in the engine's own cache when it was last asked about."""
     loaded: range = range(0)
-    table: list[int] = field(default_factory=list)
+    """Blocks that tierd has loaded, or is loading, since then."""
+    table: Sequence[int] = ()
     stored: int = 0
+    limit: int = NO_LIMIT
+    """Blocks that may be stored: those before the first whose content is not known."""
 
 
 @dataclass(slots=True)
@@ -146,7 +132,10 @@ class SchedulerSide:
         self._begun: list[str] = []
         self._finishing: dict[str, int] = {}
         self._kept: dict[str, list[Lease]] = {}
-        self._planned: list[Load] = []
+        self._planned: dict[str, Load] = {}
+        self._content: dict[int, bytes] = {}
+        self._handed_out: list[int] = []
+        self._doubt = False
         self._silent_until_ns = 0
         self._silence_ms = 0
         self._speed = PrefillSpeed()
@@ -184,6 +173,9 @@ class SchedulerSide:
         if tracked.running:
             # Asked about a request that had computed: it was preempted.
             self._restart(tracked)
+        # Also if nothing is offered: another connector may load what comes after.
+        tracked.local_blocks = computed_tokens // self._block_tokens
+        tracked.loaded = range(0)
         if not tracked.asked:
             self._look_up(tracked)
         now_ns = time.monotonic_ns()
@@ -206,7 +198,6 @@ class SchedulerSide:
             self._let_go(tracked)
             self._look_up(tracked)
             return None if tracked.pending is not None else 0
-        tracked.local_blocks = computed_tokens // self._block_tokens
         found = min(tracked.lease.blocks, self._useful_blocks(tracked.request))
         if found <= tracked.local_blocks:
             self._let_go(tracked)
@@ -214,8 +205,16 @@ class SchedulerSide:
         return (found - tracked.local_blocks) * self._block_tokens
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
-        """The engine gave the request its blocks and wants `external_tokens` of it loaded."""
+        """The engine admits the request with these blocks and wants `external_tokens` loaded.
+
+        Called for each request, also for one that is not served here, or that another
+        connector loads for. Its blocks are then written by whoever is to fill them.
+        """
         tracked = self._tracked.get(request_id)
+        kept = 0
+        if tracked is not None and not self.boundary.off:
+            kept = max(tracked.local_blocks, tracked.loaded.stop)
+        self._hand_out(blocks[kept:])
         if external_tokens == 0:
             # Either the second call, after a load, or the engine did not take the offer.
             if tracked is not None:
@@ -226,57 +225,83 @@ class SchedulerSide:
         into = list(blocks[wanted.start : wanted.stop])
         lease = tracked.lease if tracked is not None else None
         if tracked is None or lease is None or len(into) != len(wanted):
-            self.doom(request_id, blocks)
+            self.doom(request_id, blocks, external_tokens)
             return
         slots = [list(rank[wanted.start : wanted.stop]) for rank in lease.slots]
         load = Load(request_id, lease.epoch, lease.expires_ns, into, slots, tracked.adapter)
         self._loading[request_id] = _Loading(lease, frozenset(into))
         tracked.lease = None
         tracked.loaded = wanted
-        # Last: after an error before this the load is doomed, and none may be sent twice.
-        self._planned.append(load)
+        self._planned[request_id] = load
 
-    def doom(self, request_id: str, blocks: Sequence[int]) -> None:
+    def doom(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """The engine waits for a load that is not to be had: have the workers say so."""
-        self._planned.append(Load(request_id, b"", 0, list(blocks), []))
+        count = -(-external_tokens // self._block_tokens)
+        # What it found in its own cache, which others may be using, comes first.
+        self._planned[request_id] = _doomed(request_id, blocks[max(0, len(blocks) - count) :])
+
+    def _hand_out(self, blocks: Sequence[int]) -> None:
+        """From now on anybody may write to these blocks."""
+        self._handed_out.extend(blocks)
+        for block in blocks:
+            self._content.pop(block, None)
 
     # Steps
 
     def build(
         self, scheduled: Iterable[Scheduled], preempted: Iterable[str], *, idle: bool
     ) -> StepWork:
-        """This step's work for the workers."""
-        # First: what is lost of them by an error, build_after_error() makes good.
-        begun, self._begun = self._begun, []
+        """This step's stores; `hand_over` adds what must not be lost by an error."""
         for request_id in preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.running:
                 self._restart(tracked)
-        work = StepWork(generation=self._generation, idle=idle, begun=begun)
-        for load in self._planned:
-            work.reused.extend(load.blocks)
+        work = StepWork()
         prompt_tokens = 0
         for step in scheduled:
             if step.tokens > 1:
                 prompt_tokens += step.tokens
+            if not step.restarted:
+                self._hand_out(step.blocks)
             tracked = self._tracked.get(step.request_id)
             if tracked is not None:
                 self._track(tracked, step, work)
-            else:
-                work.reused.extend(step.blocks)
         self._speed.step(time.monotonic_ns(), prompt_tokens)
         self._look_after_client(idle=idle)
-        work.loads, self._planned = self._planned, []
         return work
 
-    def build_after_error(self) -> StepWork:
-        """What must reach the workers even if build() failed: the loads, and to read no block.
+    def hand_over(self, work: StepWork | None, *, idle: bool) -> StepWork:
+        """What `build` made, None after an error, with the loads and fences of this step.
 
-        Loads that had been reported are waited for as well, whichever they were.
+        Raises nothing: loads that are lost would be waited for for ever. After an error no
+        block is to be read, and loads that had been reported are waited for, whichever they were.
         """
-        work = StepWork(generation=self._generation, loads=self._planned, reused_unknown=True)
-        self._planned = []
+        work = StepWork() if work is None else work
+        work.generation, work.idle = self._generation, idle
+        work.begun, self._begun = self._begun, []
+        work.reused, self._handed_out = self._handed_out, []
+        work.reused_unknown, self._doubt = self._doubt, False
+        work.loads, self._planned = list(self._planned.values()), {}
         return work
+
+    def start_over(self) -> None:
+        """After an error: throw away whatever it may have left half done.
+
+        Requests that are under way are neither looked up nor stored any more, loads that no
+        worker has been told of fail, and of no block it is known what it holds. Leases of copies
+        under way are not given back but run out: somebody may be reading their slots.
+        """
+        tracked, self._tracked = self._tracked, {}
+        loading, self._loading = self._loading, {}
+        planned = self._planned
+        self._planned = {name: _doomed(name, load.blocks) for name, load in planned.items()}
+        self._kept, self._finishing = {}, {}
+        self._content = {}
+        self._doubt = True
+        for request_id in planned.keys() & loading.keys():
+            self._client.release(loading[request_id].lease)
+        for request in tracked.values():
+            self._let_go(request)
 
     def finished_loads(
         self,
@@ -331,9 +356,11 @@ class SchedulerSide:
             self._let_go(tracked)
         # What they have computed may be of old weights: it is not stored either.
         self._tracked.clear()
-        self._generation = secrets.token_hex(8)
-        fresh = [of_generation(namespace, self._generation) for namespace in self._namespaces]
-        self._handles = self._register(fresh)
+        self._content.clear()
+        generation = secrets.token_hex(8)
+        fresh = [of_generation(namespace, generation) for namespace in self._namespaces]
+        # Both or, after an error, neither: workers use the namespaces of the generation.
+        self._generation, self._handles = generation, self._register(fresh)
         logger.info(
             "tierd: caches were reset; this engine goes on in a namespace of its own, %s",
             fresh[0].digest.hex(),
@@ -434,7 +461,6 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._let_go(tracked)
-            tracked.loaded = range(0)
 
     def _restart(self, tracked: _Tracked) -> None:
         """After a preemption: the blocks are gone, and what is stored may bring them back."""
@@ -442,30 +468,45 @@ class SchedulerSide:
         tracked.since_ns = time.monotonic_ns()
         tracked.asked = tracked.running = False
         tracked.loaded = range(0)
-        tracked.table = []
+        tracked.table = ()
         tracked.stored = 0
 
     def _track(self, tracked: _Tracked, step: Scheduled, work: StepWork) -> None:
         if step.restarted or not tracked.running:
-            self._let_go(tracked)
-            tracked.running = True
-            tracked.table = list(step.blocks)
-            tracked.stored = 0
-            work.reused.extend(tracked.table[step.computed // self._block_tokens :])
-        else:
-            tracked.table.extend(step.blocks)
-            work.reused.extend(step.blocks)
+            self._admit(tracked, step)
+        if step.restarted or step.blocks:
+            table = step.table()
+            assert table is not None
+            tracked.table = table
         hashes = tracked.request.block_hashes
         computed = (step.computed + step.tokens) // self._block_tokens
-        final = min(computed, len(hashes), len(tracked.table))
+        final = min(computed, len(hashes), tracked.limit)
         if final <= tracked.stored or self.boundary.off:
             return
+        assert len(tracked.table) * self._block_tokens >= step.computed + step.tokens
         for index in range(tracked.stored, final):
+            block, name = tracked.table[index], hashes[index]
+            if index < tracked.local_blocks and self._content.get(block) != name:
+                tracked.limit = index
+                break
+            self._content[block] = name
             if index not in tracked.loaded:
                 parent = hashes[index - 1] if index else self.hash_root
-                block = tracked.table[index]
-                work.stores.append(StoreItem(hashes[index], parent, block, tracked.adapter))
-        tracked.stored = final
+                work.stores.append(StoreItem(name, parent, block, tracked.adapter))
+        tracked.stored = min(final, tracked.limit)
+
+    def _admit(self, tracked: _Tracked, step: Scheduled) -> None:
+        """A request begins to compute; what lies before was found, or loaded by somebody."""
+        self._let_go(tracked)
+        tracked.running = True
+        tracked.stored = 0
+        # Of a load that failed the engine has taken what came before, and computes the rest.
+        known = min(tracked.loaded.stop, step.computed // self._block_tokens)
+        tracked.loaded = range(min(tracked.loaded.start, known), known)
+        # A block of which others have loaded a part counts as well.
+        filled = -(-step.computed // self._block_tokens)
+        known = max(tracked.local_blocks, known)
+        tracked.limit = tracked.local_blocks if filled > known else NO_LIMIT
 
     def _look_after_client(self, *, idle: bool) -> None:
         if idle and any(t.pending is not None for t in self._tracked.values()):
@@ -483,19 +524,6 @@ class SchedulerSide:
             self._connected = self._client.connected
 
 
-def scheduled_requests(
-    new: Iterable[tuple[str, Sequence[int], int]],
-    cached: Iterable[tuple[str, bool, Sequence[int], int]],
-    tokens: Mapping[str, int],
-) -> list[Scheduled]:
-    """The step's requests from the engine's lists of new and of known ones.
-
-    A new one carries its id, block table and computed tokens, a known one also whether
-    its table is replaced.
-    """
-    steps = [Scheduled(i, True, blocks, computed, tokens[i]) for i, blocks, computed in new]
-    steps += [
-        Scheduled(i, restarted, blocks, computed, tokens[i])
-        for i, restarted, blocks, computed in cached
-    ]
-    return steps
+def _doomed(request_id: str, blocks: Sequence[int]) -> Load:
+    """A load that the workers report as failed."""
+    return Load(request_id, b"", 0, list(blocks), [])
