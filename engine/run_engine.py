@@ -2,7 +2,9 @@
 
 Runs in the engine's python: `run_engine.py '{"model": DIR, ...}'`. Settings: `model`,
 `socket` (none: no connector), `extra` (the connector's own settings), `llm` (arguments of
-LLM), `processes` (engine core and workers in processes of their own). Commands:
+LLM), `processes` (engine core and workers in processes of their own), `lora` (the directory of
+an adapter `a`, for all requests), `swap` (a file, and the one that it replaces once weights are
+read). Commands:
 
     {"do": "generate", "prompts": [[token, ...], ...], "tokens": 16}
     {"do": "start", ...}     as generate, but returns at once
@@ -10,6 +12,7 @@ LLM), `processes` (engine core and workers in processes of their own). Commands:
     {"do": "reset"}          empty the engine's own prefix cache; "external": also tierd's
     {"do": "stats"}          what the connector counted (one process only)
     {"do": "abort", ...}     add requests, make `steps` steps, abort them; one process only
+    {"do": "reload_weights"}   read the model's weights again
     {"do": "fail_loads", "count": 3}   the next loads fill half and fail; one process only
 """
 
@@ -81,10 +84,24 @@ def make_engine(settings: dict):
             },
         }
     arguments.update(settings.get("llm", {}))
+    if "swap" in settings:
+        swap_files(*settings["swap"])
     return LLM(**arguments)
 
 
-def generate(llm, command: dict) -> dict:
+def swap_files(new: str, old: str) -> None:
+    """Have `new` replace `old` after weights are read and before the connector sees KV."""
+    connector = importlib.import_module("tierd_connectors.vllm").TierdConnector
+    real = connector.register_kv_caches
+
+    def later(self, kv_caches) -> None:
+        os.replace(new, old)
+        real(self, kv_caches)
+
+    connector.register_kv_caches = later
+
+
+def generate(llm, command: dict, lora: str = "") -> dict:
     """Greedy tokens of each prompt."""
     from vllm import SamplingParams
 
@@ -95,8 +112,9 @@ def generate(llm, command: dict) -> dict:
     if "salts" in command:
         for prompt, salt in zip(prompts, command["salts"], strict=True):
             prompt["cache_salt"] = salt
+    request = lora and importlib.import_module("vllm.lora.request").LoRARequest("a", 1, lora)
     started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=request or None)
     seconds = time.perf_counter() - started
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -202,7 +220,10 @@ def main() -> None:
         command = json.loads(line)
         match command["do"]:
             case "generate":
-                say(generate(llm, command))
+                say(generate(llm, command, settings.get("lora", "")))
+            case "reload_weights":
+                llm.collective_rpc("reload_weights")
+                say({})
             case "start":
                 answer = []
                 running = threading.Thread(

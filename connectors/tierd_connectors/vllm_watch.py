@@ -59,10 +59,11 @@ class Weights:
 
     loads: list[Load] = field(default_factory=list)
     moved: str = ""
+    taken: bool = False
 
     def move(self, reason: str) -> None:
         """Note that weights are about to change; the first reason stays."""
-        if self.loads:
+        if self.loads or self.taken:
             self.moved = self.moved or reason
 
 
@@ -75,7 +76,10 @@ def take() -> Weights:
     """What was loaded since the last call: by the engine whose KV is being registered."""
     global _current
     taken, _current = _current, Weights()
+    taken.taken = True
     _all.add(_current)
+    # Its loader may be one that `watch` does not know.
+    _watch_workers()
     return taken
 
 
@@ -89,9 +93,11 @@ def watch() -> None:
             loader.load_model = _watching(loader.load_model)
 
 
-def watch_worker(worker: type) -> None:
-    """Have this class of workers tell when weights are replaced."""
-    if worker in _watched:
+def _watch_workers() -> None:
+    """Have vLLM's workers, of all platforms, tell when weights are replaced."""
+    module = sys.modules.get("vllm.v1.worker.gpu_worker")
+    worker = getattr(module, "Worker", None)
+    if worker is None or worker in _watched:
         return
     _watched.add(worker)
     for name in _CHANGES:
@@ -100,7 +106,7 @@ def watch_worker(worker: type) -> None:
             setattr(worker, name, _moving(method, lambda *_, name=name, **__: name))
     sleep = getattr(worker, "sleep", None)
     if sleep is not None:
-        worker.sleep = _moving(sleep, _deep_sleep)  # type: ignore[attr-defined]  # as found
+        worker.sleep = _moving(sleep, _deep_sleep)
 
 
 def _watching(load_model: Callable[..., object]) -> Callable[..., object]:
@@ -113,9 +119,7 @@ def _watching(load_model: Callable[..., object]) -> Callable[..., object]:
         loaded = load_model(self, vllm_config, model_config, *more, **named)
         weights.loads.append(Load(model, before, files_state(model), code_of(type(loaded))))
         _watch_model(loaded, weights)
-        worker = sys.modules.get("vllm.v1.worker.gpu_worker")
-        if worker is not None:
-            watch_worker(worker.Worker)
+        _watch_workers()
         return loaded
 
     return watched
