@@ -3,7 +3,9 @@
 Runs in the engine's python: `run_engine.py '{"model": DIR, ...}'`. Settings: `model`,
 `socket` (none: no connector), `extra` (the connector's own settings), `llm` (arguments of
 LLM), `processes` (engine core and workers in processes of their own), `second` (a module of the
-tests with a connector that is asked before tierd's, under MultiConnector). Commands:
+tests with a connector that is asked before tierd's, under MultiConnector), `lora` (the directory
+of an adapter `a`, for all requests), `swap` (a file, and the one that it replaces once weights are
+read). Commands:
 
     {"do": "generate", "prompts": [[token, ...], ...], "tokens": 16}
     {"do": "start", ...}     as generate, but returns at once
@@ -11,6 +13,7 @@ tests with a connector that is asked before tierd's, under MultiConnector). Comm
     {"do": "reset"}          empty the engine's own prefix cache; "external": also tierd's
     {"do": "stats"}          what the connector counted (one process only)
     {"do": "abort", ...}     add requests, make `steps` steps, abort them; one process only
+    {"do": "reload_weights"}   read the model's weights again
     {"do": "fail_loads", "count": 3}   the next loads fill half and fail; one process only
     {"do": "fail_build"}     the next step in which a running request gets a block has an error
     {"do": "hold_stores", "held": true}   stores wait, or go on and have ended
@@ -98,6 +101,8 @@ def make_engine(settings: dict):
                 "kv_connector_extra_config": {"connectors": [second, tierd]},
             }
     arguments.update(settings.get("llm", {}))
+    if "swap" in settings:
+        swap_files(*settings["swap"])
     return LLM(**arguments)
 
 
@@ -108,7 +113,19 @@ def _second(settings: dict):
     return importlib.import_module(path.stem)
 
 
-def generate(llm, command: dict) -> dict:
+def swap_files(new: str, old: str) -> None:
+    """Have `new` replace `old` after weights are read and before the connector sees KV."""
+    connector = importlib.import_module("tierd_connectors.vllm").TierdConnector
+    real = connector.register_kv_caches
+
+    def later(self, kv_caches) -> None:
+        os.replace(new, old)
+        real(self, kv_caches)
+
+    connector.register_kv_caches = later
+
+
+def generate(llm, command: dict, lora: str = "") -> dict:
     """Greedy tokens of each prompt."""
     from vllm import SamplingParams
 
@@ -119,8 +136,9 @@ def generate(llm, command: dict) -> dict:
     if "salts" in command:
         for prompt, salt in zip(prompts, command["salts"], strict=True):
             prompt["cache_salt"] = salt
+    request = lora and importlib.import_module("vllm.lora.request").LoRARequest("a", 1, lora)
     started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=request or None)
     seconds = time.perf_counter() - started
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -271,7 +289,10 @@ def main() -> None:
         command = json.loads(line)
         match command["do"]:
             case "generate":
-                say(generate(llm, command))
+                say(generate(llm, command, settings.get("lora", "")))
+            case "reload_weights":
+                llm.collective_rpc("reload_weights")
+                say({})
             case "start":
                 answer = []
                 running = threading.Thread(

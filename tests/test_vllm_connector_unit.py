@@ -24,12 +24,10 @@ from tierd_connectors.vllm_queues import HostOrder
 from tierd_connectors.vllm_scheduler import SchedulerSide
 from tierd_connectors.vllm_speed import PrefillSpeed
 from tierd_connectors.vllm_steps import Scheduled
-from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
 from tierd_connectors.vllm_work import Load, StepWork, StoreItem, of_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from tierd.client import Client
 
@@ -491,9 +489,7 @@ def test_loaded_blocks_are_not_stored_back_but_own_hits_are() -> None:
     bench.side.add(again)
     bench.side.matched_tokens("c", 16)
     stores = bench.run(again, 16, 2, [10, 11, 12, 13, 21], new=True)
-    assert [item[2] for item in stores] == [10, 11, 12, 13], (
-        "what tierd has loaded, too"
-    )
+    assert [item[2] for item in stores] == [10, 11, 12, 13], "what tierd has loaded, too"
 
 
 def test_what_others_loaded_is_not_stored_nor_what_follows() -> None:
@@ -1057,78 +1053,3 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             parse(wrong)
-
-
-def facts(model: Path | str, **changes: object) -> ModelFacts:
-    base = ModelFacts(
-        model=str(model),
-        commit=None,
-        load_format="auto",
-        dtype="bfloat16",
-        quantization=None,
-        seed=0,
-        config={"hidden_size": 8, "_name_or_path": "x"},
-        runtime={},
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]  # the test's own keywords
-
-
-def model_directory(path: Path, payload: bytes = b"w" * 200_000) -> Path:
-    path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(payload)
-    return path
-
-
-def test_weights_of_equal_size_do_not_share(tmp_path: Path) -> None:
-    """Two fine-tunes have equal names and sizes: one would be served the other's KV."""
-    import os
-
-    one = model_directory(tmp_path / "a" / "m")
-    two = model_directory(tmp_path / "b" / "m", b"w" * 100_000 + b"v" * 100_000)
-    for folder in (one, two):
-        for file in folder.iterdir():
-            os.utime(file, (1, 1))
-    first, second = identify(facts(one), None), identify(facts(two), None)
-    assert first.model == second.model == "m"
-    assert first.fingerprint != second.fingerprint
-    assert identify(facts(one), None) == first
-    os.utime(one / "model.safetensors", (2, 2))
-    assert identify(facts(one), None) != first
-
-
-def test_whatever_changes_kv_changes_the_fingerprint(tmp_path: Path) -> None:
-    """The same files under another dtype, quantization or rope would share KV."""
-    folder = model_directory(tmp_path / "m")
-    base = identify(facts(folder), None)
-    for change in (
-        {"dtype": "float32"},
-        {"quantization": "fp8"},
-        {"config": {"hidden_size": 8, "rope_theta": 5}},
-        {"runtime": {"max_model_len": 5}},
-    ):
-        assert identify(facts(folder, **change), None).fingerprint != base.fingerprint
-    moved = facts(folder, config={"hidden_size": 8, "_name_or_path": "y"})
-    assert identify(moved, None) == base
-
-
-def test_snapshot_path_and_repository_name_agree(tmp_path: Path) -> None:
-    """An offline engine, which is given a path, would not share with an online one."""
-    commit = "a" * 40
-    path = tmp_path / "hub" / "models--org--name" / "snapshots" / commit
-    model_directory(path)
-    assert identify(facts(path), None) == identify(facts("org/name", commit=commit), None)
-
-
-def test_unidentified_weights_are_refused(tmp_path: Path) -> None:
-    """Weights out of nowhere would be taken for others of the same shape."""
-    folder = model_directory(tmp_path / "m")
-    with pytest.raises(UnknownWeightsError, match="weights"):
-        identify(facts(folder, load_format="mine"), None)
-    with pytest.raises(UnknownWeightsError, match="weights"):
-        identify(facts("s3://bucket/model"), None)
-    assert identify(facts(folder, load_format="mine"), "v1").fingerprint.startswith("given:v1/")
-    seeds = {
-        identify(facts(folder, load_format="dummy", seed=seed), None).fingerprint for seed in (0, 1)
-    }
-    assert len(seeds) == 2

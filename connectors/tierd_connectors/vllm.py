@@ -15,13 +15,14 @@ back for that, instead every step names the blocks that get a new owner and no s
 survives that (`vllm_queues.fence`).
 So a request's end frees its blocks at once, as without a connector.
 
-Written for, and run with, vLLM 0.29 to 0.32.
+Written for, and run with, vLLM 0.29 to 0.32; 0.33 was looked at.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ from tierd_connectors.vllm_namespace import (
     HASH_SCHEME_UNTAGGED,
     RefusedError,
     check_engine,
+    fingerprint_of,
     hash_root_in_use,
     kv_blocks,
     kv_views,
@@ -56,12 +58,14 @@ from tierd_connectors.vllm_scheduler import SchedulerSide
 from tierd_connectors.vllm_stats import TierdPromMetrics, TierdStats
 from tierd_connectors.vllm_steps import scheduled_requests
 from tierd_connectors.vllm_torch import StreamOrder, TorchPages
+from tierd_connectors.vllm_watch import Weights, take
 from tierd_connectors.vllm_work import (
     Load,
     RankInfo,
     StepWork,
     StoreItem,
     adapter_of,
+    names_its_kv,
     of_generation,
 )
 
@@ -109,6 +113,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._layerwise: Layerwise | None = None
         self._info = RankInfo(None, "its KV caches were never registered")
         self._generation = ""
+        self._weights = Weights()
+        self._moved_told = False
         self._pool = HostPool()
         self._unfit: list[FinishedLoad] = []
         self._failed_blocks: set[int] = set()
@@ -151,12 +157,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         config, kv = self._vllm_config, self._kv_cache_config
         groups = importlib.import_module("vllm.distributed.parallel_state")
         rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
+        self._weights = take()
         try:
             _check_memory(config)
             check_engine(config, kv)
             views = kv_views(kv_caches, kv)
             blocks = kv_blocks(views, kv)
-            namespace = namespace_of(config, kv, blocks, rank=rank, weights=self._options.weights)
+            fingerprint = fingerprint_of(config, self._weights, self._options, os.environ)
+            namespace = namespace_of(config, kv, blocks, fingerprint, rank=rank)
         except (RefusedError, ConfigError, OSError) as error:
             self._info = RankInfo(None, str(error))
             return
@@ -271,7 +279,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def _queue_stores(self, stores: list[StoreItem]) -> None:
-        if stores and self._mover is not None and not self.boundary.off:
+        if stores and self._mover is not None and not self.boundary.off and not self._weights.moved:
             self._mover.submit_stores(stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -293,11 +301,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def build_connector_worker_meta(self) -> TierdProgress | None:
         """Which loads that were reported have not ended."""
         changes = self._layerwise.take_changes() if self._layerwise is not None else {}
-        return TierdProgress(changes) if changes else None
+        moved = bool(self._weights.moved) and not self._moved_told
+        self._moved_told |= moved
+        return TierdProgress(changes, moved) if changes or moved else None
 
     @guarded(lambda: False)
     def _submit_load(self, load: Load) -> bool:
-        if self._mover is None or self.boundary.off:
+        if self._mover is None or self.boundary.off or self._weights.moved:
             return False
         self._mover.submit_load(load)
         return True
@@ -324,6 +334,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             assert self._info.namespace is not None
             self._mover.use(of_generation(self._info.namespace, generation))
             self._generation = generation
+            # What is stored and loaded from here on is nobody else's.
+            self._weights.moved, self._moved_told = "", False
         return True
 
     # Scheduler
@@ -455,11 +467,18 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Loads that every rank has finished."""
         if self._scheduler is not None:
             progress = connector_output.kv_connector_worker_meta
+            told = isinstance(progress, TierdProgress)
             self._scheduler.finished_loads(
                 connector_output.finished_recving or (),
                 connector_output.invalid_block_ids,
-                progress.finishing if isinstance(progress, TierdProgress) else None,
+                progress.finishing if told else None,
             )
+            if told and progress.moved:
+                logger.warning(
+                    "tierd: the engine's weights were replaced: it goes on in a namespace of its "
+                    "own, which no other engine shares, until it is restarted"
+                )
+                self._scheduler.reset()
 
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
@@ -538,17 +557,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # Inside
 
     def _serves(self, request: Request) -> bool:
-        """Whether the request's hashes name its KV for certain, and it wants a cache at all.
+        """Whether the request takes part.
 
-        A resumable session can take back tokens that it had computed. vLLM before 0.31,
-        known by its untagged keys, leaves all images but the last one out of a block that
-        generated tokens complete.
+        vLLM before 0.31, known by its untagged keys, leaves all images but the last one out of a
+        block that generated tokens complete.
         """
-        return not (
-            (self._untagged and getattr(request, "mm_features", None))
-            or getattr(request, "resumable", False)
-            or getattr(request, "skip_reading_prefix_cache", False)
-        )
+        trusted = self._options.trust_media_uuids and not self._untagged
+        return names_its_kv(request, media_trusted=trusted)
 
     def _check_root(self) -> None:
         """The workers computed the hash root; the core has one of its own by now."""

@@ -22,14 +22,16 @@ class TierdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLL
 
 @dataclass
 class TierdProgress(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """`Layerwise.take_changes` of the ranks, on its way to the scheduler."""
+    """What the ranks tell the scheduler: `Layerwise.take_changes`, and whether weights moved."""
 
     finishing: dict[str, int]
+    moved: bool = False
 
     def aggregate(self, other: TierdProgress) -> TierdProgress:
         """Add another rank's."""
         for request_id, count in other.finishing.items():
             self.finishing[request_id] = self.finishing.get(request_id, 0) + count
+        self.moved |= other.moved
         return self
 
 

@@ -1,28 +1,37 @@
 """From a vLLM worker's configuration and tensors to its namespace, or the reason for none.
 
 Everything that decides what a block's bytes mean is read from the engine that runs, not
-from what was asked for: the resolved layout, the attention backend and, on CPUs, the
-instruction set that packs a page's inside. Whatever the connector cannot copy or name
-for certain is refused here, once, with the setting to change.
+from what was asked for: the weights as they were loaded, every setting of `vllm_fields`, the
+resolved layout, the attention backend and, on CPUs, the instruction set that packs a page's
+inside. Whatever the connector cannot copy or name for certain is refused here, once, with the
+setting to change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from tierd.types import FORMAT_VERSION, Namespace
 from tierd_connectors.vllm_layout import Blocks, LayoutError, TensorView, blocks_of
+from tierd_connectors.vllm_settings import Plain, SettingError, settings_of, text_of, variables_of
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, identify
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from tierd_connectors.vllm_options import Options
+    from tierd_connectors.vllm_watch import Weights
+
+logger = logging.getLogger("vllm.tierd")
 
 HASH_ALGORITHM = "sha256_cbor"
 
@@ -40,7 +49,7 @@ class RefusedError(ValueError):
 
 def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
     """Raise RefusedError unless every block is a whole prefix-cached block of one group."""
-    cache, parallel = config.cache_config, config.parallel_config
+    cache = config.cache_config
     if not cache.enable_prefix_caching:
         raise RefusedError("prefix caching is off: start vLLM with --enable-prefix-caching")
     if cache.prefix_caching_hash_algo != HASH_ALGORITHM:
@@ -64,13 +73,6 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
     hash_tokens = getattr(kv, "hash_block_size", None)
     if hash_tokens not in (None, spec.block_size):
         raise RefusedError(f"block hashes cover {hash_tokens} tokens, blocks {spec.block_size}")
-    for axis in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, axis, 1) > 1:
-            raise RefusedError(f"context parallelism ({axis} > 1) is not supported")
-    if getattr(parallel, "nnodes", 1) > 1:
-        raise RefusedError("the engine spans several nodes, and the daemon serves one")
-    if getattr(cache, "calculate_kv_scales", False):
-        raise RefusedError("KV scales are computed while running, so KV differs between runs")
 
 
 def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[TensorView]:
@@ -101,27 +103,65 @@ def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> Blocks:
         raise RefusedError(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A model's name, and a digest of everything else that the namespace has no field for."""
+
+    model: str
+    weights: str
+    version: str
+    content: dict[str, Plain]
+    """What the digest is of."""
+
+
+def fingerprint_of(
+    config: VllmConfig, weights: Weights, options: Options, environ: Mapping[str, str]
+) -> Fingerprint:
+    """What this engine runs, as it was when it took effect. Raises RefusedError, OSError."""
+    model, speculative = config.model_config, config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    envs = importlib.import_module("vllm.envs")
+    if weights.moved:
+        raise RefusedError(f"{weights.moved} while it started: restart it")
+    try:
+        settings = settings_of(config) | {"max_model_len": _rope_length(model)}
+        variables = variables_of(environ, envs.environment_variables)
+        source = identify(_facts(model, config.load_config, weights), options.weights)
+        sources: list[Plain] = [source.weights]
+        if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
+            # A drafting model's layers are in the same blocks.
+            load = getattr(speculative, "draft_load_config", None) or config.load_config
+            facts = _facts(draft, load, weights, setting="draft_weights")
+            sources.append(identify(facts, options.draft_weights).weights)
+    except (UnknownWeightsError, SettingError) as error:
+        raise RefusedError(str(error)) from error
+    software = {
+        name: str(importlib.import_module(name).__version__)
+        for name in ("vllm", "torch", "transformers")
+    }
+    code = frozenset[str]().union(*(load.code for load in weights.loads))
+    content: dict[str, Plain] = {
+        "weights": sources,
+        "code": [*sorted(code)],
+        "software": {**software},
+        "variables": variables,
+        "settings": settings,
+    }
+    digest = hashlib.sha256(text_of(content).encode()).hexdigest()[:32]
+    return Fingerprint(source.model, f"{source.weights}/{digest}", software["vllm"], content)
+
+
 def namespace_of(
     config: VllmConfig,
     kv: KVCacheConfig,
     blocks: Blocks,
+    fingerprint: Fingerprint,
     *,
     rank: tuple[int, int],
-    weights: str | None,
 ) -> Namespace:
     """The namespace of a worker of (pp, tp) rank `rank`. Raises RefusedError, OSError."""
     group = kv.kv_cache_groups[0]
     spec, parallel = group.kv_cache_spec, config.parallel_config
-    try:
-        identity = identify(_facts(config, config.model_config), weights)
-        fingerprint = identity.fingerprint
-        speculative = config.speculative_config
-        draft = getattr(speculative, "draft_model_config", None)
-        if draft is not None and draft is not config.model_config:
-            # A drafting model's layers are in the same blocks.
-            fingerprint += "+" + identify(_facts(config, draft), weights).fingerprint
-    except UnknownWeightsError as error:
-        raise RefusedError(str(error)) from error
     layout = getattr(kv, "kv_cache_layout", None) or getattr(
         config.cache_config, "kv_cache_layout", None
     )
@@ -129,14 +169,13 @@ def namespace_of(
         raise RefusedError("this vLLM does not tell its physical KV layout")
     # Which layers a stage holds follows from neither its rank nor how many it holds.
     layers = hashlib.sha256("\n".join(group.layer_names).encode()).hexdigest()[:16]
-    version = ".".join(importlib.import_module("vllm").__version__.split(".")[:2])
     namespace = Namespace(
-        model=identity.model,
-        weights=fingerprint,
+        model=fingerprint.model,
+        weights=fingerprint.weights,
         kv_dtype=f"{config.cache_config.cache_dtype}:{getattr(spec, 'dtype', None)}",
         block_tokens=spec.block_size,
         block_bytes=blocks.block_bytes,
-        layout=f"vllm-{version}:{layout}:{len(blocks.runs)}x{blocks.block_bytes}",
+        layout=f"vllm-{fingerprint.version}:{layout}:{len(blocks.runs)}x{blocks.block_bytes}",
         groups=(f"{len(group.layer_names)} layers {layers}: {spec!r}",),
         platform=_platform(config, group.layer_names[0]),
         tp_rank=rank[1],
@@ -150,6 +189,8 @@ def namespace_of(
         format_version=FORMAT_VERSION,
     )
     namespace.validate()
+    # The namespace has its digest only: this line tells an operator which setting differs.
+    logger.info("tierd: %s is the digest of %s", fingerprint.weights, text_of(fingerprint.content))
     return namespace
 
 
@@ -186,23 +227,39 @@ def hash_root_in_use() -> bytes | None:
     return None if root is None else bytes(root)
 
 
-def _facts(config: VllmConfig, model: ModelConfig) -> ModelFacts:
-    hf_config = model.hf_config
-    described: dict[str, object] = hf_config.to_dict()
-    runtime: dict[str, object] = {"hf_overrides": str(getattr(model, "hf_overrides", None))}
-    if any(word in str(described) for word in ("longrope", "'su'", "dynamic")):
-        # Such rotary embeddings depend on the longest context that the engine serves.
-        runtime["max_model_len"] = model.max_model_len
+def _facts(
+    model: ModelConfig, load: LoadConfig, weights: Weights, setting: str = "weights"
+) -> ModelFacts:
+    seen = [done for done in weights.loads if done.model == model.model]
     return ModelFacts(
         model=model.model,
-        commit=getattr(hf_config, "_commit_hash", None),
-        load_format=str(config.load_config.load_format),
-        dtype=str(model.dtype),
-        quantization=None if model.quantization is None else str(model.quantization),
+        commit=_commit(model),
+        load_format=str(load.load_format),
         seed=model.seed,
-        config=described,
-        runtime=runtime,
+        elsewhere=getattr(model, "model_weights", "") or "",
+        setting=setting,
+        states=[state for done in seen for state in (done.before, done.after)],
     )
+
+
+def _commit(model: ModelConfig) -> str | None:
+    """The commit of the weights' repository, if the model is one.
+
+    The commit that a model's config may name is that of the repository of the config, which
+    can be another one.
+    """
+    repository = getattr(model.revision, "_repo_id", None)
+    if repository not in (None, model.model):
+        return None
+    return getattr(model.revision, "resolved", None)
+
+
+def _rope_length(model: ModelConfig) -> int | None:
+    """The longest context that the engine serves, where rotary embeddings depend on it."""
+    described = str(model.hf_config.to_dict())
+    if any(word in described for word in ("longrope", "'su'", "dynamic")):
+        return int(model.max_model_len)
+    return None
 
 
 def _platform(config: VllmConfig, layer: str) -> str:
@@ -211,8 +268,14 @@ def _platform(config: VllmConfig, layer: str) -> str:
     machine = importlib.import_module("platform").machine()
     attention = config.compilation_config.static_forward_context[layer]
     backend = attention.attn_backend.get_name()
-    if not platforms.current_platform.is_cpu():
-        return f"{platforms.current_platform.device_name}-{machine}:{backend}"
+    platform = platforms.current_platform
+    if platform.is_cuda():
+        # Which kernels there are for a quantization, and so how it computes, goes by capability.
+        capability = platform.get_device_capability()
+        return f"cuda-sm{capability.as_version_str()}-{machine}:{backend}"
+    if not platform.is_cpu():
+        # AMD's chips, for one, have two kinds of fp8 by the same name.
+        raise RefusedError(f"the platform is {platform.device_name!r}: no GPU of NVIDIA's, no CPU")
     isa = getattr(attention, "isa", None)
     if isa is None:
         raise RefusedError("the CPU attention backend does not tell how it packs a page")

@@ -53,6 +53,9 @@ class Options:
     same files on several nodes are to share KV. Two different weights must never be given
     one name."""
 
+    draft_weights: str | None = None
+    """The same for a drafting model that has weights of its own."""
+
     transfer: Transfer = Transfer.AUTO
     """Who copies: `auto`, `cuda_ipc`, `shm` or `host_ipc`. What cannot be had becomes `shm`,
     which the log says."""
@@ -65,6 +68,11 @@ class Options:
     loras: Mapping[str, str] = field(default_factory=dict)
     """LoRA adapters whose requests are offloaded, by name, each with a revision of its weights.
     The revision must change whenever they do. Requests with any other adapter are left alone."""
+
+    trust_media_uuids: bool = False
+    """Whether requests with images, videos or audio are offloaded. A client may name them by a
+    UUID, which vLLM takes for their identity: whoever may send requests could then have others
+    answered from another image's KV. Say true if nobody can, or nobody would."""
 
 
 def parse(given: Mapping[str, object]) -> Options:
@@ -84,18 +92,14 @@ def parse(given: Mapping[str, object]) -> Options:
             "kv_connector_extra_config 'prefetch_deadline_ms' must be an integer from 0 to "
             f"{DEADLINE_MS_MAX}"
         )
-    weights = given.get("weights")
-    if weights is not None and (not isinstance(weights, str) or not weights):
-        raise ConfigError("kv_connector_extra_config 'weights' must be a non-empty string")
+    weights, draft_weights = (_name(given, key) for key in ("weights", "draft_weights"))
     transfer = given.get("transfer", Transfer.AUTO.value)
     if transfer not in [choice.value for choice in Transfer]:
         choices = ", ".join(repr(choice.value) for choice in Transfer)
         raise ConfigError(
             f"kv_connector_extra_config 'transfer' is {transfer!r}; it must be one of {choices}"
         )
-    layerwise = given.get("layerwise", False)
-    if type(layerwise) is not bool:
-        raise ConfigError("kv_connector_extra_config 'layerwise' must be true or false")
+    layerwise, trust_media_uuids = (_flag(given, key) for key in ("layerwise", "trust_media_uuids"))
     loras = given.get("loras", {})
     if not _are_loras(loras):
         raise ConfigError(
@@ -107,10 +111,26 @@ def parse(given: Mapping[str, object]) -> Options:
         socket=socket,
         prefetch_deadline_ms=deadline_ms,
         weights=weights,
+        draft_weights=draft_weights,
         transfer=Transfer(transfer),
         layerwise=layerwise,
         loras=loras,
+        trust_media_uuids=trust_media_uuids,
     )
+
+
+def _name(given: Mapping[str, object], key: str) -> str | None:
+    value = given.get(key)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"kv_connector_extra_config {key!r} must be a non-empty string")
+    return value
+
+
+def _flag(given: Mapping[str, object], key: str) -> bool:
+    value = given.get(key, False)
+    if type(value) is not bool:
+        raise ConfigError(f"kv_connector_extra_config {key!r} must be true or false")
+    return value
 
 
 def _are_loras(given: object) -> TypeGuard[dict[str, str]]:

@@ -113,6 +113,19 @@ def adapter_of(lora: object, revisions: Mapping[str, str]) -> str | None:
     return str(name)
 
 
+def names_its_kv(request: object, *, media_trusted: bool) -> bool:
+    """Whether a request's block hashes name its KV for certain, and it wants a cache at all.
+
+    A resumable session can take back tokens that it had computed. An image's identifier may be a
+    client's, or be made from a client's; nothing tells it from one that was made from the image.
+    """
+    return not (
+        (getattr(request, "mm_features", None) and not media_trusted)
+        or getattr(request, "resumable", False)
+        or getattr(request, "skip_reading_prefix_cache", False)
+    )
+
+
 def _of_weights(namespace: Namespace, weights: str) -> Namespace:
     changed = replace(namespace, weights=weights)
     changed.validate()
