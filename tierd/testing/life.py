@@ -230,6 +230,7 @@ class Life:
         """Tiers sound and quick from now on."""
         for backend in self.backends:
             backend.plan = NO_FAULTS
+            backend.late_chance = 0.0
         self.world.down.clear()
 
     async def flush(self, prefix: str) -> None:
@@ -237,16 +238,19 @@ class Life:
         world, flushes = self.world, self.node.flushes
         flush = flushes.begin(prefix, host=True, numbers=range(len(self.backends)))
         world.begin_flush(flush.covers)
+        before = {key for key in world.ever if flush.covers(key.namespace)}
         await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
         complete = flush.status()["complete"]
         for number, told in enumerate(flush.tiers):
-            if told.empty:
+            if told.empty and not self.plans[number].late:
                 world.check_flushed(number, flush.covers)
         for space in self.node.host.spaces.values():
             for block_hash in space.chain.items:
                 key = BlockKey(space.digest, block_hash)
                 if complete and flush.covers(space.digest) and key not in world.stored:
                     world.fail("a flushed block is still in L2")
+        if complete:
+            world.end_flush(before)
         world.counts["complete_flushes" if complete else "other_flushes"] += 1
 
     async def warm(
@@ -338,6 +342,8 @@ class Referee:
         self._unproven: list[tuple[m.Committed, int]] = []
         self._spaces: dict[int, bytes] = {}
         self._announced: set[tuple[int, int]] = set()
+        self._unmapped: set[int] = set()
+        """Handles whose client wants to know slots and not to see them."""
         connection.on_heard = self._heard
         connection.on_said = self._said
         connection.on_finished = self._end
@@ -377,7 +383,9 @@ class Referee:
                 self._due(m.Reserved, message.call, message, 0)
             case m.Commit():
                 self._due(m.Committed, message.call, message, 0)
-                self._committing[message.call] = self._let_go(message.reservation)
+                granted = self._committing[message.call] = self._let_go(message.reservation)
+                for block_hash, _ in granted.blocks if granted is not None else ():
+                    self._world.committing(BlockKey(granted.space.digest, block_hash))
             case m.Abort():
                 self._let_go(message.reservation)
             case m.Status():
@@ -421,6 +429,8 @@ class Referee:
                 assert isinstance(asked, m.Register)
                 namespace = Namespace.from_fields(asked.namespace)
                 self._spaces[message.handle] = namespace.digest
+                if not asked.want_segments:
+                    self._unmapped.add(message.handle)
             case m.Segment():
                 self._announced.add((message.handle, message.segment))
             case m.Acquired():
@@ -458,10 +468,13 @@ class Referee:
         for at, slot in enumerate(raw):
             handle, block_hash = asked.handles[at // acquired.blocks], hashes[at % acquired.blocks]
             space = self._space(handle)
-            if (handle, slot // space.slots_per_segment) not in self._announced:
+            segment = handle, slot // space.slots_per_segment
+            if segment not in self._announced and handle not in self._unmapped:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
             if space.chain.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
+            if BlockKey(space.digest, block_hash) in self._world.barred:
+                self._world.fail("a block is served that a complete flush has dropped")
             slots.append((space, slot, block_hash))
         self._life.leases[acquired.lease] = _GrantedLease(self._owner, slots, acquired.expires_ns)
         if acquired.expires_ns <= self._world.now_ns():
@@ -487,7 +500,6 @@ class Referee:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
-            self._world.stored.add(BlockKey(space.digest, block_hash))
             if space.chain.items.get(block_hash) != slot:
                 # What came in the same read may have evicted it since.
                 if self._life.node.host.evicted_blocks == evicted_before:
@@ -495,6 +507,9 @@ class Referee:
             else:
                 key, promised = BlockKey(space.digest, block_hash), self._world.promised
                 promised[key] = promised.get(key, 0) | space.backed_up[slot]
+                payload = self._life.node.memory.payload(space, slot)
+                if payload != self._world.payload_of(key, len(payload)):
+                    self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")
 
     def _end(self) -> None:
         """The daemon ends the session: calls need no answer, but the client may still write."""

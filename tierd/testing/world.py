@@ -26,6 +26,8 @@ from tierd.types import BlockKey, Namespace
 if TYPE_CHECKING:
     from tierd.testing.life import Life
 
+ROOT: Final = hashlib.sha256(b"simulation").digest()
+
 BACK_SLACK_S: Final = 0.5
 """For a backend that takes its time to let go of a hung probe."""
 
@@ -58,12 +60,18 @@ class TierPlan:
     outages: list[tuple[float, float]]
     hangs: bool
     config: StorageConfig
+    late: float = 0.0
+    """Chance that a call which stores or drops is not answered and takes effect later, whether
+    or not it has been given up by then."""
+    hides: float = 0.0
+    """Chance, at each start, that a part of what it has cannot be read in this life."""
 
     @property
     def lossless(self) -> bool:
         """Whether what it was given and has not refused is there for ever."""
         harmful = set(self.faults.chances) - {Fault.LINGER}
-        return self.disk_bytes is None and not harmful and not self.outages
+        sound = not harmful and not self.outages and not self.late and not self.hides
+        return self.disk_bytes is None and sound
 
     @property
     def back_within_s(self) -> float:
@@ -89,6 +97,8 @@ class Plan:
     kills: bool
     keeps: bool
     """Whether a service manager keeps host memory from one life to the next."""
+    hostile: bool = False
+    """Whether crashes and storage are out for the worst."""
 
 
 @dataclass(slots=True)
@@ -107,6 +117,14 @@ class World:
     promised: dict[BlockKey, int] = field(default_factory=dict)
     stored: set[BlockKey] = field(default_factory=set)
     """Blocks that engines have stored since the last flush began."""
+    ever: set[BlockKey] = field(default_factory=set)
+    """Blocks that were ever stored."""
+    barred: set[BlockKey] = field(default_factory=set)
+    """Blocks that a flush has ended with "complete" since they were last stored."""
+    hidden: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
+    """By tier, what cannot be read in this life."""
+    landing: int = 0
+    """Calls to tiers that are still to take effect."""
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
@@ -150,6 +168,10 @@ class World:
             self._payloads[key] = payload
         return payload
 
+    def know(self, key: BlockKey, payload: bytes) -> None:
+        """Be told the right bytes for a key by whoever computes it."""
+        self._payloads[key] = payload
+
     def connect(self, name: str, random: Random) -> Connection | None:
         """A connection to the daemon that runs now, if one does."""
         life = self.life
@@ -172,6 +194,17 @@ class World:
         """What there is now of some namespaces is not to be found again."""
         self.stored.clear()
         self.promised = {k: bits for k, bits in self.promised.items() if not covers(k.namespace)}
+
+    def end_flush(self, before: set[BlockKey]) -> None:
+        """A flush is complete: what there was `before` is not to be served, unless it was stored
+        again."""
+        self.barred |= before - self.stored
+
+    def committing(self, key: BlockKey) -> None:
+        """A client asks to have a block stored, and the daemon may do so from now on."""
+        self.ever.add(key)
+        self.stored.add(key)
+        self.barred.discard(key)
 
     def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
         """A flushed tier has nothing but what was stored since."""

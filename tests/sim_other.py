@@ -1,0 +1,84 @@
+"""Another connector beside tierd's, as under vLLM's MultiConnector, that loads asynchronously.
+
+It takes some requests, fills the blocks that the engine gives them in its own time, and says so.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from tests.sim_pool import BLOCK_BYTES, BLOCK_TOKENS, Memory, Model, Request
+from tests.sim_threads import Process, pause
+
+
+class OtherConnector:
+    """Both sides of it, in one process."""
+
+    def __init__(
+        self, process: Process, model: Model, memories: list[Memory], random: Random, share: float
+    ) -> None:
+        self._process = process
+        self._model = model
+        self._memories = memories
+        self._random = random
+        self._share = share
+        self._asked: set[str] = set()
+        self._offered: dict[str, int] = {}
+        self._planned: list[tuple[Request, list[int], int]] = []
+        self._finished: set[str] = set()
+        self._failed: set[int] = set()
+        self.loads = 0
+
+    # The scheduler's side
+
+    def matched_tokens(self, request: Request, computed: int) -> int:
+        """What it has of a request's prompt, the first time that it is asked."""
+        if request.request_id in self._asked:
+            return self._offered.get(request.request_id, 0)
+        self._asked.add(request.request_id)
+        useful = (request.num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        if self._random.random() >= self._share or useful <= computed:
+            return 0
+        self._offered[request.request_id] = useful - computed
+        return useful - computed
+
+    def allocated(self, request: Request, blocks: list[int], first: int, tokens: int) -> None:
+        """The request has its blocks; the other connector is to fill those from `first` on."""
+        self._offered.pop(request.request_id, None)
+        if tokens:
+            self._planned.append((request, blocks, first))
+
+    # The worker's side
+
+    def start(self) -> None:
+        """Begin what was planned in this step."""
+        planned, self._planned = self._planned, []
+        for each in planned:
+            self.loads += 1
+            self._process.spawn(lambda load=each: self._fill(*load), f"fill {self.loads}")
+
+    def _fill(self, request: Request, blocks: list[int], first: int) -> None:
+        random = self._random
+        pause(random.expovariate(1 / 0.003))
+        useful = (request.num_tokens - 1) // BLOCK_TOKENS
+        wanted = range(first, useful)
+        fails = random.random() < 0.1
+        for memory in self._memories:
+            for index in wanted:
+                memory.view(blocks[index])[:] = random.randbytes(BLOCK_BYTES)
+                pause(random.expovariate(1 / 0.002))
+        for rank, memory in enumerate(self._memories):
+            for index in wanted if not fails else ():
+                memory.view(blocks[index])[:] = self._model.block(rank, request.states, index)
+        if random.random() < 0.5:
+            pause(random.expovariate(1 / 0.01))
+        if fails:
+            self._failed.update(blocks[index] for index in wanted)
+        self._finished.add(request.request_id)
+
+    def take_finished(self) -> tuple[set[str], set[int]]:
+        """Requests whose loads have ended, and blocks that were not filled."""
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed, set()
+        return finished, failed
+
