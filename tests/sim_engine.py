@@ -38,6 +38,7 @@ T = TypeVar("T")
 LOAD_S_MAX = 60.0
 """Virtual time after which a load counts as one that never ends."""
 
+
 @dataclass
 class Ways:
     """How one engine's process behaves, drawn before it starts."""
@@ -363,9 +364,7 @@ class EngineProcess:
             return False
         self._received.discard(request.request_id)
         request.awaits_load = False
-        if not request.load_failed:
-            self._pool.cache(request.table, request.block_hashes, request.computed // BLOCK_TOKENS)
-        elif request.computed:
+        if not request.load_failed or request.computed:
             self._pool.cache(request.table, request.block_hashes, request.computed // BLOCK_TOKENS)
         else:
             self._pool.give_back(request.table)

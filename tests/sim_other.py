@@ -23,7 +23,7 @@ class OtherConnector:
         self._random = random
         self._share = share
         self._asked: set[str] = set()
-        self._offered: dict[str, int] = {}
+        self._offered: set[str] = set()
         self._planned: list[tuple[Request, list[int], int]] = []
         self._finished: set[str] = set()
         self._failed: set[int] = set()
@@ -32,19 +32,18 @@ class OtherConnector:
     # The scheduler's side
 
     def matched_tokens(self, request: Request, computed: int) -> int:
-        """What it has of a request's prompt, the first time that it is asked."""
-        if request.request_id in self._asked:
-            return self._offered.get(request.request_id, 0)
-        self._asked.add(request.request_id)
+        """What it has of a request's prompt, once."""
+        request_id = request.request_id
+        if request_id not in self._asked:
+            self._asked.add(request_id)
+            if self._random.random() < self._share:
+                self._offered.add(request_id)
         useful = (request.num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        if self._random.random() >= self._share or useful <= computed:
-            return 0
-        self._offered[request.request_id] = useful - computed
-        return useful - computed
+        return max(0, useful - computed) if request_id in self._offered else 0
 
     def allocated(self, request: Request, blocks: list[int], first: int, tokens: int) -> None:
         """The request has its blocks; the other connector is to fill those from `first` on."""
-        self._offered.pop(request.request_id, None)
+        self._offered.discard(request.request_id)
         if tokens:
             self._planned.append((request, blocks, first))
 
@@ -81,4 +80,3 @@ class OtherConnector:
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return finished, failed
-

@@ -1,4 +1,4 @@
-"""Clients whose leases outlive the daemon, and crashes at the moments that are worst for them.
+"""Clients whose leases outlive the daemon, and those who want their memory.
 
 A reader leases blocks, often at the very moment at which they are stored, and reads its mapped
 slots again and again until the lease's end, whatever happens to the daemon meanwhile: up to then
@@ -13,19 +13,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from tierd.errors import RefusedError
 from tierd.testing.engine import Engine, Habits, Link
-from tierd.testing.life import Life
-from tierd.testing.succession import next_life
 from tierd.testing.world import ROOT, Plan, World
 from tierd.types import HASH_BYTES, Namespace
 from tierd.wire import messages as m
 
-LIVES_IN_A_ROW_MAX: Final = 3
-"""Lives of the daemon that one lease may see."""
-
 FILL_BATCH: Final = 4
-"""Blocks that are stored at a time where all memory is wanted."""
+FILL_BATCHES_MAX: Final = 20
+"""Blocks that are stored at a time where all memory is wanted, and how often."""
 
 READS: Final = 40
 """Times that a lease's slots are read, about evenly until it ends."""
@@ -130,8 +125,32 @@ class Filler(Engine):
     def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
         super().__init__(world, name, ranks, Habits(break_off=0.0), random)
 
-    async def fill(self, blocks: int) -> None:
-        """Store so many, as long as the daemon lives."""
+    async def fill(self, lasting_s: float) -> None:
+        """Store as fast as there is room, for so long or as long as the daemon lives."""
+        world, random = self._world, self._random
+        until_ns = world.now_ns() + int(lasting_s * 1e9)
+        connection = world.connect(self._name, random)
+        if connection is None:
+            return
+        link = Link(connection, world, random)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(link))
+            greeted = await self._greet(link)
+            for _ in range(FILL_BATCHES_MAX):
+                if not greeted or link.ended.is_set() or world.now_ns() >= until_ns:
+                    break
+                hashes = [random.randbytes(HASH_BYTES) for _ in range(FILL_BATCH)]
+                world.parents |= zip(hashes, [ROOT, *hashes], strict=False)
+                await self._store_rank(link, 0, hashes)
+                await asyncio.sleep(random.expovariate(1 / (lasting_s / FILL_BATCHES_MAX)))
+            link.close(torn=False)
+
+
+class Asker(Engine):
+    """Looks for everything that anybody may have stored."""
+
+    async def ask_all(self, rounds: int) -> None:
+        """Ask for each chain, so many times, as long as the daemon lives."""
         world, random = self._world, self._random
         connection = world.connect(self._name, random)
         if connection is None:
@@ -140,12 +159,15 @@ class Filler(Engine):
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(link))
             greeted = await self._greet(link)
-            while greeted and blocks > 0 and not link.ended.is_set():
-                hashes = [random.randbytes(HASH_BYTES) for _ in range(min(blocks, FILL_BATCH))]
-                world.parents |= zip(hashes, [ROOT, *hashes], strict=False)
-                blocks -= len(hashes)
-                if not await self._store_rank(link, 0, hashes):
-                    break
+            for _ in range(rounds if greeted else 0):
+                for chain in world.chains:
+                    handle = random.choice(link.numbers)
+                    acquire = m.Acquire(link.next_call(), [handle], b"".join(chain), 100, 0, 0, 0)
+                    acquired = await link.answer(link.ask(acquire), m.Acquired)
+                    if acquired is not None and acquired.lease:
+                        world.counts["asked_blocks"] += acquired.blocks
+                        link.send(m.Release(acquired.lease))
+                await asyncio.sleep(random.expovariate(1 / 0.1))
             link.close(torn=False)
 
 
@@ -157,87 +179,3 @@ async def run_readers(world: World, plan: Plan, over: asyncio.Event) -> None:
             ranks = random.choice(plan.engines)[:1]
             reader = Reader(world, f"reader-{number}", ranks, Random(random.random()))
             group.create_task(reader.read(over))
-
-
-async def run_crashes(world: World, plan: Plan, over: asyncio.Event) -> None:
-    """SIGKILL when leases have most to lose, and again while they last."""
-    async with asyncio.TaskGroup() as group:
-        await _crash(world, plan, over, group)
-
-
-async def _crash(
-    world: World, plan: Plan, over: asyncio.Event, group: asyncio.TaskGroup
-) -> None:
-    random = Random(f"crashes of {world.seed}")
-    for _ in range(random.randint(1, 4)):
-        await asyncio.sleep(random.expovariate(1 / 0.1))
-        if not await _moment(world, random, over):
-            return
-        for _ in range(random.randint(1, LIVES_IN_A_ROW_MAX)):
-            await next_life(world, plan, faulty=True, kill=True)
-            if random.random() < 0.3:
-                await _squeeze(world, random)
-            # Memory of the life before is wanted by others at once.
-            for number in range(random.randint(0, 3)):
-                ranks = random.choice(plan.engines)[:1]
-                blocks = plan.capacity_bytes // ranks[0].slot_bytes
-                filler = Filler(world, f"filler-{number}", ranks, Random(random.random()))
-                group.create_task(filler.fill(blocks))
-            await asyncio.sleep(random.expovariate(1 / (plan.lease_ttl_ms / 4000)))
-            if over.is_set():
-                return
-
-
-async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
-    """Wait for a moment that is worth a crash; False once all is over."""
-    kind = random.choice(("unrecorded", "unrecorded", "flushed", "leased"))
-    for _ in range(2000):
-        life = world.life
-        if over.is_set():
-            return False
-        if life is not None and life.accepting and life.leases:
-            if kind == "flushed":
-                await _flush_leased(life, random)
-                return True
-            if kind == "leased" or _unrecorded(life):
-                world.counts[f"crashes_{kind}"] += 1
-                return True
-        await asyncio.sleep(0.0003)
-    return True
-
-
-def _unrecorded(life: Life) -> bool:
-    """Whether a block is leased whose checksum is not known yet."""
-    return any(
-        space.checksums[slot] is None and slot not in space.unproven
-        for lease in life.leases.values()
-        for space, slot, _ in lease.slots
-    )
-
-
-async def _flush_leased(life: Life, random: Random) -> None:
-    """Begin a flush under the leases, and give it a moment."""
-
-    async def flush() -> None:
-        try:
-            await life.flush("")
-        except RefusedError:
-            pass  # Another one is going on, which will do.
-
-    life.world.counts["crashes_flushed"] += 1
-    task = life.world.loop.create_task(flush(), name="flush before a crash")
-    await asyncio.wait([task], timeout=random.expovariate(1 / 0.01))
-
-
-async def _squeeze(world: World, random: Random) -> None:
-    """The system is short of memory for a while, so that the arena shrinks."""
-    life = world.life
-    if life is None or not life.accepting:
-        return
-    host = life.node.host
-    host.set_limit(int(host.capacity_bytes * random.choice((0.3, 0.6))))
-    while life.node.memory.shrink():
-        pass
-    await asyncio.sleep(random.expovariate(1 / 0.02))
-    if life.accepting:
-        host.set_limit(host.capacity_bytes)

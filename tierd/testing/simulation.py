@@ -13,11 +13,8 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from random import Random
 from typing import Final
-
-import msgspec
 
 from tierd.backend import verify_block
 from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
@@ -30,9 +27,10 @@ from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
-from tierd.testing.readers import run_crashes, run_readers
+from tierd.testing.readers import run_readers
 from tierd.testing.succession import next_life
-from tierd.testing.world import ROOT, Account, Plan, TierPlan, Violation, World
+from tierd.testing.world import ROOT, Account, Hostility, Plan, TierPlan, Violation, World
+from tierd.testing.worst import make_hostile, run_crashes, run_flushes
 from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
@@ -213,30 +211,6 @@ def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace
     )
 
 
-def make_hostile(plan: Plan, seed: int) -> Plan:
-    """The same world with more that goes wrong: crashes, leases that outlive them, late uploads,
-    and parts of storage that are away at one start and back at the next."""
-    random = Random(f"hostility of {seed}")
-    tiers = [
-        replace(
-            tier,
-            late=random.choice((0.0, 0.1, 0.4)),
-            hides=random.choice((0.0, 0.0, 0.5)),
-            config=msgspec.structs.replace(tier.config, deadline_ms=random.choice((50, 200))),
-        )
-        for tier in plan.tiers
-    ]
-    return replace(
-        plan,
-        hostile=True,
-        tiers=tiers,
-        kills=True,
-        keeps=random.random() < 0.9,
-        lease_ttl_ms=random.choice((200, 1000, 2000)),
-        sessions=max(2, plan.sessions),
-    )
-
-
 async def run_world(
     loop: SimulationLoop, seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False
 ) -> Account:
@@ -268,20 +242,23 @@ async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
         await asyncio.sleep(0.001)
     async with asyncio.TaskGroup() as group:
         over = asyncio.Event()
-        if plan.hostile:
+        if plan.hostility is Hostility.LEASES:
             group.create_task(run_crashes(world, plan, over))
             group.create_task(run_readers(world, plan, over))
-        else:
+        elif plan.hostility is Hostility.NONE:
             group.create_task(_restart(world, plan, over))
         for number, tier in enumerate(plan.tiers):
             group.create_task(_outages(world, number, tier, over))
-        group.create_task(_flushes(world, plan, over))
+        if plan.hostility is Hostility.NONE:
+            group.create_task(_flushes(world, plan, over))
         group.create_task(_warms(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
                 engine = Engine(world, f"engine-{number}", ranks, plan.habits, random)
                 engines.create_task(engine.run(plan.sessions, plan.requests))
+            if plan.hostility is Hostility.STORAGE:
+                engines.create_task(run_flushes(world, plan))
             for lead in leads:
                 engines.create_task(lead(world, plan))
         over.set()
@@ -489,9 +466,7 @@ def simulate(seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False) ->
     """
     with _log_kept() as lines:
         try:
-            return run_simulation(
-                seed, lambda loop: run_world(loop, seed, leads, hostile=hostile)
-            )
+            return run_simulation(seed, lambda loop: run_world(loop, seed, leads, hostile=hostile))
         except BaseException as error:
             for line in lines[-3:]:
                 error.add_note(line)

@@ -63,6 +63,7 @@ class WatchedBackend(MemoryBackend):
     def _hide(self, world: World, number: int, chance: float) -> None:
         """What could not be read in the life before is back, and something else may be away."""
         disk, hidden = world.disks[number], world.hidden[number]
+        world.counts["hidden_flushed_blocks"] += len(world.barred.intersection(hidden))
         for key in list(hidden):
             disk.setdefault(key, hidden.pop(key))
         if self._late.random() < chance:
@@ -74,10 +75,11 @@ class WatchedBackend(MemoryBackend):
     async def _land(self, effect: Callable[[WatchedBackend], None]) -> None:
         """Have a call take effect at some time. Who gives it up before hears nothing of that."""
         world, loop = self.world, asyncio.get_running_loop()
-        landed = asyncio.Event()
+        landed, given_up = asyncio.Event(), False
 
         def land() -> None:
             world.landing -= 1
+            world.unheard -= given_up
             life = world.life
             effect(life.backends[self._number] if life is not None else self)
             landed.set()
@@ -86,10 +88,16 @@ class WatchedBackend(MemoryBackend):
         world.counts["late_calls"] += 1
         mean_s = LATE_DEADLINES * self._plan.config.deadline_ms / 1000
         loop.call_later(self._late.expovariate(1 / mean_s), land)
-        await landed.wait()
+        try:
+            await landed.wait()
+        except asyncio.CancelledError:
+            given_up = not landed.is_set()
+            world.unheard += given_up
+            raise
 
     def _store_late(self, puts: Sequence[tuple[BlockHeader, bytes]]) -> None:
         for header, payload in puts:
+            self.world.counts["late_flushed_blocks"] += header.key in self.world.barred
             size = HEADER_BYTES + len(payload)
             if header.key not in self.blocks and (not self._opened or self._find_room(size)):
                 self.blocks[header.key] = StoredBlock(pack_header(header), payload)

@@ -7,6 +7,7 @@ and restarts. The world outlives the daemon: the disks and the chains are its ow
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +38,17 @@ RUN_S_MAX: Final = 3600.0
 
 class Violation(AssertionError):  # noqa: N818  # it is the daemon's, not the program's
     """A promise of the daemon was broken."""
+
+
+class Hostility(enum.Enum):
+    """What is out for the worst in a world."""
+
+    NONE = "none"
+    LEASES = "leases"
+    """Crashes come when leases have most to lose, and others want their memory at once."""
+    STORAGE = "storage"
+    """Calls take effect after they were given up, parts are away at one start and back at the
+    next, and flushes come when that does most harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +109,7 @@ class Plan:
     kills: bool
     keeps: bool
     """Whether a service manager keeps host memory from one life to the next."""
-    hostile: bool = False
-    """Whether crashes and storage are out for the worst."""
+    hostility: Hostility = Hostility.NONE
 
 
 @dataclass(slots=True)
@@ -125,6 +136,8 @@ class World:
     """By tier, what cannot be read in this life."""
     landing: int = 0
     """Calls to tiers that are still to take effect."""
+    unheard: int = 0
+    """Those of them that the daemon has given up."""
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
