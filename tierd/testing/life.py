@@ -55,12 +55,15 @@ class _GrantedSlots:
 class Life:
     """One life of the daemon: production's Node and Sessions, on simulated connections."""
 
-    def __init__(self, world: World, plan: Plan, *, faulty: bool) -> None:
+    def __init__(self, world: World, plan: Plan, *, faulty: bool, apart: bool = False) -> None:
+        """`apart` is a node beside the one whose lives follow each other: it shares the tiers."""
         self.world = world
+        self._apart = apart
+        self._had: set[BlockKey] = set()
         self.plans = plan.tiers
         self.best_effort = plan.prefetch.policy is PrefetchPolicy.BEST_EFFORT
         self.backends = [
-            WatchedBackend(world, number, tier, faulty=faulty)
+            WatchedBackend(world, number, tier, faulty=faulty, apart=apart)
             for number, tier in enumerate(plan.tiers)
         ]
         for number, disk in enumerate(world.disks):
@@ -78,7 +81,7 @@ class Life:
             clock=self.clock,
             epoch=world.random.randbytes(8),
             segment_bytes=plan.segment_bytes,
-            manager=world.keeper,
+            manager=None if apart else world.keeper,
         )
         self.node.lives.begin()
         self.accepting = False
@@ -148,6 +151,16 @@ class Life:
         session = Session(self._owners, self.node, self.clock, name)
         session.transport = connection.daemon
         self._referees.append(Referee(self, session, connection))
+
+    def served(self, key: BlockKey) -> None:
+        """A client gets a block. What another node had before the flush, it may keep."""
+        world = self.world
+        if key not in world.barred:
+            self._had.add(key)
+        elif not self._apart or key not in self._had:
+            where = "another node serves" if self._apart else "there is served"
+            late = {count: world.counts[count] for count in ("late_flushed", "hidden_flushed")}
+            world.fail(f"{where} a block that a complete flush has dropped; {late}")
 
     def delivered(self) -> None:
         """A frame or a part of one reached the daemon."""
@@ -242,7 +255,7 @@ class Life:
         await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
         complete = flush.status()["complete"]
         for number, told in enumerate(flush.tiers):
-            if told.empty and not self.plans[number].late:
+            if told.empty:
                 world.check_flushed(number, flush.covers)
         for space in self.node.host.spaces.values():
             for block_hash in space.chain.items:
@@ -473,8 +486,7 @@ class Referee:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
             if space.chain.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
-            if BlockKey(space.digest, block_hash) in self._world.barred:
-                self._world.fail("a block is served that a complete flush has dropped")
+            self._life.served(BlockKey(space.digest, block_hash))
             slots.append((space, slot, block_hash))
         self._life.leases[acquired.lease] = _GrantedLease(self._owner, slots, acquired.expires_ns)
         if acquired.expires_ns <= self._world.now_ns():

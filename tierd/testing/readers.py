@@ -14,6 +14,7 @@ from random import Random
 from typing import Final
 
 from tierd.testing.engine import Engine, Habits, Link
+from tierd.testing.life import Life
 from tierd.testing.world import ROOT, Plan, World
 from tierd.types import HASH_BYTES, Namespace
 from tierd.wire import messages as m
@@ -149,10 +150,11 @@ class Filler(Engine):
 class Asker(Engine):
     """Looks for everything that anybody may have stored."""
 
-    async def ask_all(self, rounds: int) -> None:
-        """Ask for each chain, so many times, as long as the daemon lives."""
+    async def ask_all(self, rounds: int, life: Life | None = None) -> None:
+        """Ask for each chain, so many times, as long as the daemon lives; another node's `life`
+        is asked if it is given."""
         world, random = self._world, self._random
-        connection = world.connect(self._name, random)
+        connection = world.connect(self._name, random, life)
         if connection is None:
             return
         link = Link(connection, world, random)

@@ -418,8 +418,6 @@ def _sound_prefix(world: World, rank: Namespace, chain: Sequence[bytes]) -> int:
     """Blocks of a chain, from its start, that lie sound on some disk."""
     for count, block_hash in enumerate(chain):
         key = BlockKey(rank.digest, block_hash)
-        if key in world.barred:
-            return count
         for disk in world.disks:
             stored = disk.get(key)
             if stored is not None and verify_block(

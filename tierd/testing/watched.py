@@ -19,6 +19,7 @@ from tierd.backend import (
     PutRequest,
     checksum,
     pack_header,
+    unpack_header,
 )
 from tierd.errors import BackendError
 from tierd.storage.breaker import PROBE_NAMESPACE
@@ -38,11 +39,13 @@ class WatchedBackend(MemoryBackend):
     of its kind must be spared: only the breaker's probe may ask.
     """
 
-    def __init__(self, world: World, number: int, plan: TierPlan, *, faulty: bool) -> None:
+    def __init__(
+        self, world: World, number: int, plan: TierPlan, *, faulty: bool, apart: bool = False
+    ) -> None:
         # Of its own: what else happens in a world of this seed must not change.
         self._late = Random(f"late calls of tier {number} of {world.seed} at {world.now_ns()}")
         self.late_chance = plan.late if faulty else 0.0
-        if plan.hides:
+        if plan.hides and not apart:
             self._hide(world, number, plan.hides if faulty else 0.0)
         super().__init__(
             plan.disk_bytes,
@@ -51,9 +54,10 @@ class WatchedBackend(MemoryBackend):
             blocks=world.disks[number],
         )
         self.world = world
-        self.kept, self.promoted = world.told.get(number) or (set(), set())
+        told = None if apart else world.told.get(number)
+        self.kept, self.promoted = told or (set(), set())
         """What the daemon has been told that the tier has: only that may it believe."""
-        if world.keeper is not None:
+        if world.keeper is not None and not apart:
             # What is kept of host memory says so in the next life, too.
             world.told[number] = self.kept, self.promoted
         self._number = number
@@ -63,7 +67,7 @@ class WatchedBackend(MemoryBackend):
     def _hide(self, world: World, number: int, chance: float) -> None:
         """What could not be read in the life before is back, and something else may be away."""
         disk, hidden = world.disks[number], world.hidden[number]
-        world.counts["hidden_flushed_blocks"] += len(world.barred.intersection(hidden))
+        world.counts["hidden_flushed"] += sum(key in world.barred for key in hidden)
         for key in list(hidden):
             disk.setdefault(key, hidden.pop(key))
         if self._late.random() < chance:
@@ -97,7 +101,7 @@ class WatchedBackend(MemoryBackend):
 
     def _store_late(self, puts: Sequence[tuple[BlockHeader, bytes]]) -> None:
         for header, payload in puts:
-            self.world.counts["late_flushed_blocks"] += header.key in self.world.barred
+            self.world.counts["late_flushed"] += header.key in self.world.barred
             size = HEADER_BYTES + len(payload)
             if header.key not in self.blocks and (not self._opened or self._find_room(size)):
                 self.blocks[header.key] = StoredBlock(pack_header(header), payload)
@@ -169,14 +173,33 @@ class WatchedBackend(MemoryBackend):
         if self._late.random() < self.late_chance:
             keys = [BlockKey(namespace, block_hash) for block_hash in hashes]
             await self._land(lambda server: server._drop_late(keys))
+        self._see_others()
         dropped = await super().delete_many(namespace, hashes)
         gone = {BlockKey(namespace, block_hash) for block_hash in hashes}
         self.kept -= gone
         self.promoted -= gone
         return dropped
 
+    @property
+    def shared(self) -> bool:
+        return self._plan.shared
+
+    def _see_others(self) -> None:
+        """What other nodes have stored in the shared tier or dropped from it."""
+        if not self._plan.shared or not self._opened:
+            return
+        mine = {self._held[item].key for item in self._index.items.values()}
+        for key in sorted(self.blocks.keys() - mine):
+            stored = self.blocks[key]
+            header = unpack_header(stored.header)
+            if header is not None:
+                self._admit(key, header.parent, HEADER_BYTES + len(stored.payload))
+        for key in sorted(mine - self.blocks.keys()):
+            self._drop(key)
+
     async def _reach(self, what: str) -> None:
         """Reach the server, which may be away."""
+        self._see_others()
         world, loop = self.world, asyncio.get_running_loop()
         if self._number not in world.down:
             # A probe that is answered lets one of each kind find out anew, whenever that comes.

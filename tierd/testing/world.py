@@ -77,6 +77,8 @@ class TierPlan:
     or not it has been given up by then."""
     hides: float = 0.0
     """Chance, at each start, that a part of what it has cannot be read in this life."""
+    shared: bool = False
+    """Whether another node has the same blocks in it."""
 
     @property
     def lossless(self) -> bool:
@@ -185,9 +187,9 @@ class World:
         """Be told the right bytes for a key by whoever computes it."""
         self._payloads[key] = payload
 
-    def connect(self, name: str, random: Random) -> Connection | None:
-        """A connection to the daemon that runs now, if one does."""
-        life = self.life
+    def connect(self, name: str, random: Random, life: Life | None = None) -> Connection | None:
+        """A connection to this daemon, or to the one that runs now, if one does."""
+        life = life or self.life
         if life is None or not life.accepting:
             return None
         self.connections += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -37,30 +38,37 @@ def make_hostile(plan: Plan, seed: int) -> Plan:
         hostility=Hostility.STORAGE if storage else Hostility.LEASES,
         capacity_bytes=unit * random.randint(8, 24),
         segment_bytes=unit * random.choice((1, 2, 4)),
-        tiers=[_hostile_tier(tier, random) for tier in plan.tiers] if storage else plan.tiers,
+        tiers=_hostile_tiers(plan.tiers, random) if storage else plan.tiers,
         kills=True,
         keeps=random.random() < (0.5 if storage else 0.9),
         lease_ttl_ms=random.choice((200, 1000, 2000)),
     )
 
 
-def _hostile_tier(tier: TierPlan, random: Random) -> TierPlan:
-    deadline_ms = random.choice((50, 200))
-    config = msgspec.structs.replace(
-        tier.config,
-        deadline_ms=deadline_ms,
-        slow_ms=deadline_ms // 2,
-        write_policy=random.choice((WritePolicy.WRITE_THROUGH, tier.config.write_policy)),
-    )
-    # Nothing else goes wrong, so that flushes are complete.
-    return replace(
-        tier,
-        faults=FaultPlan({}, 0.0001),
-        outages=[],
-        late=random.choice((0.0, 0.2, 0.5)),
-        hides=random.choice((0.0, 0.7)),
-        config=config,
-    )
+def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
+    shared = random.random() < 0.4
+    hostile = []
+    for tier in tiers:
+        deadline_ms = random.choice((50, 200))
+        config = msgspec.structs.replace(
+            tier.config,
+            deadline_ms=deadline_ms,
+            slow_ms=deadline_ms // 2,
+            write_policy=random.choice((WritePolicy.WRITE_THROUGH, tier.config.write_policy)),
+        )
+        changed = replace(
+            tier,
+            # Nothing else goes wrong, so that flushes are complete.
+            faults=FaultPlan({}, 0.0001),
+            outages=[],
+            late=random.choice((0.0, 0.2, 0.5)),
+            hides=random.choice((0.0, 0.7)),
+            shared=shared,
+            disk_bytes=None if shared else tier.disk_bytes,
+            config=config,
+        )
+        hostile.append(changed)
+    return hostile
 
 
 async def run_crashes(world: World, plan: Plan, over: asyncio.Event) -> None:
@@ -139,8 +147,11 @@ async def _squeeze(world: World, random: Random) -> None:
 
 async def run_flushes(world: World, plan: Plan) -> None:
     """Flush while uploads that were given up are on their way, or a part of a tier is away, and
-    have all that there was looked up, also in the next life."""
+    have all that there was looked up, also in the next life and by another node."""
     random = Random(f"worst flushes of {world.seed}")
+    other = None
+    if any(tier.shared for tier in plan.tiers):
+        other = Life(world, plan, faulty=False, apart=True)
     for number in range(random.randint(1, 5)):
         await asyncio.sleep(random.expovariate(1 / 0.1))
         if random.random() < 0.5:
@@ -157,7 +168,12 @@ async def run_flushes(world: World, plan: Plan) -> None:
             await next_life(world, plan, faulty=True, kill=random.random() < 0.5)
         ranks = random.choice(plan.engines)
         asker = Asker(world, f"asker-{number}", ranks, Habits(), Random(random.random()))
-        await asker.ask_all(random.randint(1, 6))
+        rounds = random.randint(1, 6)
+        await asker.ask_all(rounds)
+        if other is not None and other.accepting:
+            await asker.ask_all(rounds, other)
+    if other is not None:
+        await other.stop(drain_s=1.0)
 
 
 async def _flush(life: Life, prefix: str) -> None:
