@@ -27,11 +27,9 @@ from tests.sim_pool import (
 )
 from tests.sim_threads import Process, pause
 from tests.sim_trouble import Trouble
-from tests.sim_vllm import Role, connector_module
+from tests.sim_vllm import Role, connector_module, started_with
 from tierd.client import Client
 from tierd_connectors.vllm_mover import Mover
-from tierd_connectors.vllm_queues import HostOrder
-from tierd_connectors.vllm_work import RankInfo
 
 T = TypeVar("T")
 
@@ -89,9 +87,9 @@ class SimulatedMover(Mover):
     def wait_finished(self, timeout_s: float) -> None:
         pause(self.process.random.random() * timeout_s)
 
-    def _turn(self) -> None:
+    def _turn(self) -> Any:
         with self.trouble.around():
-            super()._turn()
+            return super()._turn()
 
     def _sleep(self) -> None:
         # A thread that has been woken comes round sooner or later.
@@ -154,36 +152,44 @@ class EngineProcess:
     # --- the connector --------------------------------------------------------------
 
     def _connectors(self) -> tuple[Any, list[Any]]:
-        module = connector_module()
-        extra = {"socket": "simulated", "transfer": "shm", "prefetch_deadline_ms": 200}
+        connector = connector_module().TierdConnector
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
                 kv_role="kv_both",
-                kv_connector_extra_config=extra,
+                kv_connector_extra_config={
+                    "socket": "simulated",
+                    "transfer": "shm",
+                    "prefetch_deadline_ms": 200,
+                },
                 kv_load_failure_policy="recompute",
             ),
             parallel_config=SimpleNamespace(
                 pipeline_parallel_size=1, tensor_parallel_size=len(self._model.ranks)
             ),
+            model_config=SimpleNamespace(),
+            speculative_config=None,
         )
+        kv = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])])
+        caches = {"layer": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
         workers = []
-        for rank, namespace in enumerate(self._model.ranks):
-            worker = module.TierdConnector(config, Role.WORKER, None)
-            client = Client("simulated", name=f"worker {rank}")
-            memory = self._memories[rank]
-            mover = SimulatedMover(client, namespace, memory, rank, worker.boundary, HostOrder())
-            mover.process, mover.trouble = self._process, self._trouble
-            worker._mover, worker._info = mover, RankInfo(namespace)
-            mover.start()
-            self.clients.append(client)
-            self.movers.append(mover)
+        for namespace, memory in zip(self._model.ranks, self._memories, strict=True):
+            worker = connector(config, Role.WORKER, kv)
+            with started_with(memory, namespace, self._make_mover):
+                worker.register_kv_caches(caches)
             workers.append(worker)
-        scheduler = module.TierdConnector(config, Role.SCHEDULER, None)
+        scheduler = connector(config, Role.SCHEDULER, kv)
         scheduler._root_checked = True
         handshakes = {rank: each.get_handshake_metadata() for rank, each in enumerate(workers)}
         scheduler.set_xfer_handshake_metadata(handshakes)
         self.clients.append(scheduler._scheduler._client)
         return scheduler, workers
+
+    def _make_mover(self, *arguments: Any) -> SimulatedMover:
+        mover = SimulatedMover(*arguments)
+        mover.process, mover.trouble = self._process, self._trouble
+        self.movers.append(mover)
+        self.clients.append(mover._client)
+        return mover
 
     def _ask(self, hook: Callable[..., T], *arguments: object) -> T:
         """Call a hook of the connector, with trouble now and then."""

@@ -72,9 +72,6 @@ def _behind_guard(frame: FrameType) -> bool:
     while caller is not None:
         code = caller.f_code
         if code.co_name == "call" and code.co_filename.endswith(_GUARD):
-            method = caller.f_locals["method"]
-            # The turn of the mover is caught too, but what it has taken on would be lost: nothing
-            # in it raises that is not behind a boundary of its own.
-            return bool(method.__name__ != "_turn")
+            return True
         caller = caller.f_back
     return False

@@ -8,9 +8,15 @@ from __future__ import annotations
 import enum
 import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+from tests.sim_pool import Memory
+from tierd.types import Namespace
+from tierd_connectors.vllm_mover import Mover
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1"
 _OURS = ("vllm", "vllm_messages", "vllm_stats")
@@ -46,6 +52,34 @@ class _Base:
 
 class _Plain:
     """A class of vLLM's that is only inherited from."""
+
+
+@contextmanager
+def started_with(
+    memory: Memory, namespace: Namespace, mover: Callable[..., Mover]
+) -> Iterator[None]:
+    """While this lasts, a worker of the connector that learns of its caches has this memory."""
+    module = connector_module()
+    group = SimpleNamespace(rank_in_group=0)
+    groups = SimpleNamespace(
+        get_pp_group=lambda: group,
+        get_tp_group=lambda: SimpleNamespace(rank_in_group=namespace.tp_rank),
+    )
+    instead: dict[str, object] = {
+        "importlib": SimpleNamespace(import_module=lambda name: groups),
+        "check_engine": lambda *_: None,
+        "kv_views": lambda *_: [],
+        "kv_blocks": lambda *_: memory.blocks,
+        "namespace_of": lambda *_, **__: namespace,
+        "PageMap": lambda *_: memory,
+        "Mover": mover,
+    }
+    real = {name: getattr(module, name) for name in instead}
+    try:
+        vars(module).update(instead)
+        yield
+    finally:
+        vars(module).update(real)
 
 
 @cache
