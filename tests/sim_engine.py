@@ -300,16 +300,16 @@ class EngineProcess:
             if request.awaits_load and not self._take_loaded(request):
                 skipped.append(self._waiting.popleft())
                 continue
-            external: int | None = 0
-            if not request.computed:
+            hits: list[int] = []
+            local, external, by_other = request.computed, 0, False
+            if not local:
                 hits = self._pool.prefix(request.block_hashes[: _useful(request)])
                 local = len(hits) * BLOCK_TOKENS
-                external, by_other = self._matched(request, local)
-                if external is None:
+                matched, by_other = self._matched(request, local)
+                if matched is None:
                     skipped.append(self._waiting.popleft())
                     continue
-            else:
-                hits, local, by_other = [], request.computed, False
+                external = matched
             count = 0 if external else min(request.num_tokens - local, budget)
             wanted = _blocks_for(local + external + count) - len(request.table) - len(hits)
             if not self._pool.room_for(wanted, hits):

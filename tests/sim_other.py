@@ -5,6 +5,7 @@ It takes some requests, fills the blocks that the engine gives them in its own t
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from tests.sim_pool import BLOCK_BYTES, BLOCK_TOKENS, Memory, Model, Request
@@ -54,7 +55,7 @@ class OtherConnector:
         planned, self._planned = self._planned, []
         for each in planned:
             self.loads += 1
-            self._process.spawn(lambda load=each: self._fill(*load), f"fill {self.loads}")
+            self._process.spawn(partial(self._fill, *each), f"fill {self.loads}")
 
     def _fill(self, request: Request, blocks: list[int], first: int) -> None:
         random = self._random

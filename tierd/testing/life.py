@@ -24,8 +24,8 @@ from tierd.errors import RemoteProtocolError
 from tierd.testing.connection import Connection
 from tierd.testing.faulty import NO_FAULTS, Fault
 from tierd.testing.keeper import Keeper
+from tierd.testing.late import LateBackend
 from tierd.testing.loop import VirtualClock
-from tierd.testing.watched import WatchedBackend
 from tierd.testing.world import Plan, World
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
@@ -63,7 +63,7 @@ class Life:
         self.plans = plan.tiers
         self.best_effort = plan.prefetch.policy is PrefetchPolicy.BEST_EFFORT
         self.backends = [
-            WatchedBackend(world, number, tier, faulty=faulty, apart=apart)
+            LateBackend(world, number, tier, faulty=faulty, apart=apart)
             for number, tier in enumerate(plan.tiers)
         ]
         for number, disk in enumerate(world.disks):
@@ -159,8 +159,10 @@ class Life:
             self._had.add(key)
         elif not self._apart or key not in self._had:
             where = "another node serves" if self._apart else "there is served"
-            late = {count: world.counts[count] for count in ("late_flushed", "hidden_flushed")}
-            world.fail(f"{where} a block that a complete flush has dropped; {late}")
+            world.fail(
+                f"{where} a block that a complete flush has dropped; {world.late_flushed} flushed "
+                f"blocks have landed late, {world.hidden_flushed} came back after a start"
+            )
 
     def delivered(self) -> None:
         """A frame or a part of one reached the daemon."""
@@ -397,8 +399,9 @@ class Referee:
             case m.Commit():
                 self._due(m.Committed, message.call, message, 0)
                 granted = self._committing[message.call] = self._let_go(message.reservation)
-                for block_hash, _ in granted.blocks if granted is not None else ():
-                    self._world.committing(BlockKey(granted.space.digest, block_hash))
+                if granted is not None:
+                    for block_hash, _ in granted.blocks:
+                        self._world.committing(BlockKey(granted.space.digest, block_hash))
             case m.Abort():
                 self._let_go(message.reservation)
             case m.Status():

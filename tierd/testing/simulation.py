@@ -11,7 +11,7 @@ import asyncio
 import gc
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Final
@@ -36,7 +36,7 @@ from tierd.wire import messages as m
 
 __all__ = ["Violation", "run_world", "simulate"]
 
-Lead = Callable[[World, Plan], Awaitable[None]]
+Lead = Callable[[World, Plan], Coroutine[object, object, None]]
 """Somebody in a world who is waited for."""
 
 QUIET_S: Final = 5.0

@@ -22,7 +22,7 @@ from tierd.testing.engine import Habits
 from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
 from tierd.testing.loop import SimulationLoop
-from tierd.types import BlockKey, Namespace
+from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
 if TYPE_CHECKING:
     from tierd.testing.life import Life
@@ -140,6 +140,9 @@ class World:
     """Calls to tiers that are still to take effect."""
     unheard: int = 0
     """Those of them that the daemon has given up."""
+    late_flushed: int = 0
+    hidden_flushed: int = 0
+    """Blocks that a complete flush had dropped when they landed, or came back."""
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
@@ -220,6 +223,10 @@ class World:
         self.ever.add(key)
         self.stored.add(key)
         self.barred.discard(key)
+
+    def is_barred(self, key: BlockKey) -> bool:
+        """Whether a block of a tier is one that a flush has dropped."""
+        return BlockKey(key.namespace[:DIGEST_BYTES], key.block_hash) in self.barred
 
     def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
         """A flushed tier has nothing but what was stored since."""
