@@ -31,7 +31,7 @@ from tierd.testing.readers import run_readers
 from tierd.testing.succession import next_life
 from tierd.testing.world import ROOT, Account, Hostility, Plan, TierPlan, Violation, World
 from tierd.testing.worst import make_hostile, run_crashes, run_flushes
-from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
+from tierd.types import FORMAT_VERSION, HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
 __all__ = ["Violation", "run_world", "simulate"]
@@ -207,7 +207,7 @@ def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace
         cp_size=1,
         hash_scheme="opaque-simulated",
         hash_root=ROOT,
-        format_version=1,
+        format_version=FORMAT_VERSION,
     )
 
 
