@@ -9,7 +9,7 @@ it looks at every byte.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -106,8 +106,11 @@ class Step:
     resumed: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
 
-    def output(self) -> Any:
-        """As vLLM's SchedulerOutput."""
+    def output(self, tables: Mapping[str, list[int]], *, resolves: bool) -> Any:
+        """As vLLM's SchedulerOutput, from which the connector may get whole block tables: those of
+        all requests that compute where it `resolves` them, as from vLLM 0.30 on, else of those that
+        have got blocks."""
+        got_blocks = [new.req_id for new in self.new] + [name for name, b, _ in self.cached if b]
         tokens = {request.request_id: count for request, _, count in self.parts}
         return SimpleNamespace(
             scheduled_new_reqs=self.new,
@@ -121,6 +124,11 @@ class Step:
             total_num_scheduled_tokens=sum(tokens.values()),
             preempted_req_ids=self.preempted,
             finished_req_ids=set(),
+            kv_connector_block_state=SimpleNamespace(
+                get_block_ids=lambda name: (list(tables[name]),) if name in tokens else None
+            )
+            if resolves
+            else SimpleNamespace(block_ids={name: (list(tables[name]),) for name in got_blocks}),
         )
 
 
@@ -143,7 +151,9 @@ class EngineProcess:
         self._received: set[str] = set()
         self._received_by_rank: dict[str, int] = {}
         self._by_other: set[str] = set()
+        # What differs between vLLM's versions.
         self._always_fences = random.random() < 0.5
+        self._resolves = random.random() < 0.5
         self.other = OtherConnector(process, model, self._memories, random, ways.other_share)
         self.movers: list[SimulatedMover] = []
         self.clients: list[Client] = []
@@ -383,7 +393,8 @@ class EngineProcess:
     def step(self) -> bool:
         """Schedule, compute, and take what came of it; whether any token was computed."""
         step = self._schedule()
-        output = step.output()
+        tables = {name: request.table for name, request in self._requests.items()}
+        output = step.output(tables, resolves=self._resolves)
         metadata = self._ask(self._scheduler.build_connector_meta, output)
         for request, _, count in step.parts:
             request.computed += count
@@ -485,6 +496,12 @@ class EngineProcess:
                 self._world.counts["table_failed_loads"] += 1
                 failed.append(request)
         return failed
+
+    def check_errors(self) -> None:
+        """The connector has caught what was injected, and nothing else."""
+        caught = sum(each.boundary.errors for each in (*self._workers, self._scheduler))
+        if caught > len(self._trouble.struck):
+            self._world.fail(f"{self._process.name}: {caught} errors, {self._trouble.struck}")
 
     def close(self) -> None:
         """The engine ends in order."""

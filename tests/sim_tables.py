@@ -91,6 +91,7 @@ def _work(
             stuck = 0
         if asked == ways.requests and not engine.count:
             break
+        engine.check_errors()
         pause(random.expovariate(1 / ways.step_s))
     else:
         world.fail(f"{process.name} does not get on")
