@@ -24,6 +24,7 @@ from tests.sim_pool import (
     Memory,
     Model,
     Request,
+    nearly,
 )
 from tests.sim_threads import Process, pause
 from tests.sim_trouble import Trouble
@@ -49,6 +50,7 @@ class Ways:
     error_chance: float
     other_share: float
     other_first: bool
+    other_lossy: bool
     dies: bool
 
     @classmethod
@@ -63,6 +65,7 @@ class Ways:
             error_chance=random.choice((0.0, 0.0, 0.01, 0.05)),
             other_share=random.choice((0.0, 0.0, 0.2, 0.5)),
             other_first=random.random() < 0.5,
+            other_lossy=random.random() < 0.3,
             dies=random.random() < 0.2,
         )
 
@@ -154,7 +157,14 @@ class EngineProcess:
         # What differs between vLLM's versions.
         self._always_fences = random.random() < 0.5
         self._resolves = random.random() < 0.5
-        self.other = OtherConnector(process, model, self._memories, random, ways.other_share)
+        self.other = OtherConnector(
+            process,
+            model,
+            self._pool,
+            self._memories,
+            share=ways.other_share,
+            lossy=ways.other_lossy,
+        )
         self.movers: list[SimulatedMover] = []
         self.clients: list[Client] = []
         self._scheduler, self._workers = self._connectors()
@@ -468,9 +478,10 @@ class EngineProcess:
         full, rest = divmod(tokens, BLOCK_TOKENS)
         for rank, memory in enumerate(self._memories):
             for index in range(full):
-                if memory.view(request.table[index]) != self._model.block(
-                    rank, request.states, index
-                ):
+                kv = self._model.block(rank, request.states, index)
+                if request.table[index] in self._pool.lossy:
+                    kv = nearly(kv)
+                if memory.view(request.table[index]) != kv:
                     self._wrong(request, rank, index)
             for place in range(rest):
                 kv = self._model.kv(rank, request.states[full * BLOCK_TOKENS + place])

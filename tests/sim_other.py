@@ -6,9 +6,8 @@ It takes some requests, fills the blocks that the engine gives them in its own t
 from __future__ import annotations
 
 from functools import partial
-from random import Random
 
-from tests.sim_pool import BLOCK_BYTES, BLOCK_TOKENS, Memory, Model, Request
+from tests.sim_pool import BLOCK_BYTES, BLOCK_TOKENS, BlockPool, Memory, Model, Request, nearly
 from tests.sim_threads import Process, pause
 
 
@@ -16,9 +15,20 @@ class OtherConnector:
     """Both sides of it, in one process."""
 
     def __init__(
-        self, process: Process, model: Model, memories: list[Memory], random: Random, share: float
+        self,
+        process: Process,
+        model: Model,
+        pool: BlockPool,
+        memories: list[Memory],
+        *,
+        share: float,
+        lossy: bool,
     ) -> None:
+        """It takes a `share` of the requests; a `lossy` one gives back nearly what was computed."""
+        random = process.random
         self._process = process
+        self._pool = pool
+        self._lossy = lossy
         self._model = model
         self._memories = memories
         self._random = random
@@ -69,11 +79,14 @@ class OtherConnector:
                 pause(random.expovariate(1 / 0.002))
         for rank, memory in enumerate(self._memories):
             for index in wanted if not fails else ():
-                memory.view(blocks[index])[:] = self._model.block(rank, request.states, index)
+                kv = self._model.block(rank, request.states, index)
+                memory.view(blocks[index])[:] = nearly(kv) if self._lossy else kv
         if random.random() < 0.5:
             pause(random.expovariate(1 / 0.01))
         if fails:
             self._failed.update(blocks[index] for index in wanted)
+        elif self._lossy:
+            self._pool.lossy.update(blocks[index] for index in wanted)
         self._finished.add(request.request_id)
 
     def take_finished(self) -> tuple[set[str], set[int]]:

@@ -23,6 +23,8 @@ BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 ROOT = hashlib.sha256(b"table engines").digest()
 WORDS = 50
 
+_LOSS = bytes(255 - value for value in range(256))
+
 
 class Model:
     """What engines of one model compute, on one or more ranks."""
@@ -62,6 +64,11 @@ class Model:
         for rank, namespace in enumerate(self.ranks):
             payload = self.block(rank, states, index)
             self.world.know(BlockKey(namespace.digest, block_hash), payload)
+
+
+def nearly(kv: bytes) -> bytes:
+    """What a lossy cache makes of KV."""
+    return bytes(kv[:1]) + kv[1:].translate(_LOSS)
 
 
 class Request:
@@ -122,6 +129,8 @@ class BlockPool:
         self.count = count
         self.free = deque(range(1, count))
         self.refs = [0] * count
+        self.lossy: set[int] = set()
+        """Blocks that hold nearly what would be computed, which engines put up with."""
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
 
@@ -151,6 +160,7 @@ class BlockPool:
         taken = [self.free.popleft() for _ in range(count)]
         for block in taken:
             self.forget(block)
+            self.lossy.discard(block)
             self.refs[block] = 1
         return taken
 

@@ -23,7 +23,7 @@ STUCK_STEPS = 300
 AT_ONCE_MAX = 5
 """Requests that users have under way at one engine."""
 
-PROMPTS_MAX = 12
+PROMPTS_MAX = 8
 """Conversations that are remembered, of which the next requests continue one."""
 
 
@@ -104,8 +104,8 @@ def _request(
 ) -> Request:
     random = process.random
     most = (ways.blocks - 1) * BLOCK_TOKENS
-    talk: Sequence[int] = random.choice(talks) if talks and random.random() < 0.7 else ()
-    start = talk[: random.randint(0, len(talk))] if random.random() < 0.4 else talk
+    talk: Sequence[int] = random.choice(talks) if talks and random.random() < 0.85 else ()
+    start = talk[: random.randint(0, len(talk))] if random.random() < 0.3 else talk
     prompt = [*start, *(random.randrange(WORDS) for _ in range(random.randint(1, 16)))]
     prompt = prompt[: most - 8]
     tokens_max = min(len(prompt) + random.randint(1, 12), most)
