@@ -146,7 +146,7 @@ class EngineProcess:
         self._ways = ways
         self._random = random
         self._pool = BlockPool(ways.blocks)
-        self._trouble = Trouble(random, ways.error_chance)
+        self._trouble = Trouble(random, ways.error_chance, process.remark)
         self._memories = [Memory(ways.blocks, random) for _ in model.ranks]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -492,7 +492,7 @@ class EngineProcess:
     def _wrong(self, request: Request, rank: int, index: int) -> None:
         self._world.fail(
             f"{self._process.name} computes with wrong KV: block {index} of {request.request_id}, "
-            f"rank {rank}; errors so far: {self._trouble.struck}"
+            f"rank {rank}"
         )
 
     def _take_invalid(self, invalid: Iterable[int], step: Step) -> list[Request]:
@@ -508,9 +508,14 @@ class EngineProcess:
                 failed.append(request)
         return failed
 
+    @property
+    def errors(self) -> int:
+        """What the connector has caught on all sides."""
+        return sum(each.boundary.errors for each in (*self._workers, self._scheduler))
+
     def check_errors(self) -> None:
         """The connector has caught what was injected, and nothing else."""
-        caught = sum(each.boundary.errors for each in (*self._workers, self._scheduler))
+        caught = self.errors
         if caught > len(self._trouble.struck):
             self._world.fail(f"{self._process.name}: {caught} errors, {self._trouble.struck}")
 

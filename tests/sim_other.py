@@ -72,6 +72,7 @@ class OtherConnector:
         pause(random.expovariate(1 / 0.003))
         useful = (request.num_tokens - 1) // BLOCK_TOKENS
         wanted = range(first, useful)
+        self._process.remark(f"another connector fills {[blocks[index] for index in wanted]}")
         fails = random.random() < 0.1
         for memory in self._memories:
             for index in wanted:

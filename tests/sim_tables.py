@@ -12,7 +12,8 @@ from tests.sim_engine import EngineProcess, Ways
 from tests.sim_pool import BLOCK_TOKENS, WORDS, Model, Request
 from tests.sim_threads import Process, pause, virtual_process
 from tests.sim_vllm import connector_module
-from tierd.testing.world import Plan, World
+from tierd.testing.simulation import simulate
+from tierd.testing.world import Account, Plan, World
 
 STEPS_MAX = 20_000
 """Steps of one process, beyond which its requests do not get on."""
@@ -25,6 +26,11 @@ AT_ONCE_MAX = 5
 
 PROMPTS_MAX = 8
 """Conversations that are remembered, of which the next requests continue one."""
+
+
+def simulate_everything(seed: int) -> Account:
+    """One world with all that is out for the worst. Raises as `simulate` does."""
+    return simulate(seed, [run_tables], hostile=True)
 
 
 async def run_tables(world: World, plan: Plan) -> None:
@@ -64,6 +70,8 @@ async def _lives(
         finally:
             await process.kill()
             for engine in engines:
+                world.counts["table_errors"] += engine.errors
+                world.counts["other_loads"] += engine.other.loads
                 _close_descriptors(engine)
 
 

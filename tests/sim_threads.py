@@ -46,6 +46,10 @@ class Process:
         self.sockets: list[SimulatedSocket] = []
         self.strands: list[asyncio.Task[None]] = []
 
+    def remark(self, what: str) -> None:
+        """Have something told with a violation that comes after it."""
+        self.world.remark(f"{self.name}: {what}")
+
     def spawn(self, main: Callable[[], object], name: str) -> asyncio.Task[None]:
         """Start a thread of this process."""
         strand = Strand(self, main)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 from types import FrameType
@@ -26,9 +26,10 @@ class InjectedError(Exception):
 class Trouble:
     """Strikes a call now and then: with `chance`, at a line some way into it."""
 
-    def __init__(self, random: Random, chance: float) -> None:
+    def __init__(self, random: Random, chance: float, told: Callable[[str], None]) -> None:
         self._random = random
         self._chance = chance
+        self._told = told
         self._left = 0
         self.struck: list[str] = []
 
@@ -57,6 +58,7 @@ class Trouble:
             if not self._left:
                 place = f"{frame.f_code.co_name}:{frame.f_lineno}"
                 self.struck.append(place)
+                self._told(f"an error at {place}")
                 raise InjectedError(place)
             self._left -= 1
         return self._line

@@ -266,6 +266,7 @@ class Life:
                     world.fail("a flushed block is still in L2")
         if complete:
             world.end_flush(before)
+        world.remark(f"a flush of {prefix[:8] or 'all'} ended, complete: {complete}")
         world.counts["complete_flushes" if complete else "other_flushes"] += 1
 
     async def warm(

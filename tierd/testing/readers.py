@@ -31,8 +31,7 @@ READS: Final = 40
 class _Held:
     """A leased block: what its bytes must be, and where they are mapped."""
 
-    rank: Namespace
-    block_hash: bytes
+    payload: bytes
     view: memoryview
 
 
@@ -81,7 +80,8 @@ class Reader(Engine):
             view = link.view(link.numbers[0], slot)
             if view is None:
                 return
-            held.append(_Held(self._ranks[0], block_hash, view))
+            payload = self._world.payload(self._ranks[0], block_hash)
+            held.append(_Held(payload, view[: len(payload)]))
         self._world.counts["long_leases"] += 1
         group.create_task(self._hold(held, acquired.expires_ns))
 
@@ -110,7 +110,7 @@ class Reader(Engine):
         pause_s = (expires_ns - world.now_ns()) / 1e9 / READS
         while world.now_ns() < expires_ns:
             for each in held:
-                if each.view[: each.rank.block_bytes] != world.payload(each.rank, each.block_hash):
+                if each.view != each.payload:
                     lives = world.counts["restarts"] - began
                     world.fail(f"wrong bytes under a lease that has seen {lives} restarts")
                     return

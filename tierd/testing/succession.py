@@ -14,6 +14,7 @@ async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> No
     assert life is not None
     world.life = None
     world.counts["restarts"] += 1
+    world.remark("the daemon is killed" if kill else "the daemon is stopped")
     if kill:
         await life.kill()
     elif await life.stop(drain_s=1.0) == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -21,7 +21,7 @@ from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
 from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
-from tierd.testing.loop import SimulationLoop
+from tierd.testing.loop import EPOCH_NS, SimulationLoop
 from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ ROOT: Final = hashlib.sha256(b"simulation").digest()
 
 BACK_SLACK_S: Final = 0.5
 """For a backend that takes its time to let go of a hung probe."""
+
+REMARKS_MAX: Final = 8
 
 RUN_S_MAX: Final = 3600.0
 """Virtual time that a world gets; beyond it somebody waits for what never comes."""
@@ -149,6 +151,8 @@ class World:
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     connections: int = 0
+    remarks: deque[str] = field(default_factory=lambda: deque(maxlen=REMARKS_MAX))
+    """The latest of what somebody did to provoke a violation, to be told with it."""
     violation: str | None = None
     _main: asyncio.Task[None] | None = None
     _payloads: dict[BlockKey, bytes] = field(default_factory=dict)
@@ -164,6 +168,11 @@ class World:
             self.violation = what
             if self._main is not None:
                 self._main.cancel()
+
+    def remark(self, what: str) -> None:
+        """Have something told with a violation that comes after it."""
+        since_s = (self.loop.now_ns - EPOCH_NS) / 1e9
+        self.remarks.append(f"{since_s:.6f} s: {what}")
 
     def note(self, *what: object) -> None:
         """Make an event part of the run's digest."""
@@ -252,7 +261,10 @@ class World:
             if self.violation is None:
                 raise
         if self.violation is not None:
-            raise Violation(self.violation)
+            violation = Violation(self.violation)
+            for remark in self.remarks:
+                violation.add_note(remark)
+            raise violation
 
     def account(self) -> Account:
         """For the record."""
