@@ -62,7 +62,7 @@ class Ways:
             running_max=random.randint(1, 4),
             step_s=random.choice((0.0005, 0.002, 0.01)),
             requests=random.randint(4, 12),
-            error_chance=random.choice((0.0, 0.0, 0.01, 0.05)),
+            error_chance=random.choice((0.0, 0.0, 0.004, 0.02)),
             other_share=random.choice((0.0, 0.0, 0.2, 0.5)),
             other_first=random.random() < 0.5,
             other_lossy=random.random() < 0.3,
