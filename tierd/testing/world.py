@@ -21,7 +21,7 @@ from tierd.testing.connection import Connection
 from tierd.testing.engine import Habits
 from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
-from tierd.testing.loop import EPOCH_NS, SimulationLoop
+from tierd.testing.loop import SimulationLoop
 from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
 if TYPE_CHECKING:
@@ -171,8 +171,7 @@ class World:
 
     def remark(self, what: str) -> None:
         """Have something told with a violation that comes after it."""
-        since_s = (self.loop.now_ns - EPOCH_NS) / 1e9
-        self.remarks.append(f"{since_s:.6f} s: {what}")
+        self.remarks.append(f"{self.loop.elapsed_s:.6f} s: {what}")
 
     def note(self, *what: object) -> None:
         """Make an event part of the run's digest."""
