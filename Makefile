@@ -47,11 +47,16 @@ demo: setup ## Show a prefix that survives the engine's restart
 	$(engine_python) $(python) demo/run.py $(ARGS)
 
 .PHONY: bench
-bench: setup $(patsubst %,bench-%,$(filter-out soak,$(benches))) ## Run every benchmark but the soak, or one: make bench-hashing
+bench: setup $(patsubst %,bench-%,$(filter-out soak worlds,$(benches))) ## Run every benchmark but the soaks, or one: make bench-hashing
 
 .PHONY: $(benches:%=bench-%)
 $(benches:%=bench-%): bench-%: .venv/.complete
 	$(engine_python) $(python) -m bench.$* $(ARGS)
+
+SEEDS ?= 1000
+.PHONY: sim-soak
+sim-soak: .venv/.complete ## Run further simulated worlds, 1,000 (10 min) or SEEDS=...
+	$(python) -m bench.worlds --seeds $(SEEDS) $(ARGS)
 
 # Without a GPU both say so and do nothing. The engine's process needs torch, so name its Python
 # in TIERD_GPU_ENGINE_PYTHON, or run `python3 -m tests.gpu` by one that has all of the libraries.

@@ -24,8 +24,8 @@ from tierd.errors import RemoteProtocolError
 from tierd.testing.connection import Connection
 from tierd.testing.faulty import NO_FAULTS, Fault
 from tierd.testing.keeper import Keeper
+from tierd.testing.late import LateBackend
 from tierd.testing.loop import VirtualClock
-from tierd.testing.watched import WatchedBackend
 from tierd.testing.world import Plan, World
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
@@ -55,12 +55,15 @@ class _GrantedSlots:
 class Life:
     """One life of the daemon: production's Node and Sessions, on simulated connections."""
 
-    def __init__(self, world: World, plan: Plan, *, faulty: bool) -> None:
+    def __init__(self, world: World, plan: Plan, *, faulty: bool, apart: bool = False) -> None:
+        """`apart` is a node beside the one whose lives follow each other: it shares the tiers."""
         self.world = world
+        self._apart = apart
+        self._had: set[BlockKey] = set()
         self.plans = plan.tiers
         self.best_effort = plan.prefetch.policy is PrefetchPolicy.BEST_EFFORT
         self.backends = [
-            WatchedBackend(world, number, tier, faulty=faulty)
+            LateBackend(world, number, tier, faulty=faulty, apart=apart)
             for number, tier in enumerate(plan.tiers)
         ]
         for number, disk in enumerate(world.disks):
@@ -78,7 +81,7 @@ class Life:
             clock=self.clock,
             epoch=world.random.randbytes(8),
             segment_bytes=plan.segment_bytes,
-            manager=world.keeper,
+            manager=None if apart else world.keeper,
         )
         self.node.lives.begin()
         self.accepting = False
@@ -148,6 +151,18 @@ class Life:
         session = Session(self._owners, self.node, self.clock, name)
         session.transport = connection.daemon
         self._referees.append(Referee(self, session, connection))
+
+    def served(self, key: BlockKey) -> None:
+        """A client gets a block. What another node had before the flush, it may keep."""
+        world = self.world
+        if key not in world.barred:
+            self._had.add(key)
+        elif not self._apart or key not in self._had:
+            where = "another node serves" if self._apart else "there is served"
+            world.fail(
+                f"{where} a block that a complete flush has dropped; {world.late_flushed} flushed "
+                f"blocks have landed late, {world.hidden_flushed} came back after a start"
+            )
 
     def delivered(self) -> None:
         """A frame or a part of one reached the daemon."""
@@ -230,6 +245,7 @@ class Life:
         """Tiers sound and quick from now on."""
         for backend in self.backends:
             backend.plan = NO_FAULTS
+            backend.late_chance = 0.0
         self.world.down.clear()
 
     async def flush(self, prefix: str) -> None:
@@ -237,6 +253,7 @@ class Life:
         world, flushes = self.world, self.node.flushes
         flush = flushes.begin(prefix, host=True, numbers=range(len(self.backends)))
         world.begin_flush(flush.covers)
+        before = {key for key in world.ever if flush.covers(key.namespace)}
         await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
         complete = flush.status()["complete"]
         for number, told in enumerate(flush.tiers):
@@ -247,6 +264,9 @@ class Life:
                 key = BlockKey(space.digest, block_hash)
                 if complete and flush.covers(space.digest) and key not in world.stored:
                     world.fail("a flushed block is still in L2")
+        if complete:
+            world.end_flush(before)
+        world.remark(f"a flush of {prefix[:8] or 'all'} ended, complete: {complete}")
         world.counts["complete_flushes" if complete else "other_flushes"] += 1
 
     async def warm(
@@ -338,6 +358,8 @@ class Referee:
         self._unproven: list[tuple[m.Committed, int]] = []
         self._spaces: dict[int, bytes] = {}
         self._announced: set[tuple[int, int]] = set()
+        self._unmapped: set[int] = set()
+        """Handles whose client wants to know slots and not to see them."""
         connection.on_heard = self._heard
         connection.on_said = self._said
         connection.on_finished = self._end
@@ -377,7 +399,10 @@ class Referee:
                 self._due(m.Reserved, message.call, message, 0)
             case m.Commit():
                 self._due(m.Committed, message.call, message, 0)
-                self._committing[message.call] = self._let_go(message.reservation)
+                granted = self._committing[message.call] = self._let_go(message.reservation)
+                if granted is not None:
+                    for block_hash, _ in granted.blocks:
+                        self._world.committing(BlockKey(granted.space.digest, block_hash))
             case m.Abort():
                 self._let_go(message.reservation)
             case m.Status():
@@ -421,6 +446,8 @@ class Referee:
                 assert isinstance(asked, m.Register)
                 namespace = Namespace.from_fields(asked.namespace)
                 self._spaces[message.handle] = namespace.digest
+                if not asked.want_segments:
+                    self._unmapped.add(message.handle)
             case m.Segment():
                 self._announced.add((message.handle, message.segment))
             case m.Acquired():
@@ -458,10 +485,12 @@ class Referee:
         for at, slot in enumerate(raw):
             handle, block_hash = asked.handles[at // acquired.blocks], hashes[at % acquired.blocks]
             space = self._space(handle)
-            if (handle, slot // space.slots_per_segment) not in self._announced:
+            segment = handle, slot // space.slots_per_segment
+            if segment not in self._announced and handle not in self._unmapped:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
             if space.chain.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
+            self._life.served(BlockKey(space.digest, block_hash))
             slots.append((space, slot, block_hash))
         self._life.leases[acquired.lease] = _GrantedLease(self._owner, slots, acquired.expires_ns)
         if acquired.expires_ns <= self._world.now_ns():
@@ -487,7 +516,6 @@ class Referee:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
-            self._world.stored.add(BlockKey(space.digest, block_hash))
             if space.chain.items.get(block_hash) != slot:
                 # What came in the same read may have evicted it since.
                 if self._life.node.host.evicted_blocks == evicted_before:
@@ -495,6 +523,9 @@ class Referee:
             else:
                 key, promised = BlockKey(space.digest, block_hash), self._world.promised
                 promised[key] = promised.get(key, 0) | space.backed_up[slot]
+                payload = self._life.node.memory.payload(space, slot)
+                if payload != self._world.payload_of(key, len(payload)):
+                    self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")
 
     def _end(self) -> None:
         """The daemon ends the session: calls need no answer, but the client may still write."""

@@ -88,6 +88,11 @@ class SimulationLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now_ns / 1e9
 
+    @property
+    def elapsed_s(self) -> float:
+        """Virtual time since the start."""
+        return (self.now_ns - EPOCH_NS) / 1e9
+
     def create_future(self) -> asyncio.Future[T]:
         return _Future(loop=self)
 
@@ -244,7 +249,7 @@ def run_simulation(
         hash_seed = os.environ.get("PYTHONHASHSEED", "random")
         error.add_note(
             f"simulation seed {seed} (PYTHONHASHSEED {hash_seed}), "
-            f"step {loop.steps}, {(loop.now_ns - EPOCH_NS) / 1e9:.9f} s in"
+            f"step {loop.steps}, {loop.elapsed_s:.9f} s in"
         )
         raise
     finally:

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Final
@@ -27,13 +27,17 @@ from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
-from tierd.testing.world import Account, Plan, TierPlan, Violation, World
-from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
+from tierd.testing.readers import run_readers
+from tierd.testing.succession import next_life
+from tierd.testing.world import ROOT, Account, Hostility, Plan, TierPlan, Violation, World
+from tierd.testing.worst import make_hostile, run_crashes, run_flushes
+from tierd.types import FORMAT_VERSION, HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
 __all__ = ["Violation", "run_world", "simulate"]
 
-ROOT: Final = hashlib.sha256(b"simulation").digest()
+Lead = Callable[[World, Plan], Coroutine[object, object, None]]
+"""Somebody in a world who is waited for."""
 
 QUIET_S: Final = 5.0
 """Virtual time, beyond the deadlines of storage calls, for all that waits to be over."""
@@ -204,46 +208,60 @@ def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace
         cp_size=1,
         hash_scheme="opaque-simulated",
         hash_root=ROOT,
-        format_version=1,
+        format_version=FORMAT_VERSION,
     )
 
 
-async def run_world(loop: SimulationLoop, seed: int) -> Account:
+async def run_world(
+    loop: SimulationLoop, seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False
+) -> Account:
     """One world to its end. Raises Violation."""
     random = Random(f"world {seed}")
     world = World(loop, seed, random)
     plan = draw_plan(random, world)
+    if hostile:
+        plan = make_hostile(plan, seed)
+        world.hidden = [{} for _ in plan.tiers]
     world.lossless = bool(plan.tiers) and all(tier.lossless for tier in plan.tiers)
-    work = loop.create_task(_history(world, plan), name="world")
+    work = loop.create_task(_history(world, plan, leads), name="world")
     await world.supervise(work)
     return world.account()
 
 
-async def _history(world: World, plan: Plan) -> None:
+async def _history(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
     world.keeper = Keeper() if plan.keeps else None
     try:
-        await _lives(world, plan)
+        await _lives(world, plan, leads)
     finally:
         if world.keeper is not None:
             world.keeper.close()
 
 
-async def _lives(world: World, plan: Plan) -> None:
+async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
     life = world.life = Life(world, plan, faulty=True)
     while not life.accepting:
         await asyncio.sleep(0.001)
     async with asyncio.TaskGroup() as group:
         over = asyncio.Event()
-        group.create_task(_restart(world, plan, over))
+        if plan.hostility is Hostility.LEASES:
+            group.create_task(run_crashes(world, plan, over))
+            group.create_task(run_readers(world, plan, over))
+        elif plan.hostility is Hostility.NONE:
+            group.create_task(_restart(world, plan, over))
         for number, tier in enumerate(plan.tiers):
             group.create_task(_outages(world, number, tier, over))
-        group.create_task(_flushes(world, plan, over))
+        if plan.hostility is Hostility.NONE:
+            group.create_task(_flushes(world, plan, over))
         group.create_task(_warms(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
                 engine = Engine(world, f"engine-{number}", ranks, plan.habits, random)
                 engines.create_task(engine.run(plan.sessions, plan.requests))
+            if plan.hostility is Hostility.STORAGE:
+                engines.create_task(run_flushes(world, plan))
+            for lead in leads:
+                engines.create_task(lead(world, plan))
         over.set()
     await _settle(world, plan)
     await _audit(world, plan)
@@ -259,7 +277,7 @@ async def _restart(world: World, plan: Plan, over: asyncio.Event) -> None:
             await asyncio.sleep(0.002)
         if over.is_set():
             return
-        await _next_life(world, plan, faulty=True, kill=plan.kills)
+        await next_life(world, plan, faulty=True, kill=plan.kills)
 
 
 async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Event) -> None:
@@ -311,27 +329,13 @@ async def _sleep_until(over: asyncio.Event, seconds: float) -> None:
             await over.wait()
 
 
-async def _next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
-    life = world.life
-    assert life is not None
-    world.life = None
-    world.counts["restarts"] += 1
-    if kill:
-        await life.kill()
-    elif await life.stop(drain_s=1.0) == 0:
-        world.check_promises()
-    # What was still on its way to the disks is lost.
-    world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
-    world.life = Life(world, plan, faulty=faulty)
-    while not world.life.accepting:
-        await asyncio.sleep(0.001)
-
-
 async def _settle(world: World, plan: Plan) -> None:
     """With all clients gone and the disks well, nothing may be left of them."""
     while world.life is None or not world.life.accepting:
         await asyncio.sleep(0.01)
     world.life.calm()
+    while world.landing:
+        await asyncio.sleep(1.0)
     calls_s = max((tier.config.deadline_ms / 1000 for tier in plan.tiers), default=0.0)
     await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + calls_s + QUIET_S)
     world.life.check_quiet()
@@ -343,7 +347,7 @@ async def _audit(world: World, plan: Plan) -> None:
     if world.keeper is not None:
         world.counts["kept_descriptors"] += len(world.keeper.names())
         world.keeper.close()
-    await _next_life(world, plan, faulty=False, kill=False)
+    await next_life(world, plan, faulty=False, kill=False)
     life = world.life
     assert life is not None
     if world.disks:
@@ -453,11 +457,15 @@ def _log_kept() -> Iterator[list[str]]:
         log.propagate = propagate
 
 
-def simulate(seed: int) -> Account:
-    """Run one world. Raises Violation, or whatever else went wrong, noted with the seed."""
+def simulate(seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False) -> Account:
+    """Run one world. Raises Violation, or whatever else went wrong, noted with the seed.
+
+    A world lasts until its engines and the `leads` have ended. A `hostile` one has readers whose
+    leases outlive the daemon, and storage that finishes late what it was no longer waited for.
+    """
     with _log_kept() as lines:
         try:
-            return run_simulation(seed, lambda loop: run_world(loop, seed))
+            return run_simulation(seed, lambda loop: run_world(loop, seed, leads, hostile=hostile))
         except BaseException as error:
             for line in lines[-3:]:
                 error.add_note(line)

@@ -7,8 +7,9 @@ and restarts. The world outlives the daemon: the disks and the chains are its ow
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -27,8 +28,12 @@ from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 if TYPE_CHECKING:
     from tierd.testing.life import Life
 
+ROOT: Final = hashlib.sha256(b"simulation").digest()
+
 BACK_SLACK_S: Final = 0.5
 """For a backend that takes its time to let go of a hung probe."""
+
+REMARKS_MAX: Final = 8
 
 RUN_S_MAX: Final = 3600.0
 """Virtual time that a world gets; beyond it somebody waits for what never comes."""
@@ -36,6 +41,17 @@ RUN_S_MAX: Final = 3600.0
 
 class Violation(AssertionError):  # noqa: N818  # it is the daemon's, not the program's
     """A promise of the daemon was broken."""
+
+
+class Hostility(enum.Enum):
+    """What is out for the worst in a world."""
+
+    NONE = "none"
+    LEASES = "leases"
+    """Crashes come when leases have most to lose, and others want their memory at once."""
+    STORAGE = "storage"
+    """Calls take effect after they were given up, parts are away at one start and back at the
+    next, and flushes come when that does most harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +75,20 @@ class TierPlan:
     outages: list[tuple[float, float]]
     hangs: bool
     config: StorageConfig
+    late: float = 0.0
+    """Chance that a call which stores or drops is not answered and takes effect later, whether
+    or not it has been given up by then."""
+    hides: float = 0.0
+    """Chance, at each start, that a part of what it has cannot be read in this life."""
+    shared: bool = False
+    """Whether another node has the same blocks in it."""
 
     @property
     def lossless(self) -> bool:
         """Whether what it was given and has not refused is there for ever."""
         harmful = set(self.faults.chances) - {Fault.LINGER}
-        return self.disk_bytes is None and not harmful and not self.outages
+        sound = not harmful and not self.outages and not self.late and not self.hides
+        return self.disk_bytes is None and sound
 
     @property
     def back_within_s(self) -> float:
@@ -90,6 +114,7 @@ class Plan:
     kills: bool
     keeps: bool
     """Whether a service manager keeps host memory from one life to the next."""
+    hostility: Hostility = Hostility.NONE
 
 
 @dataclass(slots=True)
@@ -111,12 +136,27 @@ class World:
     promised: dict[BlockKey, int] = field(default_factory=dict)
     stored: set[BlockKey] = field(default_factory=set)
     """Blocks that engines have stored since the last flush began."""
+    ever: set[BlockKey] = field(default_factory=set)
+    """Blocks that were ever stored."""
+    barred: set[BlockKey] = field(default_factory=set)
+    """Blocks that a flush has ended with "complete" since they were last stored."""
+    hidden: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
+    """By tier, what cannot be read in this life."""
+    landing: int = 0
+    """Calls to tiers that are still to take effect."""
+    unheard: int = 0
+    """Those of them that the daemon has given up."""
+    late_flushed: int = 0
+    hidden_flushed: int = 0
+    """Blocks that a complete flush had dropped when they landed, or came back."""
     lossless: bool = False
     network_s: float = 0.0
     life: Life | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     connections: int = 0
+    remarks: deque[str] = field(default_factory=lambda: deque(maxlen=REMARKS_MAX))
+    """The latest of what somebody did to provoke a violation, to be told with it."""
     violation: str | None = None
     _main: asyncio.Task[None] | None = None
     _payloads: dict[BlockKey, bytes] = field(default_factory=dict)
@@ -132,6 +172,10 @@ class World:
             self.violation = what
             if self._main is not None:
                 self._main.cancel()
+
+    def remark(self, what: str) -> None:
+        """Have something told with a violation that comes after it."""
+        self.remarks.append(f"{self.loop.elapsed_s:.6f} s: {what}")
 
     def note(self, *what: object) -> None:
         """Make an event part of the run's digest."""
@@ -155,9 +199,13 @@ class World:
             self._payloads[key] = payload
         return payload
 
-    def connect(self, name: str, random: Random) -> Connection | None:
-        """A connection to the daemon that runs now, if one does."""
-        life = self.life
+    def know(self, key: BlockKey, payload: bytes) -> None:
+        """Be told the right bytes for a key by whoever computes it."""
+        self._payloads[key] = payload
+
+    def connect(self, name: str, random: Random, life: Life | None = None) -> Connection | None:
+        """A connection to this daemon, or to the one that runs now, if one does."""
+        life = life or self.life
         if life is None or not life.accepting:
             return None
         self.connections += 1
@@ -183,6 +231,21 @@ class World:
         """What there is now of some namespaces is not to be found again."""
         self.stored.clear()
         self.promised = {k: bits for k, bits in self.promised.items() if not covers(k.namespace)}
+
+    def end_flush(self, before: set[BlockKey]) -> None:
+        """A flush is complete: what there was `before` is not to be served, unless it was stored
+        again."""
+        self.barred |= before - self.stored
+
+    def committing(self, key: BlockKey) -> None:
+        """A client asks to have a block stored, and the daemon may do so from now on."""
+        self.ever.add(key)
+        self.stored.add(key)
+        self.barred.discard(key)
+
+    def is_barred(self, key: BlockKey) -> bool:
+        """Whether a block of a tier is one that a flush has dropped."""
+        return BlockKey(key.namespace[:DIGEST_BYTES], key.block_hash) in self.barred
 
     def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
         """A flushed tier has nothing but what was stored since."""
@@ -210,7 +273,10 @@ class World:
             if self.violation is None:
                 raise
         if self.violation is not None:
-            raise Violation(self.violation)
+            violation = Violation(self.violation)
+            for remark in self.remarks:
+                violation.add_note(remark)
+            raise violation
 
     def account(self) -> Account:
         """For the record."""

@@ -1,0 +1,96 @@
+"""Many further simulated worlds, with everything in them that is out for the worst.
+
+Each seed makes one world: readers whose leases outlive the daemon, engines with block tables
+beside another connector and with errors in theirs, uploads that land late. A world that breaks a
+promise is told with its seed, which is all that is needed to run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+from bench.common import write_result
+from tests.sim_tables import simulate_everything
+
+FIRST = 1000
+"""Those below are the test suite's."""
+
+COUNTED = (
+    "table_tokens",
+    "table_requests",
+    "table_loads",
+    "table_failed_loads",
+    "table_preemptions",
+    "table_errors",
+    "other_loads",
+    "long_leases",
+    "outliving_reads",
+    "crashes_unrecorded",
+    "crashes_flushed",
+    "restarts",
+    "complete_flushes",
+    "late_calls",
+    "hidden_blocks",
+    "asked_blocks",
+    "loaded_blocks",
+    "stored_blocks",
+    "backed_up_blocks",
+    "promoted_blocks",
+    "audited_blocks",
+)
+"""What is told of all worlds together, to see that they had it in them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=FIRST)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    given = parser.parse_args()
+    seeds = range(given.first, given.first + given.seeds)
+    began_s = time.monotonic()
+    counts: Counter[str] = Counter()
+    failed: dict[str, str] = {}
+    for seed, done, why in _run(seeds, given.jobs):
+        counts += done
+        if why:
+            failed[str(seed)] = why
+            print(
+                f"{seed}: {why}\n"
+                f"again: TIERD_SIM_SEED={seed} pytest tests/test_hostile_worlds.py -k test_worlds",
+                flush=True,
+            )
+    write_result(
+        "worlds",
+        {
+            "first_seed": seeds.start,
+            "seeds": len(seeds),
+            "seconds": round(time.monotonic() - began_s, 1),
+            "failed": failed,
+            "happened": {name: counts[name] for name in COUNTED},
+        },
+    )
+    sys.exit(1 if failed else 0)
+
+
+def _run(seeds: range, jobs: int) -> Iterator[tuple[int, Counter[str], str]]:
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(_one, seeds)
+
+
+def _one(seed: int) -> tuple[int, Counter[str], str]:
+    try:
+        return seed, simulate_everything(seed).counts, ""
+    except Exception as error:
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        return seed, Counter(), f"{type(error).__name__}: {error} ({notes})"
+
+
+if __name__ == "__main__":
+    main()

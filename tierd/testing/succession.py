@@ -1,0 +1,26 @@
+"""From one life of the daemon to the next, on the same disks and with the same memory kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tierd.testing.life import Life
+from tierd.testing.world import Plan, World
+
+
+async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
+    """Stop the daemon, or kill it, and start another one."""
+    life = world.life
+    assert life is not None
+    world.life = None
+    world.counts["restarts"] += 1
+    world.remark("the daemon is killed" if kill else "the daemon is stopped")
+    if kill:
+        await life.kill()
+    elif await life.stop(drain_s=1.0) == 0:
+        world.check_promises()
+    # What was still on its way to the disks is lost.
+    world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
+    world.life = Life(world, plan, faulty=faulty)
+    while not world.life.accepting:
+        await asyncio.sleep(0.001)
