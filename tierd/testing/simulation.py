@@ -28,7 +28,7 @@ from tierd.testing.keeper import Keeper
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.world import Account, Plan, TierPlan, Violation, World
-from tierd.types import HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
+from tierd.types import FORMAT_VERSION, HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
 __all__ = ["Violation", "run_world", "simulate"]
@@ -204,7 +204,7 @@ def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace
         cp_size=1,
         hash_scheme="opaque-simulated",
         hash_root=ROOT,
-        format_version=1,
+        format_version=FORMAT_VERSION,
     )
 
 
