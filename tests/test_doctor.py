@@ -316,9 +316,10 @@ def test_what_the_daemon_says_of_its_tiers(status: dict) -> None:
     """A tier that is away, or damages blocks, would only show in its own numbers."""
     shut = {"state": "open", "why": "too slow"}
     tier = {"name": "t", "state": "failing", "why": "", "circuits": {"reads": shut}}
-    tier |= {"counters": {"corrupt_total": 2}}
+    tier |= {"counters": {"corrupt_total": 2, "damaged_in_transit_total": 1}}
     found = list(node.look_at_tiers({"storage": [tier]}))
-    assert codes(found) == {"tier_away": Level.WARNING, "tier_corrupt": Level.WARNING}
+    told = ("tier_away", "tier_corrupt", "tier_transit")
+    assert codes(found) == dict.fromkeys(told, Level.WARNING)
     assert "reads: too slow" in found[0].what
 
 

@@ -36,7 +36,8 @@ class Outcome(enum.Enum):
     MISS = "miss"
     """get_into: the tier does not have the block."""
     CORRUPT = "corrupt"
-    """get_into: identity, length or checksum is wrong; the tier has dropped the block."""
+    """get_into: identity, length or checksum is wrong, in two reads; the tier has dropped the
+    block, unless it could not without risk to one that was stored since."""
     STORED = "stored"
     """put_many: the block will be found, also by a process that starts after a SIGKILL."""
     PRESENT = "present"

@@ -301,6 +301,16 @@ def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
                 "a disk, cable or memory that damages bytes will do so again",
                 "tierd scrub; smartctl -a and the kernel's log for the disk",
             )
+        transit = table(tier["counters"]).get("damaged_in_transit_total", 0)
+        if transit:
+            yield Finding(
+                Level.WARNING,
+                subject,
+                "tier_transit",
+                f"{transit} reads were damaged on their way, but not twice alike; none was served",
+                "the blocks are sound and kept; what damages them here will do so again",
+                "look at this node's network, cables, disk controller and memory",
+            )
 
 
 def look_at_namespaces(status: Mapping[str, object]) -> Iterator[Finding]:
