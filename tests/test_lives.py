@@ -108,6 +108,11 @@ class OneLife:
         self.memory.arena.close()
 
 
+def held_by_nobody(life: OneLife) -> bool:
+    """Whether every slot may be used again."""
+    return not any(any(space.refs) or space.doubtful for space in life.host.spaces.values())
+
+
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     keeper = Keeper()
