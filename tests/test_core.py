@@ -348,8 +348,13 @@ class HostAgainstModel(RuleBasedStateMachine):
     # --- using ----------------------------------------------------------------------
 
     @precondition(lambda self: any(len(space.chain) for space in self.spaces))
-    @rule(owner=owners, data=st.data(), ats=st.lists(which, max_size=2))
-    def acquire(self, owner: int, data: st.DataObject, ats: list[int]) -> None:
+    @rule(
+        owner=owners,
+        data=st.data(),
+        ats=st.lists(which, max_size=2),
+        ttl=st.sampled_from([1, TTL // 2, TTL]),
+    )
+    def acquire(self, owner: int, data: st.DataObject, ats: list[int], ttl: int) -> None:
         some = [i for i, space in enumerate(self.spaces) if len(space.chain)]
         ats = [data.draw(st.sampled_from(some)), *ats]
         first = data.draw(st.sampled_from(sorted(map(int, self.spaces[ats[0]].chain.items))))
@@ -365,7 +370,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         if not shared:
             return
         parts = [(space, slots[:shared]) for space, slots in zip(spaces, found, strict=True)]
-        lease = self.host.grant(owner, parts, self.now + TTL)
+        lease = self.host.grant(owner, parts, self.now + ttl)
         places = [
             (space, slot, h)
             for space, slots in parts
@@ -556,6 +561,17 @@ def test_an_expired_lease_protects_nothing_and_its_release_is_harmless() -> None
     store(host, space, 8, "pressure")
     assert len(host.prefix(space, hashes)) == 4
     assert host.release(new.lease_id, 2)
+    host.check()
+
+
+def test_a_lease_ends_at_its_own_time() -> None:
+    """After a reload that shortens leases, slots of the short ones would be kept for the long."""
+    host, space = tier(8)
+    hashes = store(host, space, 3, "a")
+    for slot, expires in zip(host.prefix(space, hashes), (600, 2, 30), strict=True):
+        host.grant(1, [(space, [slot])], expires)
+    for now, ended in ((1, 0), (2, 1), (29, 0), (30, 1), (599, 0), (600, 1)):
+        assert host.expire(now) == ended
     host.check()
 
 

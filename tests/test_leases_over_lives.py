@@ -6,277 +6,342 @@ long as their leases last: through crashes, flushes, full arenas and memory pres
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from random import Random
+from typing import cast
 
 import pytest
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests import blocks
-from tests.test_lives import CAPACITY, SEGMENT, ManualClock, OneLife
-from tierd.core.space import Dropped, Lease, Reservation, Space
+from tests.test_lives import CAPACITY, SEGMENT, ManualClock, OneLife, held_by_nobody
+from tierd.core.space import Dropped, Space
+from tierd.memory import past
+from tierd.memory.past import LEASE_NS_MAX, LifePage, PastPage
 from tierd.testing.keeper import Keeper
 
 S = 10**9
 BLOCK_BYTES = SEGMENT // 4
-MODELS = ("a", "b")
 SLOTS = CAPACITY // BLOCK_BYTES
+MODELS = ("a", "b")
 ENGINE = 7
-models = st.sampled_from(MODELS)
+
+Place = tuple[str, int, int]
+"""A namespace, where to begin among its blocks, and how many."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens in one incarnation, until it is killed."""
+
+    stores: list[tuple[str, int, bool]]
+    """Namespace, blocks, and whether their checksums come to be known."""
+    leases: list[tuple[Place, int]]
+    """What is leased, and for how many seconds."""
+    flushes: list[Place]
+    copied: Place | None
+    """What a copy process reads for an engine; it is still at it when the daemon is killed."""
+    hangs: bool
+    """Whether that process outlives the daemon."""
+    writes: bool
+    """Whether an engine has reserved slots, and writes to them when the daemon is gone."""
+    damage: str
+    idle_s: int
+    """How long nothing is left to happen in the incarnation after it."""
+
+
+def drawn(random: Random) -> Plan:
+    """A plan, every kind of event about as likely as not."""
+
+    def place() -> Place:
+        return random.choice(MODELS), random.randrange(SLOTS), random.randint(1, 8)
+
+    return Plan(
+        stores=[
+            (random.choice(MODELS), random.randint(1, SLOTS // 2), random.random() < 0.5)
+            for _ in range(random.randint(1, 4))
+        ],
+        leases=[(place(), random.choice((3, 30, 500))) for _ in range(random.randrange(4))],
+        flushes=[place() for _ in range(random.randrange(3))],
+        copied=place() if random.random() < 0.4 else None,
+        hangs=random.random() < 0.7,
+        writes=random.random() < 0.3,
+        damage=random.choice(("", "", "", "", "log", "state", "segment", "ledger")),
+        idle_s=random.choice((0, 5, 40, 600)),
+    )
 
 
 @dataclass(eq=False)
 class Reader:
-    """Somebody who may look at slots until a time, or for as long as its process lives."""
+    """Somebody who looks at slots until a time, or for as long as its process lives."""
 
     views: list[memoryview]
     right: list[bytes]
     until_ns: float
-    lease: Lease | None = None
-    copying: int | None = None
-    """The hold of a copy process, which ends with it."""
-    copied: Callable[[], None] | None = None
-    """Tells the daemon that it has copied."""
+    hold: int = -1
 
 
-@dataclass(eq=False)
-class Writer:
-    """An engine with a reservation, and its hold; it may write whenever it likes."""
-
-    views: list[memoryview]
-    hold: int
-    reservation: Reservation | None
-
-
-class LeasesOverLives(RuleBasedStateMachine):
-    """An engine would copy another's KV under its lease, and answer with wrong tokens."""
+class Node:
+    """Incarnations of a daemon, one after the other, and who reads from them and writes to them."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.keeper = Keeper()
         self.clock = ManualClock()
         self.life = OneLife(self.keeper, clock=self.clock)
         self.readers: list[Reader] = []
-        self.writers: list[Writer] = []
+        self.writers: list[tuple[int, list[memoryview]]] = []
         self.stored = 0
+
+    def run(self, plan: Plan) -> None:
+        """Live, be killed, and be there again."""
+        memory, host = self.life.memory, self.life.host
+        for model, count, prove in plan.stores:
+            self.store(model, count, prove=prove)
+        for place, ttl_s in plan.leases:
+            space, chosen = self.chosen(place)
+            lease = host.grant(
+                ENGINE, [(space, list(chosen.values()))], self.clock.now_ns + ttl_s * S
+            )
+            self.life.lives.leased(lease)
+            self.read(space, chosen, lease.expires_ns)
+        if plan.copied is not None:
+            space, chosen = self.chosen(plan.copied)
+            hold = self.life.lives.copying()
+            assert hold is not None
+            host.hold(space, list(chosen.values()))
+            self.read(space, chosen, float("inf"), hold)
+        for place in plan.flushes:
+            space, chosen = self.chosen(place)
+            memory.drop(space, list(chosen.values()), Dropped.FLUSHED)
+        if plan.writes:
+            self.begin_to_write("a", 3)
+        self.attack()
+        self.kill(hangs=plan.hangs, damage=plan.damage)
+        self.attack()
+        self.pass_time(plan.idle_s)
+        self.attack()
 
     def space(self, model: str) -> Space:
         space = self.life.host.open_space(blocks.namespace(BLOCK_BYTES, model=model))
         assert space is not None
         return space
 
-    def resident(self, model: str) -> list[tuple[bytes, int]]:
+    def chosen(self, place: Place) -> tuple[Space, dict[bytes, int]]:
         """Blocks that may be served, with their slots."""
+        model, start, count = place
         space = self.space(model)
-        return [(h, s) for h, s in sorted(space.chain.items.items()) if s not in space.unproven]
+        known = [(h, s) for h, s in space.chain.items.items() if s not in space.unproven]
+        start = start % max(1, len(known))
+        return space, dict(known[start : start + count])
 
-    # --- what engines do ------------------------------------------------------------
-
-    @rule(model=models, count=st.integers(1, 5), prove=st.booleans())
-    def store(self, model: str, count: int, prove: bool) -> None:
+    def store(self, model: str, count: int, *, prove: bool) -> None:
         self.stored += 1
         self.life.store_chain(self.space(model), count, self.stored, prove=prove)
 
-    @rule(model=models)
-    def fill(self, model: str) -> None:
-        """Ask for more than there is: every slot that may be had is written to."""
-        for _ in range(3):
-            self.store(model, SLOTS // 2, False)
+    def read(self, space: Space, chosen: dict[bytes, int], until_ns: float, hold: int = -1) -> None:
+        views = [self.life.memory.payload(space, slot) for slot in chosen.values()]
+        right = [blocks.payload(space.namespace, block_hash) for block_hash in chosen]
+        self.readers.append(Reader(views, right, until_ns, hold))
 
-    @precondition(lambda self: any(self.resident(model) for model in MODELS))
-    @rule(data=st.data(), ttl_s=st.sampled_from([1, 5, 30, 500]))
-    def lease(self, data: st.DataObject, ttl_s: int) -> None:
-        model = data.draw(st.sampled_from([m for m in MODELS if self.resident(m)]))
-        some = st.sampled_from(self.resident(model))
-        chosen = data.draw(st.lists(some, min_size=1, max_size=6, unique=True))
-        space, host = self.space(model), self.life.host
-        slots = [slot for _, slot in chosen]
-        lease = host.grant(ENGINE, [(space, slots)], self.clock.now_ns + ttl_s * S)
-        self.life.lives.leased(lease)
-        self.readers.append(self.reader(space, chosen, lease.expires_ns, lease))
-
-    def reader(
-        self,
-        space: Space,
-        chosen: list[tuple[bytes, int]],
-        until_ns: float,
-        lease: Lease | None = None,
-    ) -> Reader:
-        return Reader(
-            [self.life.memory.payload(space, slot) for _, slot in chosen],
-            [blocks.payload(space.namespace, block_hash) for block_hash, _ in chosen],
-            until_ns,
-            lease,
-        )
-
-    @precondition(lambda self: any(reader.lease for reader in self.readers))
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        reader = data.draw(st.sampled_from([r for r in self.readers if r.lease]))
-        assert reader.lease is not None
-        assert self.life.host.release(reader.lease.lease_id, ENGINE)
-        self.readers.remove(reader)
-
-    @rule(model=models, count=st.integers(1, 4))
     def begin_to_write(self, model: str, count: int) -> None:
         hold = self.life.lives.guard()
         assert hold is not None
         self.stored += 1
         space = self.space(model)
-        hashes, parents = blocks.chain(count, self.stored)
-        reservation = self.life.memory.reserve(ENGINE, space, hashes, parents)
-        views = [self.life.memory.payload(space, slot) for slot in reservation.slots if slot >= 0]
-        self.writers.append(Writer(views, hold, reservation))
+        reservation = self.life.memory.reserve(ENGINE, space, *blocks.chain(count, self.stored))
+        slots = [slot for slot in reservation.slots if slot >= 0]
+        self.writers.append((hold, [self.life.memory.payload(space, slot) for slot in slots]))
 
-    @precondition(lambda self: self.writers)
-    @rule(data=st.data(), byte=st.integers(1, 255))
-    def write_late(self, data: st.DataObject, byte: int) -> None:
-        for view in data.draw(st.sampled_from(self.writers)).views:
-            view[:] = bytes([byte]) * len(view)
+    def attack(self) -> None:
+        """Take all that can be had: under memory pressure, and for every block that fits."""
+        self.life.lives.tick()
+        for limit in (CAPACITY // 2, 0):
+            self.life.host.set_limit(limit)
+            while self.life.memory.shrink():
+                pass
+            self.check()
+        self.life.host.set_limit(CAPACITY)
+        for model in MODELS * 2:
+            self.store(model, SLOTS // 2, prove=False)
+            self.check()
 
-    @precondition(lambda self: self.writers)
-    @rule(data=st.data())
-    def stop_writing(self, data: st.DataObject) -> None:
-        writer = data.draw(st.sampled_from(self.writers))
-        if writer.reservation is not None:
-            self.life.host.abort(ENGINE, writer.reservation.reservation_id)
-        self.writers.remove(writer)
-        os.close(writer.hold)
-
-    # --- what the daemon does -------------------------------------------------------
-
-    @precondition(lambda self: any(self.resident(model) for model in MODELS))
-    @rule(data=st.data())
-    def flush(self, data: st.DataObject) -> None:
-        model = data.draw(st.sampled_from([m for m in MODELS if self.resident(m)]))
-        some = st.sampled_from([slot for _, slot in self.resident(model)])
-        chosen = data.draw(st.lists(some, min_size=1, max_size=SLOTS, unique=True))
-        self.life.memory.drop(self.space(model), chosen, Dropped.FLUSHED)
-
-    @precondition(lambda self: any(self.resident(model) for model in MODELS))
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        """The daemon's copy process reads slots for an engine, however long that takes."""
-        model = data.draw(st.sampled_from([m for m in MODELS if self.resident(m)]))
-        some = st.sampled_from(self.resident(model))
-        chosen = data.draw(st.lists(some, min_size=1, max_size=4, unique=True))
-        hold = self.life.lives.copying()
-        assert hold is not None
-        space = self.space(model)
-        slots = [slot for _, slot in chosen]
-        self.life.host.hold(space, slots)
-        reader = self.reader(space, chosen, float("inf"))
-        reader.copying = hold
-        reader.copied = partial(self.life.memory.let_go, space, slots)
-        self.readers.append(reader)
-
-    @precondition(lambda self: any(reader.copied for reader in self.readers))
-    @rule(data=st.data())
-    def end_copy(self, data: st.DataObject) -> None:
-        reader = data.draw(st.sampled_from([r for r in self.readers if r.copied]))
-        assert reader.copied is not None
-        assert reader.copying is not None
-        reader.copied()
-        os.close(reader.copying)
-        self.readers.remove(reader)
-
-    @rule()
-    def verify(self) -> None:
+    def kill(self, *, hangs: bool, damage: str) -> None:
+        self.life.end()
+        for reader in [reader for reader in self.readers if reader.hold >= 0]:
+            if not hangs:
+                os.close(reader.hold)
+                self.readers.remove(reader)
+        if damage:
+            self.damage(damage)
+        self.life = OneLife(self.keeper, clock=self.clock)
+        for _, views in self.writers:
+            for view in views:
+                view[:] = b"\xee" * len(view)
         self.life.prove()
 
-    @rule(segments=st.integers(0, CAPACITY // SEGMENT))
-    def press(self, segments: int) -> None:
-        """The machine is short of memory, and then no more."""
-        self.life.host.set_limit(segments * SEGMENT)
-        while self.life.memory.shrink():
-            self.life.memory.check()
-        self.life.host.set_limit(CAPACITY)
+    def damage(self, what: str) -> None:
+        """Change a byte of what is kept, or lose half of a segment."""
+        kept = self.keeper._kept
+        pages = [fd for name, fd in kept if name.startswith("life-")]
+        arena = [entry for entry in kept if "-" not in entry[0]]
+        if what == "log":
+            _flip(pages[-1], 4096 + 16)
+        elif what == "state":
+            _flip(pages[-1], 64 + 8)
+        elif arena and what == "segment":
+            kept.remove(arena[0])
+            os.close(arena[0][1])
+        elif arena:
+            _flip(arena[1][1], 20)
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 29.0, 600.0]))
     def pass_time(self, seconds: float) -> None:
         self.clock.now_ns += int(seconds * S)
         self.life.host.expire(self.clock.now_ns)
         self.life.lives.tick()
-        self.forget_ended()
 
-    def forget_ended(self) -> None:
-        now_ns = self.clock.now_ns
-        self.readers = [reader for reader in self.readers if reader.until_ns > now_ns]
-
-    @rule(hangs=st.booleans(), damage=st.sampled_from(["", "log", "head", "segment"]))
-    def crash(self, hangs: bool, damage: str) -> None:
-        """SIGKILL. What the daemon had copied goes on, or not, after its end."""
-        self.life.end()
-        for reader in [reader for reader in self.readers if reader.copying is not None]:
-            if not hangs:
-                assert reader.copying is not None
-                os.close(reader.copying)
-                self.readers.remove(reader)
-        for reader in self.readers:
-            reader.lease = reader.copied = None
-        for writer in self.writers:
-            writer.reservation = None
-        if damage:
-            self.damage(damage)
-        self.life = OneLife(self.keeper, clock=self.clock)
-
-    def damage(self, what: str) -> None:
-        """Change a byte in what is kept of former lives, or lose half of a segment."""
-        if what == "segment":
-            arena = [name for name in self.keeper.names() if "-" not in name]
-            if arena:
-                gone = next(kept for kept in self.keeper._kept if kept[0] == arena[0])
-                self.keeper._kept.remove(gone)
-                os.close(gone[1])
-            return
-        page = next(fd for name, fd in self.keeper._kept if name.startswith("life-"))
-        at = 70 if what == "head" else 4096 + self.stored % 64
-        old = os.pread(page, 1, at)
-        os.pwrite(page, bytes([old[0] ^ 0x5A]), at)
-
-    # --- what must always hold ------------------------------------------------------
-
-    @invariant()
-    def sound(self) -> None:
+    def check(self) -> None:
+        """What is leased has its bytes, and what is served its own."""
         self.life.memory.check()
-
-    @invariant()
-    def bytes_under_a_lease_stay(self) -> None:
-        self.forget_ended()
         for reader in self.readers:
-            for view, right in zip(reader.views, reader.right, strict=True):
-                assert view == right, "bytes have changed under a valid lease"
-
-    @invariant()
-    def what_is_served_is_right(self) -> None:
+            if reader.until_ns > self.clock.now_ns:
+                for view, right in zip(reader.views, reader.right, strict=True):
+                    assert view == right, "bytes have changed under a valid lease"
         for model in MODELS:
             space = self.space(model)
-            for block_hash, slot in self.resident(model):
+            for block_hash, slot in self.chosen((model, 0, SLOTS))[1].items():
                 right = blocks.payload(space.namespace, block_hash)
                 assert self.life.memory.payload(space, slot) == right
 
-    def teardown(self) -> None:
-        """Once nobody reads or writes any more, every slot can be used again."""
-        for reader in self.readers:
-            if reader.copying is not None:
-                os.close(reader.copying)
-        for writer in self.writers:
-            os.close(writer.hold)
-        self.readers.clear()
+    def end(self) -> None:
+        """When nobody reads or writes any more, every slot can be used again."""
+        for hold in [
+            *(reader.hold for reader in self.readers),
+            *(hold for hold, _ in self.writers),
+        ]:
+            if hold >= 0:
+                os.close(hold)
         self.life.end()
+        self.readers.clear()
         self.life = OneLife(self.keeper, clock=self.clock)
-        self.pass_time(600.0)
-        for space in self.life.host.spaces.values():
-            assert not any(space.refs)
-            assert not space.doubtful
+        self.pass_time(600)
+        assert held_by_nobody(self.life)
         self.life.memory.check()
         self.life.end()
         self.keeper.close()
 
 
-LeasesOverLives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLeasesOverLives = pytest.mark.slow(LeasesOverLives.TestCase)
+def _flip(fd: int, at: int) -> None:
+    [old] = os.pread(fd, 1, at)
+    os.pwrite(fd, bytes([old ^ 0x5A]), at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_under_a_lease_stay(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine would copy another's KV under its lease, and answer with wrong tokens."""
+    caplog.set_level(logging.CRITICAL, "tierd")
+    random = Random(seed)
+    node = Node()
+    for _ in range(random.randint(1, 3)):
+        node.run(drawn(random))
+    node.end()
+
+
+class Recorder(bytearray):
+    """A page's memory that tells each write to it."""
+
+    writes: list[tuple[int, bytes]]
+
+    def __setitem__(self, where, value):
+        self.writes.append((where.start, bytes(value)))
+        super().__setitem__(where, value)
+
+
+leases = st.tuples(st.integers(0, 40), st.integers(1, 40), st.booleans())
+"""How many slots, until when, and whether all leases have been given back before."""
+
+
+@given(st.lists(leases, min_size=1, max_size=8), st.data())
+def test_a_log_that_is_torn_loses_no_lease(
+    plan: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
+    """A daemon killed in the middle of a write would leave leases that the next one breaks."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(past, "LOG_BYTES", 1024)
+        page = LifePage.create(bytes(16))
+        recorder = Recorder(os.pread(page.fd, 1 << 20, 0))
+        page._mapping = cast("mmap.mmap", recorder)
+        granted: list[tuple[bytes, range, int]] = []
+        for number, (count, until_ns, given_back) in enumerate(plan):
+            recorder.writes = []
+            if given_back:
+                page.no_leases()
+                granted.clear()
+            before = len(recorder.writes)
+            name, slots = bytes([number % 3]) * 16, range(number, number + count)
+            page.lease(name, slots, until_ns)
+            for at, (start, written) in enumerate(recorder.writes):
+                cut = data.draw(st.integers(0, len(written)))
+                os.pwrite(page.fd, written[:cut], start)
+                _all_told(page.fd, granted if at >= before else [])
+                whole = start >= 4096 or cut in (0, len(written))
+                assert not whole or PastPage(page.fd, 0).readable, "all is held for nothing"
+                os.pwrite(page.fd, written, start)
+            granted.append((name, slots, until_ns))
+            _all_told(page.fd, granted)
+        page.close()
+
+
+def _all_told(fd: int, granted: list[tuple[bytes, range, int]]) -> None:
+    told = PastPage(fd, 0)
+    for now_ns in (0, 20):
+        found = told.leased(now_ns)
+        for name, slots, until_ns in granted:
+            assert told.until_ns >= until_ns
+            if until_ns > now_ns and found.complete:
+                assert found.slots.get(name, set()) >= {*slots}
+
+
+def test_a_log_that_is_damaged_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit would have a slot reused under its reader's eyes, or tierd hang at each start."""
+    monkeypatch.setattr(past, "LOG_BYTES", 1024)
+    page = LifePage.create(bytes(16))
+    right: dict[bytes, set[int]] = {}
+    for number in range(3):
+        name, slots = bytes([number % 2]) * 16, range(number, number + 9)
+        page.lease(name, slots, 50 + number)
+        right.setdefault(name, set()).update(slots)
+    assert PastPage(page.fd, 0).leased(0) == (right, True)
+    refused = 0
+    for at in range(4096 + 1024):
+        for bit in (0, 7):
+            [old] = os.pread(page.fd, 1, at)
+            os.pwrite(page.fd, bytes([old ^ (1 << bit)]), at)
+            told = PastPage(page.fd, 0)
+            if told.readable:
+                assert told.leased(0) == (right, True)
+                assert told.until_ns == 52
+            else:
+                assert not told.leased(LEASE_NS_MAX - 1).complete
+                assert told.until_ns == LEASE_NS_MAX
+                refused += 1
+            os.pwrite(page.fd, bytes([old]), at)
+    assert refused == 2 * (2 * (32 + 8) + 3 * (40 + 9 * 4)), "what is sealed"
+    for size in (0, 64, 4096, 4096 + 1023, 4096 + 1025):
+        os.ftruncate(page.fd, size)
+        assert not PastPage(page.fd, 0).readable
+    page.close()
+
+
+def test_a_lease_of_another_clock_is_not_believed() -> None:
+    """Memory that came with a machine's image would be held for days, or not at all."""
+    page = LifePage.create(bytes(16))
+    page.lease(bytes(16), [1, 2], 10**15)
+    told = PastPage(page.fd, 10)
+    assert not told.readable
+    assert told.until_ns == 10 + LEASE_NS_MAX
+    page.close()

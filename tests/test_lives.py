@@ -108,6 +108,11 @@ class OneLife:
         self.memory.arena.close()
 
 
+def held_by_nobody(life: OneLife) -> bool:
+    """Whether every slot may be used again."""
+    return not any(any(space.refs) or space.doubtful for space in life.host.spaces.values())
+
+
 @pytest.fixture
 def keeper() -> Iterator[Keeper]:
     keeper = Keeper()
@@ -216,6 +221,59 @@ def test_slots_stay_while_a_lease_of_before_lasts(keeper: Keeper) -> None:
         # What nobody reads may go at once: a full arena could take in nothing otherwise.
         assert {slot for slot in slots if space.refs[slot]} == set(slots[:4])
         life.end()
+
+
+def test_a_life_that_leaves_no_leases_is_not_followed(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leases of the life before it would be taken for its own, and its readers be written to;
+    or its own memory be emptied under them."""
+    caplog.set_level(logging.CRITICAL, "tierd")
+    life = OneLife(keeper)
+    life.store(life.space(), chain("a", 4))
+    life.end()
+
+    def none_left(self: Guard) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Guard, "hold", none_left)
+        life = OneLife(keeper)
+    life.prove()
+    space = life.space()
+    slots = life.host.prefix(space, chain("a", 4))
+    views = [life.memory.payload(space, slot) for slot in slots]
+    life.lives.leased(life.host.grant(1, [(space, slots)], SystemClock().monotonic_ns() + 10**10))
+    life.end()
+    assert len([name for name in keeper.names() if "-" in name]) == 2, "of the first life"
+    life = OneLife(keeper)
+    assert life.counters["adoption_dropped_segments_total"] == 1
+    for tag in range(8):
+        life.store(life.space(), chain(tag, 4))
+    assert [bytes(view) for view in views] == [content(h) for h in chain("a", 4)]
+    life.end()
+
+
+def test_slots_stay_while_a_copy_process_of_before_runs(keeper: Keeper) -> None:
+    """A copy that the daemon's end did not stop would bring another block to its engine."""
+    life = OneLife(keeper)
+    slots = life.store(life.space(), chain("a", 4))
+    copying = life.lives.copying()
+    assert copying is not None
+    life.end()
+    for _ in range(2):
+        life = OneLife(keeper)
+        life.prove()
+        life.lives.tick()
+        for tag in range(16):
+            life.store(life.space(), chain(tag, 4))
+        assert life.host.prefix(life.space(), chain("a", 4)) == slots
+        life.end()
+    os.close(copying)
+    life = OneLife(keeper)
+    life.lives.tick()
+    assert held_by_nobody(life)
+    life.end()
 
 
 @settings(max_examples=25, deadline=None)
