@@ -491,9 +491,7 @@ def test_loaded_blocks_are_not_stored_back_but_own_hits_are() -> None:
     bench.side.add(again)
     bench.side.matched_tokens("c", 16)
     stores = bench.run(again, 16, 2, [10, 11, 12, 13, 21], new=True)
-    assert [item[2] for item in stores] == [10, 11, 12, 13], (
-        "what tierd has loaded, too"
-    )
+    assert [item[2] for item in stores] == [10, 11, 12, 13], "what tierd has loaded, too"
 
 
 def test_what_others_loaded_is_not_stored_nor_what_follows() -> None:
@@ -623,6 +621,41 @@ def test_loads_survive_an_error_in_the_step() -> None:
     assert work.reused_unknown
     assert not bench.daemon.leases
     assert not bench.step(idle=True).reused_unknown
+
+
+def test_after_an_error_a_request_is_not_stored_by_a_table_with_a_hole() -> None:
+    """From the error on each block would be stored under the hash of the one before it."""
+    bench = Bench()
+    bench.boundary.start_over = bench.side.start_over
+    request = FakeRequest("a", 9)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 0)
+    assert len(bench.run(request, 0, 9, [10, 11, 12], new=True)) == 2
+    # The error is in another request's part of the step, or before the connector has seen it.
+    bench.tables["a"].append(13)
+    bench.boundary.caught("a step", ValueError("any"))
+    assert bench.side.hand_over(None, idle=False).reused_unknown
+    request.num_tokens = 20
+    assert bench.run(request, 13, 4, [14], new=False) == []
+    again = FakeRequest("b", 20)
+    bench.side.add(again)
+    bench.side.matched_tokens("b", 16)
+    table = [10, 11, 12, 13, 20]
+    assert bench.run(again, 16, 4, table, new=True) == [], "of hits nothing is known any more"
+    fresh = FakeRequest("c", 9, salt=1)
+    bench.side.add(fresh)
+    bench.side.matched_tokens("c", 0)
+    assert len(bench.run(fresh, 0, 9, [30, 31, 32], new=True)) == 2, "later requests are stored"
+
+
+def test_a_table_that_does_not_cover_what_is_computed_stores_nothing() -> None:
+    """Blocks would be stored for tokens that lie in other ones."""
+    bench = Bench()
+    request = FakeRequest("a", 9)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 0)
+    with pytest.raises(AssertionError):
+        bench.run(request, 0, 9, [10, 11], new=True)
 
 
 def test_reset_neither_sees_nor_shows_old_blocks() -> None:
