@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -23,11 +24,13 @@ from tierd_connectors.vllm_options import Transfer, parse
 from tierd_connectors.vllm_queues import HostOrder
 from tierd_connectors.vllm_scheduler import SchedulerSide
 from tierd_connectors.vllm_speed import PrefillSpeed
-from tierd_connectors.vllm_steps import Scheduled
+from tierd_connectors.vllm_steps import Scheduled, scheduled_requests
 from tierd_connectors.vllm_work import Load, StepWork, StoreItem, of_generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
 
     from tierd.client import Client
 
@@ -619,6 +622,67 @@ def test_loads_survive_an_error_in_the_step() -> None:
     assert work.reused_unknown
     assert not bench.daemon.leases
     assert not bench.step(idle=True).reused_unknown
+
+
+def test_after_an_error_a_request_is_not_stored_by_a_table_with_a_hole() -> None:
+    """From the error on each block would be stored under the hash of the one before it."""
+    bench = Bench()
+    bench.boundary.start_over = bench.side.start_over
+    request = FakeRequest("a", 9)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 0)
+    assert len(bench.run(request, 0, 9, [10, 11, 12], new=True)) == 2
+    # The error is in another request's part of the step, or before the connector has seen it.
+    bench.tables["a"].append(13)
+    bench.boundary.caught("a step", ValueError("any"))
+    assert bench.side.hand_over(None, idle=False).reused_unknown
+    request.num_tokens = 20
+    assert bench.run(request, 13, 4, [14], new=False) == []
+    again = FakeRequest("b", 20)
+    bench.side.add(again)
+    bench.side.matched_tokens("b", 16)
+    table = [10, 11, 12, 13, 20]
+    assert bench.run(again, 16, 4, table, new=True) == [], "of hits nothing is known any more"
+    fresh = FakeRequest("c", 9, salt=1)
+    bench.side.add(fresh)
+    bench.side.matched_tokens("c", 0)
+    assert len(bench.run(fresh, 0, 9, [30, 31, 32], new=True)) == 2, "later requests are stored"
+
+
+def test_a_table_that_does_not_cover_what_is_computed_stores_nothing() -> None:
+    """Blocks would be stored for tokens that lie in other ones."""
+    bench = Bench()
+    request = FakeRequest("a", 9)
+    bench.side.add(request)
+    bench.side.matched_tokens("a", 0)
+    with pytest.raises(AssertionError):
+        bench.run(request, 0, 9, [10, 11], new=True)
+
+
+@pytest.mark.parametrize("version", ["0.29", "0.30"])
+def test_tables_are_the_engine_s_own(version: str) -> None:
+    """A version that tells them in another way would have nothing, or the wrong blocks, stored."""
+    tables = {"new": ([1, 2],), "again": ([3, 4, 5],), "grows": ([6, 7],)}
+    told = {"block_ids": tables} if version == "0.29" else {"get_block_ids": tables.get}
+    output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=4)],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["grows", "stays", "again"],
+            resumed_req_ids={"again"},
+            new_block_ids=[([7],), None, ([3, 4, 5],)],
+            num_computed_tokens=[5, 9, 8],
+        ),
+        num_scheduled_tokens={"new": 3, "grows": 1, "stays": 1, "again": 2},
+        kv_connector_block_state=SimpleNamespace(**told),
+    )
+    steps = scheduled_requests(cast("SchedulerOutput", output))
+    assert [(step.request_id, step.restarted, step.blocks, step.table()) for step in steps] == [
+        ("new", True, (), [1, 2]),
+        ("grows", False, [7], [6, 7]),
+        ("stays", False, (), None),
+        ("again", True, [3, 4, 5], [3, 4, 5]),
+    ]
+    assert [(step.computed, step.tokens) for step in steps] == [(4, 3), (5, 1), (9, 1), (8, 2)]
 
 
 def test_reset_neither_sees_nor_shows_old_blocks() -> None:

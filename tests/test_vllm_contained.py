@@ -222,7 +222,8 @@ class Injector(AbstractContextManager["Injector"]):
         return self._boundary
 
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "line" and not self.raised:
+        elsewhere = self.place is not None and frame.f_lineno != self.place[2]
+        if event == "line" and not self.raised and not elsewhere:
             line = os.path.basename(frame.f_code.co_filename), frame.f_lineno
             if line in SILENT:
                 return self._line
