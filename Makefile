@@ -53,6 +53,10 @@ bench: setup $(patsubst %,bench-%,$(filter-out soak,$(benches))) ## Run every be
 $(benches:%=bench-%): bench-%: .venv/.complete
 	$(engine_python) $(python) -m bench.$* $(ARGS)
 
+.PHONY: compat-identity
+compat-identity: engine $(engine_site) ## Check the identity table with vLLM 0.29 to 0.33 installed (20 min, 3 GB)
+	$(engine_python) $(python) -m tests.compat_identity $(ARGS)
+
 # Without a GPU both say so and do nothing. The engine's process needs torch, so name its Python
 # in TIERD_GPU_ENGINE_PYTHON, or run `python3 -m tests.gpu` by one that has all of the libraries.
 .PHONY: gpu-test gpu-bench
