@@ -58,6 +58,10 @@ SEEDS ?= 1000
 sim-soak: .venv/.complete ## Run further simulated worlds, 1,000 (10 min) or SEEDS=...
 	$(python) -m bench.worlds --seeds $(SEEDS) $(ARGS)
 
+.PHONY: compat-identity
+compat-identity: engine $(engine_site) ## Check the identity table with vLLM 0.29 to 0.33 installed (20 min, 3 GB)
+	$(engine_python) $(python) -m tests.compat_identity $(ARGS)
+
 # Without a GPU both say so and do nothing. The engine's process needs torch, so name its Python
 # in TIERD_GPU_ENGINE_PYTHON, or run `python3 -m tests.gpu` by one that has all of the libraries.
 .PHONY: gpu-test gpu-bench

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd_connectors import vllm_fields, vllm_variables, vllm_watch
+from tierd_connectors import vllm_fields, vllm_namespace, vllm_variables, vllm_watch
 from tierd_connectors.vllm_fields import Verdict
 from tierd_connectors.vllm_settings import SettingError, plain, settings_of, text_of, variables_of
 from tierd_connectors.vllm_weights import ModelFacts, UnknownWeightsError, files_state, identify
@@ -80,6 +80,42 @@ def test_each_setting_does_what_its_verdict_says(version: str) -> None:
                 case Verdict.REFUSED:
                     with pytest.raises(SettingError, match=field.name):
                         settings_of(wrapped.part)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "ModelConfig.quantization_config",
+        "ModelConfig.model_class_overrides",
+        "ModelConfig.hf_config",
+        "LoRAConfig.target_modules",
+        "LoRAConfig.lora_dtype",
+        "MultiModalConfig.mm_processor_kwargs",
+        "MultiModalConfig.video_pruning_method",
+        "MultiModalConfig.mm_encoder_attn_dtype",
+        "SpeculativeConfig.quantization",
+        "CompilationConfig.custom_ops",
+        "KernelConfig.linear_backend",
+        "CacheConfig.kv_cache_dtype_skip_layers",
+    ],
+)
+def test_settings_that_gave_wrong_answers_count(field: str) -> None:
+    """Engines that differ in one of these were seen to serve each other's KV, or would."""
+    kind, name = field.split(".")
+    assert vllm_fields.VERDICTS[kind, name] is Verdict.IN
+
+
+def test_settings_that_differ_at_each_start_do_not_count() -> None:
+    """Nothing would be found again after a restart."""
+    for kind, name in (
+        ("ModelConfig", "hf_overrides"),
+        ("VllmConfig", "instance_id"),
+        ("KVTransferConfig", "engine_id"),
+        ("ParallelConfig", "data_parallel_master_port"),
+        ("CacheConfig", "num_gpu_blocks"),
+        ("CompilationConfig", "static_forward_context"),
+    ):
+        assert vllm_fields.VERDICTS[kind, name] is Verdict.FREE
 
 
 def test_variables_do_what_their_verdict_says() -> None:
@@ -189,23 +225,29 @@ def test_sets_and_names_have_one_text(tmp_path: Path) -> None:
     assert text_of(plain({1: 2}, "x")) == text_of(plain({"1": 2}, "x"))
 
 
+@dataclasses.dataclass
 class Described:
-    """As a model's config: a dataclass or not, with attributes beside its fields."""
+    """As a model's config: a dataclass with attributes beside its fields."""
 
-    def __init__(self, **more: object) -> None:
-        self.more = more
+    width: int = 1
 
     def to_dict(self) -> dict[str, object]:
-        return self.more
+        return vars(self)
+
+
+def described(**more: object) -> Described:
+    config = Described()
+    vars(config).update(more)
+    return config
 
 
 def test_a_model_s_config_is_its_values() -> None:
     """A moved directory or an upgrade would be another model, or an override be left out."""
-    nested = {"_name_or_path": "/a", "transformers_version": "1", "width": 1}
-    base = plain(Described(text=Described(**nested), dtype="x"), "x")
-    moved = plain(Described(text=Described(**nested | {"_name_or_path": "/b"}), dtype="x"), "x")
-    assert base == moved
-    assert base != plain(Described(text=Described(**nested | {"width": 2}), dtype="x"), "x")
+    nested = {"_name_or_path": "/a", "transformers_version": "1", "rope": 1}
+    base = plain(described(text=described(**nested)), "x")
+    moved = described(text=described(**nested | {"_name_or_path": "/b"}))
+    assert plain(moved, "x") == base
+    assert plain(described(text=described(**nested | {"rope": 2})), "x") != base
 
 
 @pytest.mark.parametrize("value", [object(), lambda config: config, [iter(())], {"a": print}])
@@ -473,6 +515,54 @@ def test_code_that_is_not_vllm_s_is_digested(
     own = type("Own", (), {"__module__": "vllm.models.llama"})
     monkeypatch.delitem(sys.modules, "transformers_modules.abc.modeling")
     assert vllm_watch.code_of(own) == frozenset()
+
+
+# Platforms
+
+
+def platform_of(monkeypatch: pytest.MonkeyPatch, kind: str, version: str) -> str:
+    """What a GPU's kind comes to, on a machine that has none."""
+    gpu = SimpleNamespace(
+        is_cuda=lambda: kind == "cuda",
+        is_cpu=lambda: False,
+        device_name=kind,
+        get_device_capability=lambda: SimpleNamespace(as_version_str=lambda: version),
+    )
+    module = ModuleType("vllm.platforms")
+    module.current_platform = gpu  # type: ignore[attr-defined]  # as vLLM has it
+    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    context = {"layer": SimpleNamespace(attn_backend=backend)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    return vllm_namespace._platform(config, "layer")
+
+
+def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kind of fp8 would be read as the other, or weights multiplied in another precision."""
+    assert platform_of(monkeypatch, "cuda", "9.0") != platform_of(monkeypatch, "cuda", "8.0")
+    assert platform_of(monkeypatch, "cuda", "9.0").endswith(":FLASH_ATTN")
+    for other in ("rocm", "xpu"):
+        with pytest.raises(vllm_namespace.RefusedError, match=other):
+            platform_of(monkeypatch, other, "9.4")
+
+
+def test_a_commit_is_that_of_the_weights() -> None:
+    """With --hf-config-path it would be the config's, whatever the weights."""
+
+    class Revision(str):
+        resolved = "a" * 40
+        _repo_id = "org/weights"
+
+    model = SimpleNamespace(
+        model="org/weights",
+        revision=Revision("main"),
+        hf_config=SimpleNamespace(_commit_hash="c" * 40),
+    )
+    assert vllm_namespace._commit(model) == "a" * 40
+    model.model = "org/other"
+    assert vllm_namespace._commit(model) is None
+    model.revision = None
+    assert vllm_namespace._commit(model) is None
 
 
 # Requests
