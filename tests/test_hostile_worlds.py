@@ -13,17 +13,46 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.sim_tables import simulate_everything
+from tests.sim_tables import run_tables, simulate_everything
+from tierd.memory.past import LifePage
+from tierd.testing.loop import SimulationError
+from tierd.testing.simulation import simulate
+from tierd.testing.world import Violation
+from tierd_connectors.vllm_guard import Boundary
+from tierd_connectors.vllm_queues import Queues
+from tierd_connectors.vllm_scheduler import SchedulerSide
 
-SEEDS = 48
+SEEDS = 24
+"""Many more are run by `make sim-soak`."""
+
 CHUNK = 12
+
+MUTANT_SEEDS = 48
+"""Worlds in which a fault that is brought back must show; most show in the first few."""
 
 ONLY = os.environ.get("TIERD_SIM_SEED")
 """Run just this one world."""
+
+FOUND_WITHOUT_TABLES = {
+    14: "a slot that was leased before its checksum was known is given away after a crash",
+    5: "a part of a tier that could not be read during a flush is back after the next start",
+    27: "the same, and uploads land after the flush",
+    29: "an upload lands between the scan of a flush and its end",
+    38: "an upload lands after a flush was complete",
+}
+"""Worlds that showed a fault, by seed, and the fault."""
+
+FOUND_WITH_TABLES = {
+    3: "a store publishes what another connector was loading into the block",
+    7: "the same",
+    43: "after an error that was survived, tables lack the blocks of that step",
+}
+"""As above, with engines that have block tables."""
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,6 +90,20 @@ def test_worlds(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", FOUND_WITHOUT_TABLES)
+def test_what_was_found_among_tiers_and_leases(seed: int) -> None:
+    """Flushed blocks would be served again, or leased bytes change after a crash, as they did."""
+    simulate(seed, hostile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FOUND_WITH_TABLES)
+def test_what_was_found_in_a_connector(seed: int) -> None:
+    """A block would be stored under another one's hash, as it was."""
+    run(seed)
+
+
+@pytest.mark.slow
 def test_a_seed_repeats() -> None:
     """A failure found in a soak could not be found again on a desk."""
     program = "from tests.sim_tables import simulate_everything as s; print(s(7).digest)"
@@ -83,3 +126,65 @@ def test_no_descriptor_is_left() -> None:
         simulate_everything(seed)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- proof that the worlds see --------------------------------------------------------------
+
+
+def caught(seeds: Sequence[int], *, tables: bool = True) -> str:
+    """What the first of these worlds says that notices; fails if none does."""
+    for seed in seeds:
+        try:
+            simulate(seed, [run_tables] if tables else [], hostile=True)
+        except (Violation, SimulationError, ExceptionGroup) as error:
+            return f"{seed}: {error}"
+    pytest.fail(f"no world of {len(seeds)} noticed")
+
+
+@pytest.mark.slow
+def test_blocks_that_another_connector_fills_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of a block's former owner would publish what another connector loads into it."""
+    allocated = SchedulerSide.allocated
+
+    def only_its_own(
+        self: SchedulerSide, request_id: str, blocks: Sequence[int], external_tokens: int
+    ) -> None:
+        allocated(self, request_id, blocks if external_tokens else (), external_tokens)
+
+    monkeypatch.setattr(SchedulerSide, "allocated", only_its_own)
+    assert "wrong" in caught(range(MUTANT_SEEDS))
+
+
+@pytest.mark.slow
+def test_state_after_an_error_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that was survived would shift all that is stored from then on."""
+    caught_error = Boundary.caught
+
+    def only_counted(self: Boundary, where: str, error: Exception) -> None:
+        vars(self)["start_over"] = lambda: None
+        caught_error(self, where, error)
+
+    monkeypatch.setattr(Boundary, "caught", only_counted)
+    assert caught(range(9, 9 + MUTANT_SEEDS))
+
+
+@pytest.mark.slow
+def test_stores_that_are_not_fenced_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the next owner of a block computes would be stored as its former owner's."""
+
+    def unfenced(self: Queues, blocks: Collection[int]) -> None:
+        """Publishes whatever it has read."""
+
+    monkeypatch.setattr(Queues, "fence", unfenced)
+    assert "wrong bytes were stored" in caught(range(MUTANT_SEEDS))
+
+
+@pytest.mark.slow
+def test_leases_that_end_with_the_daemon_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash leased slots would be given to others while their readers copy."""
+
+    def forgotten(self: LifePage, digest: bytes, slots: Sequence[int], expires_ns: int) -> None:
+        """The next life never hears of it."""
+
+    monkeypatch.setattr(LifePage, "lease", forgotten)
+    assert "under a lease" in caught(range(3, 3 + MUTANT_SEEDS), tables=False)

@@ -42,6 +42,9 @@ Lead = Callable[[World, Plan], Coroutine[object, object, None]]
 QUIET_S: Final = 5.0
 """Virtual time, beyond the deadlines of storage calls, for all that waits to be over."""
 
+SHARED_QUIET_S: Final = 20.0
+"""The same where nodes that share a tier may be waiting for each other to have seen a flush."""
+
 ROT_CHANCE: Final = 0.1
 """How much of what the audit has to find is damaged in one tier."""
 
@@ -337,7 +340,8 @@ async def _settle(world: World, plan: Plan) -> None:
     while world.landing:
         await asyncio.sleep(1.0)
     calls_s = max((tier.config.deadline_ms / 1000 for tier in plan.tiers), default=0.0)
-    await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + calls_s + QUIET_S)
+    quiet_s = SHARED_QUIET_S if any(tier.shared for tier in plan.tiers) else QUIET_S
+    await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + calls_s + quiet_s)
     world.life.check_quiet()
 
 
