@@ -237,6 +237,7 @@ class TokenEngine:
             "check_engine": lambda *_: None,
             "kv_views": lambda *_: views,
             "kv_blocks": lambda *_: shape,
+            "fingerprint_of": lambda *_: None,
             "namespace_of": lambda *_, **__: namespace(block_bytes=BLOCK_BYTES),
             "hash_root_in_use": lambda: ROOT,
         }
