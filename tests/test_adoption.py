@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.daemon_process import DaemonProcess
-from tests.page_engine import chain, content, namespace, parents_of
+from tests.page_engine import PageEngine, chain, content, namespace, parents_of
 from tests.service_manager import ServiceManager
 from tests.traffic import wait_until
+from tierd.cli.operator import Operator
 from tierd.client import Client, Handle
+from tierd.memory.past import Guard
 
 BLOCKS = 200
 
@@ -193,6 +195,60 @@ def test_slots_under_an_old_lease_are_not_reused(tmp_path: Path, manager: Servic
         assert time.monotonic_ns() < lease.expires_ns
         client.close()
         other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flushed", [False, True])
+def test_leased_slots_without_a_record_are_not_reused(
+    tmp_path: Path, manager: ServiceManager, flushed: bool
+) -> None:
+    """A request that resumes at once, or whose blocks are flushed, would copy another's bytes if
+    the daemon dies then: the ledger knows nothing of its blocks."""
+    count = 1000
+    with daemon_in(tmp_path, manager) as daemon:
+        client, other = daemon.client(), daemon.client()
+        handle, its = client.register(namespace()), other.register(namespace())
+        hashes = chain("a", count)
+        assert put(client, handle, hashes) == count
+        lease = client.acquire([handle], hashes, 2000)
+        assert lease is not None
+        assert lease.blocks == count
+        views = client.lease_views(handle, lease.epoch, lease.slots[0])
+        assert views is not None
+        if flushed:
+            with Operator(daemon.socket, "test") as operator:
+                [*_, result] = operator.flush("", host=True, tiers=[], timeout_s=10)
+            assert result["complete"]
+        for life in range(2):
+            restart(daemon, (client, handle), (other, its))
+            # Until nobody of the life before can be writing.
+            wait_until(
+                lambda: host_of(other)["doubtful_blocks"] <= count, 20, "slots stay doubtful"
+            )
+            assert not flushed or host_of(other)["doubtful_blocks"] == count
+            for tag in range(3):
+                put(other, its, chain(f"{life}/{tag}", 700))
+            for block_hash, view in zip(hashes, views, strict=True):
+                assert view == content(block_hash), "wrong bytes under a valid lease"
+        assert time.monotonic_ns() < lease.expires_ns
+        client.close()
+        other.close()
+
+
+@pytest.mark.slow
+def test_a_copy_process_is_known_while_it_lasts(tmp_path: Path, manager: ServiceManager) -> None:
+    """Slots that it still copies from would be written to once their lease has ended; or all slots
+    be kept for ever."""
+    with daemon_in(tmp_path, manager) as daemon, PageEngine(daemon.socket) as engine:
+        [kept] = [fd for name, fd in manager.kept if name.startswith("guard-")]
+        guard = Guard(os.dup(kept))
+        assert guard.held
+        assert not guard.copying
+        engine.wait_attached()
+        assert guard.copying
+        daemon.kill()
+        wait_until(lambda: not guard.copying, 20, "the copy process goes on")
+        guard.close()
 
 
 @pytest.mark.slow
