@@ -46,6 +46,7 @@ from tierd_backends._slab_index import (
     EACH_BYTES,
     ENTRIES_AT,
     FIXED_BYTES,
+    HEAD_BYTES,
     entry_at,
     index_bytes,
     uses_at,
@@ -66,7 +67,7 @@ ARTEFACTS = {
 }
 
 HIT, PRESENT, STORED = Outcome.HIT, Outcome.PRESENT, Outcome.STORED
-HEAD_SEALED = 56
+HEAD_SEALED = HEAD_BYTES
 """Of an index file's head; then it is padded to ENTRIES_AT."""
 
 
