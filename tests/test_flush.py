@@ -13,7 +13,15 @@ import pytest
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, key, run
-from tierd.backend import BlockHeader, GetRequest, GetResult, checksum, pack_header
+from tierd.backend import (
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    checksum,
+    pack_header,
+)
 from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon import flush as flush_module
@@ -491,6 +499,48 @@ def test_only_a_tier() -> None:
         bench.check_nothing_is_left()
 
     run(test)
+
+
+def test_what_was_read_or_written_across_a_flush_counts_for_nothing() -> None:
+    """A read, or a write, that a flush overtakes would be taken for one of after it."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(4)
+        await bench.backed_up()
+        (tier,) = bench.tiers
+        length = SPACE.block_bytes
+        view = memoryview(bytearray(length))
+        raw.late_s = 0.5
+        get = asyncio.create_task(tier.get(SPACE.digest, [GetRequest(hashes[0], view, length)]))
+        raw.takes_s = 0.5
+        digest = checksum(blocks.payload(SPACE, hashes[1]))
+        put = asyncio.create_task(
+            tier.put(SPACE.digest, [PutRequest(hashes[1], blocks.ROOT, digest, view, length)])
+        )
+        await until(lambda: raw.calls("get") and raw.calls("put") == 2)
+        await tier.epochs.bar("")
+        assert [result.outcome for result in await get] == [Outcome.ERROR]
+        assert await put == [Outcome.ERROR]
+
+    run(test, config("tier"), raw=[raw])
+
+
+def test_a_tier_that_does_not_keep_the_mark() -> None:
+    """A disk that forgets the mark would serve again what a flush called gone."""
+
+    class Forgetful(Tier):
+        async def add_mark(self, mark: str) -> None:
+            pass
+
+    async def test(bench: Bench) -> None:
+        bench.store(4)
+        await bench.backed_up()
+        work = await flush(bench)
+        assert not work.status()["complete"]
+        assert "mark" in work.tiers[0].why
+
+    run(test, config("tier"), raw=[Forgetful()])
 
 
 def killed_after(steps: int) -> tuple[bool, bool, int]:
