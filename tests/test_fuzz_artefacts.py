@@ -62,6 +62,7 @@ ARTEFACTS = {
     "segment": "host memory itself: test_segment",
     "hotset.jsonl": "the snapshot of the hot set: test_hot_set, test_snapshot",
     "warm journal": "test_journal",
+    "marks": "a tier's flushes, and the state directory's memory of them: tests/test_epochs.py",
     "Redis value": "test_redis_value",
     "S3 object": "test_s3_object; its headers: tests/test_s3_faults.py; no metadata is read",
 }
