@@ -27,6 +27,7 @@ from pathlib import Path
 
 from bench.common import write_result
 from tierd.backend import GetRequest, Outcome, PutRequest, checksum
+from tierd.types import SCOPE_BYTES
 from tierd_backends._slab import slab_bytes
 from tierd_backends.file import FileBackend, FileOptions
 
@@ -36,7 +37,7 @@ BATCH = 64
 """Blocks a call, as a prefetch asks for; four calls are in flight."""
 
 TARGETS = {"prefix read": 0.85, "random read": 0.85, "overwrite": 0.75, "fresh write": 0.75}
-NAMESPACE = hashlib.sha256(b"bench").digest()[:16]
+NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
 
 
 def main() -> None:

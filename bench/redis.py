@@ -39,7 +39,7 @@ from tierd.backend import (
 )
 from tierd.cli.speed import get_all, put_all
 from tierd.mapping import SharedMapping
-from tierd.types import PAGE_BYTES, BlockKey
+from tierd.types import PAGE_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends._redis_options import RedisOptions
 from tierd_backends.redis import RedisBackend
 
@@ -51,7 +51,7 @@ TARGET_RAW = 0.8
 TARGET_REDIS_PY = 2.5
 """Of the GET ratios, at 2 MiB and 4 in flight where redis-py is concerned."""
 
-NAMESPACE = hashlib.sha256(b"bench").digest()[:16]
+NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
 PREFIX = "tierd"
 
 

@@ -41,7 +41,7 @@ from tierd.backend import (
     checksum,
     pack_header,
 )
-from tierd.types import PAGE_BYTES, BlockKey
+from tierd.types import PAGE_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends.s3 import S3Backend, S3Options
 
 ROUNDS = 5
@@ -54,7 +54,7 @@ WRITE_CALLS = 2
 TARGETS = {"get of raw": 0.75, "get of boto3": 1.25, "get CPU of boto3": 0.6, "put CPU": 0.6}
 """At 2 MiB. Of the CPU targets less is better."""
 
-NAMESPACE = hashlib.sha256(b"bench").digest()[:16]
+NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
 
 
 class Blocks:

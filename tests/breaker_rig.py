@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
+from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, Scanned
 from tierd.errors import BackendError
 from tierd.storage.breaker import PROBE_NAMESPACE, BreakerBackend
 from tierd.testing.backend import MemoryBackend
@@ -99,7 +99,7 @@ class Puppet(MemoryBackend):
     async def scan(self):
         for block in BLOCKS:
             await self._act("scan", self.reads)
-            yield block.header
+            yield Scanned([block.header])
 
 
 class Rig:

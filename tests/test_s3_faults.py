@@ -529,7 +529,7 @@ async def test_foreign_objects(fake):
     blocks = make_chain("foreign", 3, LENGTH)
     for name in ("tierd", "tierd/", "tierd/x", f"tierd/{'0' * 32}/zz", f"tierdx/{'0' * 32}"):
         fake.objects[name] = b"not ours"
-    fake.objects[f"tierd/{'0' * 32}/{'1' * 64}"] = b"ours by its name only"
+    fake.objects[f"tierd/{'0' * 48}/{'1' * 64}"] = b"ours by its name only"
     async with running(fake) as backend:
         await put(backend, blocks)
         assert backend.stats().blocks == 4
