@@ -60,6 +60,14 @@ class _State(NamedTuple):
     lost_until_ns: int = 0
 
 
+class _Entry(NamedTuple):
+    """A lease as it was written: its slots packed, for there may be millions."""
+
+    expires_ns: int
+    digest: bytes
+    names: bytes
+
+
 class LifePage:
     """Which blocks are leased until when, and which storage tiers ledgers speak of.
 
@@ -161,7 +169,7 @@ class PastPage:
         self.readable = False
         """Whether it is what has been written."""
         self._lost_until_ns = self.until_ns
-        self._entries: list[tuple[int, bytes, tuple[int, ...]]] = []
+        self._entries: list[_Entry] = []
         size_bytes = _PAGE_BYTES + LOG_BYTES
         raw = os.pread(fd, size_bytes + 1, 0)
         if len(raw) == size_bytes:
@@ -170,8 +178,9 @@ class PastPage:
     def leased(self, now_ns: int) -> Leased:
         """The leases that have not ended by `now_ns`, given back or not."""
         found: dict[bytes, set[int]] = {}
-        for expires_ns, digest, slots in self._entries:
+        for expires_ns, digest, names in self._entries:
             if expires_ns > now_ns:
+                slots = struct.unpack(f"<{len(names) // 4}I", names)
                 found.setdefault(digest, set()).update(slots)
         return Leased(found, self._lost_until_ns <= now_ns)
 
@@ -191,8 +200,8 @@ class PastPage:
             self.until_ns, self._lost_until_ns = state.until_ns, state.lost_until_ns
 
 
-def _entries(raw: bytes, state: _State) -> list[tuple[int, bytes, tuple[int, ...]]] | None:
-    """Expiry, namespace and slots of each entry that counts; None if one is damaged."""
+def _entries(raw: bytes, state: _State) -> list[_Entry] | None:
+    """Each entry that counts; None if one is damaged."""
     found = []
     at, end = state.start, state.end
     while at < end:
@@ -209,7 +218,7 @@ def _entries(raw: bytes, state: _State) -> list[tuple[int, bytes, tuple[int, ...
         if size > left or sealed != _seal_of(head, names, at) or expires_ns > state.until_ns:
             return None
         if count != _TO_START:
-            found.append((expires_ns, digest, struct.unpack(f"<{count}I", names)))
+            found.append(_Entry(expires_ns, digest, names))
         at += size
     return found if at == end else None
 
