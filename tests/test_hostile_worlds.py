@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim_tables import run_tables, simulate_everything
+from tierd.core.epochs import Epochs
 from tierd.memory.past import LifePage
 from tierd.testing.loop import SimulationError
 from tierd.testing.simulation import simulate
@@ -188,3 +189,10 @@ def test_leases_that_end_with_the_daemon_are_seen(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(LifePage, "lease", forgotten)
     assert "under a lease" in caught(range(3, 3 + MUTANT_SEEDS), tables=False)
+
+
+@pytest.mark.slow
+def test_flushes_that_bar_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that a flush did not find, or that land after it, would be served again."""
+    monkeypatch.setattr(Epochs, "of", lambda self, digest: 1)
+    assert "flush" in caught(range(1, 1 + MUTANT_SEEDS), tables=False)

@@ -79,6 +79,17 @@ class LateBackend(WatchedBackend):
             await self._land(lambda server: server._forget(keys))
         return await super().delete_many(namespace, hashes)
 
+    async def add_mark(self, mark: str) -> None:
+        if self._late.random() < self.late_chance:
+            self.world.counts["late_marks"] += 1
+            await self._land(lambda server: server.kept_marks.add(mark))
+        await super().add_mark(mark)
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        if self._late.random() < self.late_chance:
+            await self._land(lambda server: server.kept_marks.difference_update(marks))
+        await super().drop_marks(marks)
+
     async def _reach(self, what: str) -> None:
         self._see_others()
         await super()._reach(what)
