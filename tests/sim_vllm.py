@@ -70,6 +70,7 @@ def started_with(
         "check_engine": lambda *_: None,
         "kv_views": lambda *_: [],
         "kv_blocks": lambda *_: memory.blocks,
+        "fingerprint_of": lambda *_: None,
         "namespace_of": lambda *_, **__: namespace,
         "PageMap": lambda *_: memory,
         "Mover": mover,
