@@ -173,9 +173,10 @@ def stats(llm) -> dict:
             found["preemptions"] = metric.value
         if metric.name.startswith("vllm:tierd_"):
             found[metric.name.removeprefix("vllm:tierd_")] = metric.value
+    # Of the connectors themselves: the counter of that name is some steps behind.
+    found["errors"] = sum(connector.boundary.errors for connector in connectors(llm))
     for connector in connectors(llm):
         found["off"] = found["off"] or connector.boundary.off
-        found["errors"] += connector.boundary.errors
         if connector._scheduler is not None:
             found["leases"] += connector._scheduler.leases_held
             found["epochs"].append(connector._scheduler.epoch.hex())
