@@ -547,6 +547,42 @@ async def test_many_pages(fake):
         assert again.stats().used_bytes == 2500 * 138
 
 
+async def test_a_listing_without_its_rest_is_no_whole_one(fake):
+    """A server that cuts a listing and gives no token would pass for a bucket without the rest:
+    what lies there would be neither counted, nor cleaned, nor a flush's mark be seen."""
+    blocks = make_chain("rest", 3, LENGTH)
+    async with running(fake) as backend:
+        await put(backend, blocks)
+        name = min(fake.objects)
+        entry = f"<Contents><Key>{name}</Key><Size>{TOTAL}</Size></Contents>"
+        page = f"<ListBucketResult>{entry}<IsTruncated>true</IsTruncated></ListBucketResult>"
+        fake.script = lambda request: [reply(200, page.encode())] if not request.name else None
+        with pytest.raises(BackendError, match="where its listing goes on"):
+            await scanned(backend)
+        with pytest.raises(BackendError, match="where its listing goes on"):
+            await backend.marks()
+
+
+async def test_an_object_without_bytes_hides_no_other(fake):
+    """One empty object, of which servers give no range, would end the scan of a whole bucket, and
+    its block could never be stored again."""
+    blocks = make_chain("empty", 6, LENGTH)
+    async with running(fake) as backend:
+        await put(backend, blocks)
+        name = next(name for name in fake.objects if blocks[2].key.block_hash.hex() in name)
+        fake.objects[name] = b""
+
+        def script(request):
+            ranged = request.method == "GET" and request.name == name
+            return [error(416, "InvalidRange")] if ranged and not fake.objects[name] else None
+
+        fake.script = script
+        sound = [block for block in blocks if block is not blocks[2]]
+        assert sorted(await scanned(backend)) == sorted(block.header for block in sound)
+        assert await put(backend, [blocks[2]]) == [Outcome.STORED]
+        assert await get(backend, blocks) == [HIT] * 6
+
+
 async def test_endless_listing(fake):
     """A server that gives the same page for ever would be asked, and paid for, for ever."""
     async with running(fake) as backend:
