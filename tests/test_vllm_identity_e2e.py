@@ -176,6 +176,8 @@ def test_weights_that_are_replaced_while_an_engine_starts_or_runs(
         shutil.copy(old, weights)
         engine.call("reload_weights")
         engine.reset()
+        # The scheduler hears of it with the first step's output; until then nothing is stored.
+        engine.generate([prompt(8, "after")], tokens=4)
         assert compute_and_load(engine, daemon).computed == of_old, "in a namespace of its own"
         engine.settled()
     shutil.copy(models / "other.safetensors", weights)
