@@ -205,13 +205,15 @@ class Flushes:
             # What began to be written after the mark would be of the new epoch.
             while self._backups.under_way(flush.covers):
                 await asyncio.sleep(POLL_S)
+            # Before the marks: a daemon that ends in between must not leave to the next one that
+            # a tier has what its mark bars.
+            bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
+            await self._in_slices(
+                flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
+            )
             async with asyncio.TaskGroup() as group:
                 for told in flush.tiers:
                     group.create_task(_mark(told, flush.prefix))
-        bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
-        await self._in_slices(
-            flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
-        )
 
     async def _clean(self, flush: Flush, told: TierFlush) -> None:
         def deleted(digest: bytes, count: int) -> None:
