@@ -83,6 +83,9 @@ class Life:
             segment_bytes=plan.segment_bytes,
             manager=None if apart else world.keeper,
         )
+        # What is kept of host memory says so in the next life, too.
+        lasts = world.keeper is not None and not apart
+        self._withheld = world.withheld if lasts else [set[BlockKey]() for _ in plan.tiers]
         self._note_withheld()
         self.node.lives.begin()
         self.accepting = False
@@ -103,8 +106,9 @@ class Life:
         withhold = backups.withhold
 
         def noting(space: Space, slots: Sequence[int], bit: int) -> None:
-            kept = self.backends[bit.bit_length() - 1].kept
-            kept.update(BlockKey(space.digest, space.chain.hash_of(slot)) for slot in slots)
+            names = map(space.chain.hash_of, slots)
+            keys = (BlockKey(space.digest, name) for name in names)
+            self._withheld[bit.bit_length() - 1].update(keys)
             withhold(space, slots, bit)
 
         backups.withhold = noting  # type: ignore[method-assign]  # a witness, which changes nothing
@@ -237,7 +241,7 @@ class Life:
                         raise AssertionError(f"tier {number} does not have what it is said to have")
 
     def _is_with(self, number: int, key: BlockKey, slot: int) -> bool:
-        if key in self.backends[number].kept:
+        if key in self.backends[number].kept or key in self._withheld[number]:
             return True
         if any(key in backend.promoted for backend in self.backends[: number + 1]):
             return True

@@ -154,6 +154,8 @@ class World:
     life: Life | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
+    withheld: list[set[BlockKey]] = field(default_factory=list)
+    """By tier, blocks of L2 that it was not to get any more, since another node had flushed it."""
     connections: int = 0
     remarks: deque[str] = field(default_factory=lambda: deque(maxlen=REMARKS_MAX))
     """The latest of what somebody did to provoke a violation, to be told with it."""
