@@ -91,7 +91,10 @@ class WatchedBackend(MemoryBackend):
         if self._scopes.get(digest) == namespace:
             gone = {BlockKey(digest, block_hash) for block_hash in hashes}
             self.kept -= gone
-            self.promoted -= gone
+            # What came from here was left out of other tiers, and stays so if another node's
+            # flush has barred it here.
+            if not self._plan.shared:
+                self.promoted -= gone
         return dropped
 
     def _used(self, scope: bytes, block_hash: bytes) -> BlockKey:
