@@ -52,9 +52,9 @@ def test_scopes_are_of_one_length_and_come_apart() -> None:
 
 def test_an_epoch_is_above_all_that_are_known_whatever_the_clock_says() -> None:
     """After a clock was set back, a flush would bar nothing."""
-    known = fresh_epoch(0, 10_000, 5)
-    assert fresh_epoch(known, 1, 0) > known
-    assert fresh_epoch(known, 20_000, 0) >> SALT_BITS == 20_000
+    known = fresh_epoch(0, 10_000, 5, flush=True)
+    assert fresh_epoch(known, 1, 0, flush=False) > known
+    assert fresh_epoch(known, 20_000, 0, flush=False) >> SALT_BITS == 20_000
 
 
 marks = st.lists(
@@ -139,15 +139,17 @@ class Fleet:
                 node.read_s = began_s
                 return
             for prefix in todo.fresh:
-                self.marks.add(pack_mark(self.fresh(node, prefix)))
+                flush = any(mark.flush for mark in node.view.known)
+                self.marks.add(pack_mark(self.fresh(node, prefix, flush=flush)))
             self.marks.difference_update(todo.unreadable)
         raise AssertionError("the marks do not come to rest")
 
-    def fresh(self, node: Node, prefix: str) -> Mark:
+    def fresh(self, node: Node, prefix: str, *, flush: bool) -> Mark:
         read = [m.epoch for t in self.marks if (m := unpack_mark(t)) is not None]
         largest = max([node.view.largest, *read])
         wall_ms = max(0, int(self.now_s * 1000) + node.skew_ms)
-        return Mark(prefix, fresh_epoch(largest, wall_ms, self.random.getrandbits(SALT_BITS)))
+        salt = self.random.getrandbits(SALT_BITS)
+        return Mark(prefix, fresh_epoch(largest, wall_ms, salt, flush=flush))
 
     def scope(self, node: Node, digest: bytes) -> bytes:
         if node.read_s is None or self.now_s - node.read_s >= EPOCH_VALID_S:
@@ -195,7 +197,7 @@ class Fleet:
         """As the daemon flushes; complete, or not if its mark does not hold."""
         began_s = self.now_s
         self.read(node)
-        mark = self.fresh(node, prefix)
+        mark = self.fresh(node, prefix, flush=True)
         self.land("mark", pack_mark(mark), began_s)
         self.read(node)
         held = self.holder(mark)
@@ -213,7 +215,7 @@ class Fleet:
         barring = [
             t
             for t, m in found.items()
-            if mark.prefix.startswith(m.prefix) and m.epoch >= mark.epoch
+            if mark.prefix.startswith(m.prefix) and m.epoch >= mark.epoch and m.flush
         ]
         return max(barring, key=lambda t: found[t].epoch, default=None)
 

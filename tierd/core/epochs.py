@@ -49,6 +49,12 @@ class Mark(NamedTuple):
     prefix: str
     epoch: int
 
+    @property
+    def flush(self) -> bool:
+        """Whether it is a flush's. Else it took the place of marks that a tier had lost, with its
+        blocks as a rule, and says nothing of what nodes have in host memory."""
+        return bool(self.epoch & 1)
+
 
 class Todo(NamedTuple):
     """What a tier's marks need before anybody may go by them."""
@@ -90,13 +96,14 @@ def split_scope(scope: bytes) -> tuple[bytes, int]:
     return scope[:DIGEST_BYTES], int.from_bytes(scope[DIGEST_BYTES:], "big")
 
 
-def fresh_epoch(largest: int, wall_ms: int, salt: int) -> int:
+def fresh_epoch(largest: int, wall_ms: int, salt: int, *, flush: bool) -> int:
     """An epoch above all that are known, and unlike any that another node makes.
 
-    The wall clock keeps it above those that nobody knows any more.
+    The wall clock keeps it above those that nobody knows any more; the last bit is `Mark.flush`.
     """
     assert 0 <= salt < 1 << SALT_BITS
-    return max((largest >> SALT_BITS) + 1, wall_ms) << SALT_BITS | salt
+    above = max((largest >> SALT_BITS) + 1, wall_ms)
+    return above << SALT_BITS | salt & ~1 | flush
 
 
 class Epochs:

@@ -127,12 +127,18 @@ class TierEpochs:
 
     def __init__(self, backend: Backend, name: str, times: Times) -> None:
         self.on_rise: Callable[[Sequence[Mark]], None] = lambda _: None
-        """Told of marks that are news, and are no flush's that goes on here: what they are about
-        is not in the tier any more."""
+        """Told of marks of flushes that are news, and not this node's: what they are about is not
+        in the tier any more, and must not get there from here."""
+        self.on_loss: Callable[[Sequence[Mark]], None] = lambda _: None
+        """Told of marks that took the place of lost ones: what they are about is not in the tier
+        any more."""
         self._backend = backend
         self._name = name
         self._times = times
         self._view = Epochs()
+        self._mine: set[Mark] = set()
+        """Marks of this incarnation's flushes that were in force at once, and those that it made in
+        the place of lost ones: of them L2 knows."""
         self._file: MarksFile | None = None
         self._settled: frozenset[str] | None = None
         """The marks at the last reading that holds good."""
@@ -204,13 +210,14 @@ class TierEpochs:
                 raise BackendError(
                     f"it has marks of {MARKS_MAX} flushes by name: flush it with --all once"
                 )
-            mark = self._fresh(prefix, ())
+            mark = self._fresh(prefix, (), flush=True)
             # Whether or not it is there: the next use of the tier finds out.
             self._settled = None
             await self._backend.add_mark(pack_mark(mark))
             await self._read(own=mark)
             if self._holder(mark) is None:
                 raise BackendError("it does not keep the mark of the flush")
+            self._mine.add(mark)
             assert self._settled is not None
             idle = idle_marks(self._settled)
             if idle:
@@ -241,7 +248,8 @@ class TierEpochs:
         barring = [
             text
             for text, found in texts.items()
-            if mark.prefix.startswith(found.prefix) and found.epoch >= mark.epoch
+            # One that took the place of lost ones tells other nodes nothing of a flush.
+            if mark.prefix.startswith(found.prefix) and found.epoch >= mark.epoch and found.flush
         ]
         return max(barring, key=lambda text: texts[text].epoch, default=None)
 
@@ -288,15 +296,19 @@ class TierEpochs:
                     self._name,
                     ", ".join(f"{prefix}..." for prefix in todo.fresh),
                 )
+            # Where a flush may be among what is lost, other nodes are to take it for one.
+            flush = any(mark.flush for mark in self._view.known)
             for prefix in todo.fresh:
-                await self._backend.add_mark(pack_mark(self._fresh(prefix, texts)))
+                fresh = self._fresh(prefix, texts, flush=flush)
+                self._mine.add(fresh)
+                await self._backend.add_mark(pack_mark(fresh))
             if todo.unreadable:
                 await self._backend.drop_marks(todo.unreadable)
         raise BackendError("its marks do not come to rest: does it keep what it is given?")
 
     async def _settle(self, texts: frozenset[str], began_s: float, own: Mark | None) -> None:
         """Go by a reading from now on."""
-        knew = bool(self._view.known)
+        known = self._view.known
         news = self._view.learn(filter(None, map(unpack_mark, texts)))
         if news and self._file is not None and self._backend.shared:
             try:
@@ -304,17 +316,22 @@ class TierEpochs:
             except OSError as error:
                 log.warning("the marks of storage tier %s are not kept: %s", self._name, error)
         self._settled, self._read_s = texts, began_s
-        others = [mark for mark in news if mark != own]
-        if knew and others:
-            self.on_rise(others)
+        others = [mark for mark in news if mark != own] if known else []
+        flushes = [mark for mark in others if mark.flush and mark not in self._mine]
+        replaced = [mark for mark in others if mark not in flushes]
+        if flushes:
+            self.on_rise(flushes)
+        # After another node's flush it is not known which blocks of L2 must not get there.
+        if replaced and not any(mark.flush and mark not in self._mine for mark in known):
+            self.on_loss(replaced)
 
-    def _fresh(self, prefix: str, texts: Iterable[str]) -> Mark:
+    def _fresh(self, prefix: str, texts: Iterable[str], *, flush: bool) -> Mark:
         """A mark above all that are known, or read."""
         read = (mark.epoch for mark in map(unpack_mark, texts) if mark is not None)
         largest = max(read, default=0)
         salt = self._times.random.getrandbits(SALT_BITS)
         largest = max(largest, self._view.largest)
-        return Mark(prefix, fresh_epoch(largest, self._times.wall_ms(), salt))
+        return Mark(prefix, fresh_epoch(largest, self._times.wall_ms(), salt, flush=flush))
 
 
 def _tell(task: asyncio.Task[None]) -> None:

@@ -143,9 +143,10 @@ class Flushes:
         self._tiers = tiers
         self._spawn = spawn
         self._bars: list[Covers] = []
-        self._risen: asyncio.Queue[tuple[StorageTier, tuple[str, ...]]] = asyncio.Queue()
+        self._risen: asyncio.Queue[tuple[StorageTier, tuple[str, ...], bool]] = asyncio.Queue()
         for tier in tiers:
-            tier.epochs.on_rise = partial(self.risen, tier)
+            tier.epochs.on_rise = partial(self.risen, tier, flush=True)
+            tier.epochs.on_loss = partial(self.risen, tier, flush=False)
         self._current: Flush | None = None
         self._latest: deque[Flush] = deque(maxlen=LATEST_MAX)
 
@@ -223,29 +224,32 @@ class Flushes:
         told.cleaning = Cleaning(told.tier, flush.yields, deleted)
         await told.cleaning.run()
 
-    def risen(self, tier: StorageTier, marks: Sequence[Mark]) -> None:
-        """A tier has been flushed, by another node as a rule; `follow` sees to it."""
-        self._risen.put_nowait((tier, tuple(mark.prefix for mark in marks)))
+    def risen(self, tier: StorageTier, marks: Sequence[Mark], *, flush: bool) -> None:
+        """A tier has been flushed, by another node as a rule, or has lost what it had; `follow`
+        sees to it."""
+        self._risen.put_nowait((tier, tuple(mark.prefix for mark in marks), flush))
 
     async def follow(self) -> None:
-        """Do what flushes by other nodes ask for, for ever."""
+        """Do what flushes by other nodes and tiers that forget ask for, for ever."""
         while True:
-            tier, prefixes = await self._risen.get()
-            self._spawn(partial(self._follow, tier, prefixes), "another node's flush")
+            tier, prefixes, flush = await self._risen.get()
+            self._spawn(partial(self._follow, tier, prefixes, flush), "marks that are news")
 
-    async def _follow(self, tier: StorageTier, prefixes: tuple[str, ...]) -> None:
+    async def _follow(self, tier: StorageTier, prefixes: tuple[str, ...], flush: bool) -> None:
         """Have nothing that L2 has now, and nothing that another tier has, get into a tier that
-        another node has flushed."""
+        another node has flushed. One that has only lost its blocks may get them again."""
 
         def covers(digest: bytes) -> bool:
             return digest.hex().startswith(prefixes)
 
         bit = 1 << self._tiers.index(tier)
-        if not tier.raw.shared:
-            # A flush of before, whose mark it was not certain of.
+        if not (flush and tier.raw.shared):
+            # If it is a flush, it is one of before, whose mark it was not certain of.
             await self._in_slices(
                 covers, lambda space, slots: self._backups.lost(space, slots, bit)
             )
+            if not flush:
+                await self._in_slices(covers, self._offer)
             return
         log.info("storage tier %s: another node has flushed it", tier.name)
         ends_s = asyncio.get_running_loop().time() + OTHERS_S
