@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_flush import begin, flush, until
 from tests.tier_bench import PAGE, SPACE, Bench, Tier, config
-from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
+from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark
 from tierd.daemon.epochs import MARGIN_S, REFRESH_S, MarksFile
@@ -320,6 +320,72 @@ def test_marks_that_are_lost_bar_everything() -> None:
         new = first.store(5, "new")
         await first.backed_up()
         assert await second.acquire(new) == 5
+
+    fleet(test, server)
+
+
+def test_a_server_that_restarts_empty_gets_again_what_nodes_have() -> None:
+    """A Redis that restarts without its data would count as flushed: for 12 s nothing would be
+    brought from any tier, and what is hottest would never be written to it again."""
+    server = Server()
+
+    async def test(first: Bench, second: Bench) -> None:
+        hashes = first.store(20)
+        await first.backed_up()
+        assert await second.acquire(hashes) == 20
+        server.blocks.clear()
+        server.marks.clear()
+        for number in range(8):
+            for bench in (first, second):
+                assert not await bench.acquire([bytes([number]) * 32])
+            await asyncio.sleep(1)
+        began_s = first.loop.time()
+        new = first.store(5, "new")
+        await until(lambda: len(server.blocks) == 25)
+        for bench in (second, first):
+            assert await bench.acquire(hashes) == 20
+            assert await bench.acquire(new) == 5
+        assert first.loop.time() - began_s < OTHERS_S / 2
+
+    fleet(test, server)
+
+
+def test_a_write_that_learns_of_a_flush_is_none() -> None:
+    """A block that waited to be written would be the first of the new epoch."""
+
+    async def test(first: Bench, second: Bench) -> None:
+        hashes = first.store(2)
+        await first.backed_up()
+        assert await second.acquire(hashes) == 2
+        await flush(first)
+        payload = memoryview(bytes(PAGE))
+        request = PutRequest(hashes[0], hashes[1], checksum(payload), payload, PAGE)
+        tier = second.tiers[0]
+        assert await tier.put(SPACE.digest, [request]) == [Outcome.ERROR]
+        assert not first.raw[0].blocks
+        await until(lambda: not tier.epochs.unheeded(SPACE.digest))
+        assert await tier.put(SPACE.digest, [request]) == [Outcome.STORED]
+
+    fleet(test)
+
+
+def test_a_flush_is_not_forgotten_with_the_marks() -> None:
+    """Another node's L2 would bring back what was flushed before the server lost its data."""
+    server = Server()
+
+    async def test(first: Bench, second: Bench) -> None:
+        hashes = first.store(20)
+        await first.backed_up()
+        assert await second.acquire(hashes) == 20
+        await flush(first)
+        server.blocks.clear()
+        server.marks.clear()
+        for bench in (first, second):
+            await bench.acquire(bench.store(1, str(id(bench))))
+            await asyncio.sleep(OTHERS_S + 1)
+        await second.backed_up()
+        assert await second.acquire(hashes) == 20, "from its own memory"
+        assert await first.acquire(hashes) == 0
 
     fleet(test, server)
 

@@ -9,6 +9,7 @@ remembered in the state directory as well, since a server may come back as it wa
 from __future__ import annotations
 
 import asyncio
+import enum
 import hashlib
 import logging
 import os
@@ -55,6 +56,18 @@ once more if another node does so too."""
 
 WAITS_MAX: Final = 3
 """Times that a flush waits for other nodes; again only if the tier lost its mark meanwhile."""
+
+
+class News(enum.Enum):
+    """What marks that are news tell of."""
+
+    FLUSHED = "flushed"
+    """A flush, by another node as a rule."""
+    LOST = "lost"
+    """The tier has lost its marks, just after this node had read them: no complete flush's was
+    among them."""
+    DOUBTFUL = "doubtful"
+    """The tier has lost its marks, and maybe that of a flush that this node has not heard of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +139,14 @@ class TierEpochs:
     """The epochs of one tier as this node knows them. Calls go to `backend`, which bounds them."""
 
     def __init__(self, backend: Backend, name: str, times: Times) -> None:
-        self.on_rise: Callable[[Sequence[Mark]], None] = lambda _: None
-        """Told of marks of flushes that are news, and not this node's: what they are about is not
-        in the tier any more, and must not get there from here."""
-        self.on_loss: Callable[[Sequence[Mark]], None] = lambda _: None
-        """Told of marks that took the place of lost ones: what they are about is not in the tier
-        any more."""
+        self.on_news: Callable[[News, tuple[str, ...]], None] = lambda *_: None
+        """Told of the prefixes of marks that are news, and are no flush's that goes on here: what
+        they are about is not in the tier any more, and is not to be written before `heed`."""
         self._backend = backend
         self._name = name
         self._times = times
         self._view = Epochs()
+        self._unheeded: list[tuple[str, ...]] = []
         self._mine: set[Mark] = set()
         """Marks of this incarnation's flushes that were in force at once, and those that it made in
         the place of lost ones: of them L2 knows."""
@@ -157,6 +168,14 @@ class TierEpochs:
     def now(self, digest: bytes) -> bytes:
         """The scope of a namespace, as far as is known."""
         return scope_of(digest, self._view.of(digest))
+
+    def unheeded(self, digest: bytes) -> bool:
+        """Whether there is news of a namespace that L2 has not heard of."""
+        return any(digest.hex().startswith(prefixes) for prefixes in self._unheeded)
+
+    def heed(self, prefixes: tuple[str, ...]) -> None:
+        """L2 has drawn the consequences of one piece of news."""
+        self._unheeded.remove(prefixes)
 
     def age(self, scope: bytes) -> int:
         """Whether a scope is its namespace's (0), one of before (above 0), or one that this node
@@ -266,7 +285,7 @@ class TierEpochs:
         if self._reading is None or self._reading.done():
             work = self._read_alone(touch)
             self._reading = asyncio.create_task(work, name=f"marks-{self._name}")
-            self._reading.add_done_callback(_tell)
+            self._reading.add_done_callback(_note)
         return self._reading
 
     async def _read_alone(self, touch: bool) -> None:
@@ -315,15 +334,23 @@ class TierEpochs:
                 await asyncio.to_thread(self._file.write, self._view.known)
             except OSError as error:
                 log.warning("the marks of storage tier %s are not kept: %s", self._name, error)
+        # A flush that is complete has kept its mark for longer than that.
+        just_read = began_s - self._read_s < EPOCH_VALID_S
         self._settled, self._read_s = texts, began_s
         others = [mark for mark in news if mark != own] if known else []
         flushes = [mark for mark in others if mark.flush and mark not in self._mine]
-        replaced = [mark for mark in others if mark not in flushes]
         if flushes:
-            self.on_rise(flushes)
-        # After another node's flush it is not known which blocks of L2 must not get there.
-        if replaced and not any(mark.flush and mark not in self._mine for mark in known):
-            self.on_loss(replaced)
+            self._tell(News.FLUSHED, flushes)
+        replaced = [mark for mark in others if mark not in flushes]
+        if replaced:
+            # After another node's flush it is not known which blocks of L2 must not get there.
+            heard = any(mark.flush and mark not in self._mine for mark in known)
+            self._tell(News.LOST if just_read and not heard else News.DOUBTFUL, replaced)
+
+    def _tell(self, news: News, marks: Sequence[Mark]) -> None:
+        prefixes = tuple(mark.prefix for mark in marks)
+        self._unheeded.append(prefixes)
+        self.on_news(news, prefixes)
 
     def _fresh(self, prefix: str, texts: Iterable[str], *, flush: bool) -> Mark:
         """A mark above all that are known, or read."""
@@ -334,7 +361,7 @@ class TierEpochs:
         return Mark(prefix, fresh_epoch(largest, self._times.wall_ms(), salt, flush=flush))
 
 
-def _tell(task: asyncio.Task[None]) -> None:
+def _note(task: asyncio.Task[None]) -> None:
     """A reading that nobody waits for has failed: the next one that is waited for says so."""
     if not task.cancelled():
         task.exception()

@@ -26,7 +26,7 @@ from tierd.core.space import Dropped, Space
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.cleaning import Cleaning
-from tierd.daemon.epochs import MARGIN_S
+from tierd.daemon.epochs import MARGIN_S, News
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.promotion import Promotions, Spawn
 from tierd.daemon.tier import StorageTier
@@ -47,6 +47,8 @@ LATEST_MAX: Final = 64
 
 NAMESPACES_TOLD_MAX: Final = 1024
 """So that a status fits one frame; a tier may have had more."""
+
+Take = Callable[[Space, Sequence[int]], None]
 
 log = logging.getLogger("tierd")
 
@@ -143,10 +145,9 @@ class Flushes:
         self._tiers = tiers
         self._spawn = spawn
         self._bars: list[Covers] = []
-        self._risen: asyncio.Queue[tuple[StorageTier, tuple[str, ...], bool]] = asyncio.Queue()
+        self._risen: asyncio.Queue[tuple[StorageTier, News, tuple[str, ...]]] = asyncio.Queue()
         for tier in tiers:
-            tier.epochs.on_rise = partial(self.risen, tier, flush=True)
-            tier.epochs.on_loss = partial(self.risen, tier, flush=False)
+            tier.epochs.on_news = partial(self.risen, tier)
         self._current: Flush | None = None
         self._latest: deque[Flush] = deque(maxlen=LATEST_MAX)
 
@@ -224,43 +225,46 @@ class Flushes:
         told.cleaning = Cleaning(told.tier, flush.yields, deleted)
         await told.cleaning.run()
 
-    def risen(self, tier: StorageTier, marks: Sequence[Mark], *, flush: bool) -> None:
+    def risen(self, tier: StorageTier, news: News, prefixes: tuple[str, ...]) -> None:
         """A tier has been flushed, by another node as a rule, or has lost what it had; `follow`
         sees to it."""
-        self._risen.put_nowait((tier, tuple(mark.prefix for mark in marks), flush))
+        self._risen.put_nowait((tier, news, prefixes))
 
     async def follow(self) -> None:
         """Do what flushes by other nodes and tiers that forget ask for, for ever."""
         while True:
-            tier, prefixes, flush = await self._risen.get()
-            self._spawn(partial(self._follow, tier, prefixes, flush), "marks that are news")
+            tier, news, prefixes = await self._risen.get()
+            self._spawn(partial(self._follow, tier, news, prefixes), "marks that are news")
 
-    async def _follow(self, tier: StorageTier, prefixes: tuple[str, ...], flush: bool) -> None:
+    async def _follow(self, tier: StorageTier, news: News, prefixes: tuple[str, ...]) -> None:
         """Have nothing that L2 has now, and nothing that another tier has, get into a tier that
         another node has flushed. One that has only lost its blocks may get them again."""
 
         def covers(digest: bytes) -> bool:
             return digest.hex().startswith(prefixes)
 
+        def lost(space: Space, slots: Sequence[int]) -> None:
+            self._backups.lost(space, slots, bit)
+
+        def withhold(space: Space, slots: Sequence[int]) -> None:
+            self._backups.withhold(space, slots, bit)
+
         bit = 1 << self._tiers.index(tier)
-        if not (flush and tier.raw.shared):
-            # If it is a flush, it is one of before, whose mark it was not certain of.
-            await self._in_slices(
-                covers, lambda space, slots: self._backups.lost(space, slots, bit)
-            )
-            if not flush:
-                await self._in_slices(covers, self._offer)
-            return
-        log.info("storage tier %s: another node has flushed it", tier.name)
-        ends_s = asyncio.get_running_loop().time() + OTHERS_S
+        log.info("storage tier %s: it has new marks: %s", tier.name, news.value)
+        if not tier.raw.shared:
+            # A flush of before, whose mark it was not certain of.
+            news = News.LOST
+        ends_s = asyncio.get_running_loop().time()
+        if news is News.FLUSHED:
+            # It may still be adding marks to other tiers.
+            ends_s += OTHERS_S
         with self._barred(covers):
             self._promotions.void(covers)
             self._backups.give_up(covers)
             while self._backups.under_way(covers):
                 await asyncio.sleep(POLL_S)
-            await self._in_slices(
-                covers, lambda space, slots: self._backups.withhold(space, slots, bit)
-            )
+            await self._in_slices(covers, lost if news is News.LOST else withhold)
+            tier.epochs.heed(prefixes)
             await asyncio.sleep(ends_s - asyncio.get_running_loop().time())
         await self._in_slices(covers, self._offer)
 
@@ -297,9 +301,7 @@ class Flushes:
     def _offer(self, space: Space, slots: Sequence[int]) -> None:
         self._backups.offer(space, slots, Moment.STORED)
 
-    async def _in_slices(
-        self, covers: Covers, take: Callable[[Space, Sequence[int]], None]
-    ) -> None:
+    async def _in_slices(self, covers: Covers, take: Take) -> None:
         """Give `take` the blocks that L2 has now of the namespaces, as far as they are still
         there when their turn comes."""
         for space in list(self._memory.host.spaces.values()):

@@ -299,6 +299,9 @@ class StorageTier:
 
     async def _put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
+        if self.epochs.unheeded(namespace):
+            # These blocks may be what it was for: L2 has not heard of it yet.
+            raise BackendError("the namespace was flushed before blocks of it could be written")
         outcomes = await self._backend.put_many(scope, requests)
         if self.epochs.now(namespace) != scope:
             raise BackendError("the namespace was flushed while blocks of it were written")
