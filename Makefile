@@ -35,8 +35,12 @@ lint: .venv/.complete ## Check style, types and the direction of imports
 	.venv/bin/lint-imports
 
 .PHONY: test
-test: setup ## Run the whole suite, the real engine included
-	$(engine_python) $(python) -m pytest $(ARGS)
+test: setup ## Run the suite, the real engine included
+	$(engine_python) $(python) -m pytest -m 'not long' $(ARGS)
+
+.PHONY: test-slow
+test-slow: setup ## Run the rest: fleets, crashes, booted machines, more engines
+	$(engine_python) $(python) -m pytest -m long $(ARGS)
 
 .PHONY: test-fast
 test-fast: .venv/.complete ## Run what takes less than a quarter of a second each

@@ -28,7 +28,7 @@ from tests.traffic import wait_until
 from tierd.client import Lease, PendingCopy
 from tierd.types import Namespace
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROUNDS = int(os.environ.get("TIERD_RACE_ROUNDS", "1000"))
 KILLS, ATTACHMENTS = ROUNDS // 4, ROUNDS // 2

@@ -24,7 +24,7 @@ from tests.tier_scene import CONNECTIONS, check_returned, is_idle, table
 from tests.traffic import Footprint, footprint, wait_until
 from tests.vllm_engine import BLOCK_BYTES, BLOCK_TOKENS, Engine, prompt, whole_blocks
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 PREFETCH_MS = 800
 """How long a request may wait for its prefix."""

@@ -22,7 +22,7 @@ from tierd.backend import BlockHeader, checksum, pack_header
 from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.types import BlockKey
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SPACE = blocks.namespace(4096)
 HASHES, PARENTS = blocks.chain(40)

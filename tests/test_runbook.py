@@ -24,7 +24,7 @@ from tests.traffic import wait_until
 from tierd.client import Client
 from tierd.hashing import KeyStyle, hash_blocks, root_hash
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PAGE = Path(__file__).parent.parent / "RUNBOOK.md"
 SEED = root_hash()

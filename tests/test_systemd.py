@@ -18,7 +18,7 @@ from tests.systemd_machine import SITE, Machine, wait_running
 from tests.traffic import BLOCK_BYTES, Traffic, wait_until
 from tierd.hashing import KeyStyle, hash_blocks, root_hash
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 UNITS = ("tierd.service", "tierd.socket", "tierd-warm.service")
 ENGINE_UID = 54321

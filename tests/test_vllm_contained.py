@@ -246,6 +246,7 @@ def places(way: str) -> dict[Place, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_error_at_any_line_costs_no_right_token(

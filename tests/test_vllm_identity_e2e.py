@@ -21,7 +21,7 @@ from tests.daemon_process import DaemonProcess
 from tests.engine_env import engine_python
 from tests.vllm_engine import BLOCK_TOKENS, Engine, prompt, whole_blocks
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [prompt(length, ("identity", length)) for length in (200, 333, 460)]

@@ -19,7 +19,7 @@ import pytest
 from tests.daemon_process import DaemonProcess
 from tests.vllm_server import Server, Streamed, write_adapter, write_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 STORED_S = 60.0
