@@ -131,6 +131,8 @@ def test_a_node_loads_what_another_computed(
     storage += table("s3", {**s3, **PATIENT_MS})
     first, second = nodes
     first.serve(storage, LARGE)
+    for name in ("redis", "s3"):
+        first.daemon.wait_tier(name, "ready")
     computed = first.run()
     assert (computed["tokens"], computed["cached"]) == (gold.tokens, [0] * len(PROMPTS))
     first.engine.wait_stored(first.daemon, STORED)
