@@ -34,7 +34,7 @@ from tierd.cli.warm_journal import Done, Journal
 from tierd.daemon.hotset import FILE
 from tierd.errors import ConfigError
 from tierd.hotset import HotSet, Run, pieces
-from tierd.memory.ledger import RECORD_BYTES, is_ledger
+from tierd.memory.ledger import LIFE_BYTES, RECORD_BYTES, is_ledger
 from tierd.testing import suite
 from tierd.testing.keeper import Keeper
 from tierd.testing.suite import NAMESPACE, get, make_chain, put
@@ -323,7 +323,8 @@ def kept() -> Iterator[Kept]:
 def test_ledger(kept: Kept) -> None:
     """A damaged ledger would end the start, or have other bytes served."""
     records_at = len(kept.ledger) - 4 * RECORD_BYTES
-    head_end = len(kept.ledger[:records_at].rstrip(b"\0"))
+    life_at = records_at - LIFE_BYTES  # Padding lies before it.
+    head_end = len(kept.ledger[:life_at].rstrip(b"\0"))
     assert kept.live(kept.ledger, kept.segment)[0] == 3
     tail = RECORD_BYTES - 28  # The tiers, which are a hint, and behind seal and padding the state.
     free_at = records_at + 3 * RECORD_BYTES
@@ -338,8 +339,9 @@ def test_ledger(kept: Kept) -> None:
             continue
         place = damage.at - records_at
         if place < 0:
-            assert served == (0 if damage.at < head_end else 3), damage.what
-            assert lost == (damage.at < head_end), damage.what
+            read = damage.at < head_end or damage.at >= life_at
+            assert served == (0 if read else 3), damage.what
+            assert lost == read, damage.what
         elif tail <= place < tail + 4 or tail + 12 <= place < tail + 20:
             assert served == 3, damage.what
         else:
