@@ -85,7 +85,9 @@ class Life:
         )
         # What is kept of host memory says so in the next life, too.
         lasts = world.keeper is not None and not apart
-        self._withheld = world.withheld if lasts else [set[BlockKey]() for _ in plan.tiers]
+        withheld = [set[BlockKey]() for _ in plan.tiers]
+        world.withheld = world.withheld or withheld
+        self._withheld = world.withheld if lasts else withheld
         self._note_withheld()
         self.node.lives.begin()
         self.accepting = False

@@ -225,7 +225,6 @@ async def run_world(
     if hostile:
         plan = make_hostile(plan, seed)
         world.hidden = [{} for _ in plan.tiers]
-        world.withheld = [set() for _ in plan.tiers]
     world.lossless = bool(plan.tiers) and all(tier.lossless for tier in plan.tiers)
     work = loop.create_task(_history(world, plan, leads), name="world")
     await world.supervise(work)
