@@ -6,10 +6,13 @@ import enum
 import importlib
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType, SimpleNamespace
-from unittest import mock
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+_OURS = ("vllm", "vllm_messages", "vllm_stats")
+"""Our modules that are made of vLLM's classes."""
 
 
 class KVConnectorRole(enum.Enum):
@@ -71,10 +74,23 @@ def _modules() -> dict[str, ModuleType]:
     return {**made, base.__name__: base, metrics.__name__: metrics}
 
 
+@cache
 def connector_module() -> ModuleType:
-    """tierd_connectors.vllm, with these classes in place of vLLM's."""
-    with mock.patch.dict(sys.modules, _modules()):
+    """tierd_connectors.vllm, with these classes in place of vLLM's.
+
+    They last only as long as the import, and so do the modules that hold them: a real vLLM is
+    not disturbed. All other modules of tierd stay the ones that everybody has.
+    """
+    stubs = _modules()
+    names = [*stubs, *(f"tierd_connectors.{name}" for name in _OURS)]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    try:
+        sys.modules.update(stubs)
         return importlib.import_module("tierd_connectors.vllm")
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 def ranks() -> dict[str, ModuleType]:

@@ -15,6 +15,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+from tests.fake_vllm import KVConnectorRole, connector_module
 from tests.sim_other import OtherConnector
 from tests.sim_pool import (
     BLOCK_BYTES,
@@ -28,7 +29,7 @@ from tests.sim_pool import (
 )
 from tests.sim_threads import Process, pause
 from tests.sim_trouble import Trouble
-from tests.sim_vllm import Role, connector_module, started_with
+from tests.sim_vllm import started_with
 from tierd.client import Client
 from tierd_connectors.vllm_mover import Mover
 
@@ -193,11 +194,11 @@ class EngineProcess:
         caches = {"layer": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
         workers = []
         for namespace, memory in zip(self._model.ranks, self._memories, strict=True):
-            worker = connector(config, Role.WORKER, kv)
+            worker = connector(config, KVConnectorRole.WORKER, kv)
             with started_with(memory, namespace, self._make_mover):
                 worker.register_kv_caches(caches)
             workers.append(worker)
-        scheduler = connector(config, Role.SCHEDULER, kv)
+        scheduler = connector(config, KVConnectorRole.SCHEDULER, kv)
         scheduler._root_checked = True
         handshakes = {rank: each.get_handshake_metadata() for rank, each in enumerate(workers)}
         scheduler.set_xfer_handshake_metadata(handshakes)

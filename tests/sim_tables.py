@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from random import Random
 
+from tests.fake_vllm import connector_module
 from tests.sim_engine import EngineProcess, Ways
 from tests.sim_pool import BLOCK_TOKENS, WORDS, Model, Request
 from tests.sim_threads import Process, pause, virtual_process
-from tests.sim_vllm import connector_module
 from tierd.testing.simulation import simulate
 from tierd.testing.world import Account, Plan, World
 

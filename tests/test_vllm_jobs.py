@@ -40,6 +40,16 @@ if TYPE_CHECKING:
 BLOCKS = SIZES["B"]
 
 
+def close_descriptors(mover: Mover) -> None:
+    """Give back what an engine keeps to its end. No thread may be running."""
+    jobs = mover._jobs
+    if jobs is not None and jobs._gate is not None:
+        jobs._gate.close()
+        os.close(jobs._gate_fd)
+        jobs._gate = None
+    os.close(mover._wakeup)
+
+
 class Rig:
     """A mover, worked by hand, whose engine's memory a fake daemon maps."""
 
@@ -100,14 +110,8 @@ class Rig:
 
     def close(self) -> None:
         """Give back the descriptors, which an engine keeps to its end. No thread may be running."""
-        jobs = self.mover._jobs
-        if jobs is not None and jobs._gate is not None:
-            jobs._gate.close()
-            os.close(jobs._gate_fd)
-            jobs._gate = None
-        os.close(self.mover._wakeup)
-        for part in self.memory.export.parts:
-            os.close(part.fd)
+        close_descriptors(self.mover)
+        self.memory._close_fd()
 
     def write(self, block: int) -> bytes:
         """The engine computes a block anew."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import random
 import sys
 from collections import OrderedDict
@@ -25,6 +24,7 @@ import numpy as np
 from tests import fake_vllm
 from tests.fake_client import FakeClient, FakeDaemon
 from tests.test_vllm_connector_unit import BLOCK_TOKENS, ROOT, namespace
+from tests.test_vllm_jobs import close_descriptors
 from tests.test_vllm_layerwise import Turns
 from tierd.device.engine_host import HostExport
 from tierd_connectors.vllm_layout import TensorView, blocks_of
@@ -255,8 +255,9 @@ class TokenEngine:
             mover._give_up()
         self.worker.shutdown()
         self.scheduler.shutdown()
-        for part in self.memory.export.parts:
-            os.close(part.fd)
+        if mover is not None:
+            close_descriptors(mover)
+        self.memory._close_fd()
 
     @property
     def errors(self) -> int:

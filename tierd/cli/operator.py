@@ -137,7 +137,7 @@ class Operator:
                     raise self._away(message.reason)
             self._arrived.clear()
             left_s = end_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
+            if left_s <= 0 or not self._readable(left_s):
                 return None
             self._receive()
 
@@ -200,6 +200,11 @@ class Operator:
             self._warmed.append(message)
         else:
             self._arrived.append(message)
+
+    def _readable(self, wait_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return bool(poller.poll(wait_s * 1000))
 
     def _receive(self) -> None:
         try:

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Final
 
 from tierd.exports import HOST_UUID, Export, ExportKind, Part, counter_handle
@@ -38,12 +39,14 @@ class HostExport:
         self.export = Export(
             ExportKind.MEMFD, HOST_UUID, size_bytes, b"", (Part(0, size_bytes, fd),)
         )
+        # Whoever drops it while a view is in use, and so without closing it, leaks nothing.
+        self._close_fd = weakref.finalize(self, os.close, fd)
 
     def close(self) -> None:
         """Unmap it. Raises BufferError while a view of it is in use."""
         self.view.release()
         self._map.close()
-        os.close(self.export.parts[0].fd)
+        self._close_fd()
 
 
 class HostEvent:
