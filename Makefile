@@ -18,6 +18,9 @@ engine_site := build/engine-site/.complete-$(wheel_id)
 # Inside a recipe, so that no other target pays for it.
 engine_python := TIERD_ENGINE_PYTHON="$${TIERD_ENGINE_PYTHON:-$$(engine/install.sh --where)}"
 
+# A file's tests stay together: they share servers and engines.
+parallel := -n 2 --dist loadfile
+
 benches := $(filter-out common,$(basename $(notdir $(wildcard bench/[a-z]*.py))))
 
 .PHONY: help
@@ -36,11 +39,11 @@ lint: .venv/.complete ## Check style, types and the direction of imports
 
 .PHONY: test
 test: setup ## Run the suite, the real engine included
-	$(engine_python) $(python) -m pytest -m 'not long' $(ARGS)
+	$(engine_python) $(python) -m pytest $(parallel) -m 'not long' $(ARGS)
 
 .PHONY: test-slow
 test-slow: setup ## Run the rest: fleets, crashes, booted machines, more engines
-	$(engine_python) $(python) -m pytest -m long $(ARGS)
+	$(engine_python) $(python) -m pytest $(parallel) -m long $(ARGS)
 
 .PHONY: test-fast
 test-fast: .venv/.complete ## Run what takes less than a quarter of a second each

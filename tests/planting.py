@@ -115,9 +115,13 @@ DAMAGES: dict[str, Damage] = {
 
 
 def plant(store: Store, damage: Damage, count: int) -> int:
-    """Damage at most `count` blocks; how many there were."""
-    blocks = [name for name in store.names() if MARKS not in name]
-    found = {name: store.read(name) for name in sorted(blocks)[:count]}
+    """Damage at most `count` blocks of all that there are; how many there were.
+
+    Those of one scope sort together, and it may be one that nobody asks for any more.
+    """
+    blocks = sorted(name for name in store.names() if MARKS not in name)
+    chosen = blocks[:: max(1, len(blocks) // count)][:count]
+    found = {name: store.read(name) for name in chosen}
     whole = {name: value for name, value in found.items() if value is not None}
     for name, value in zip(whole, damage(list(whole.values())), strict=True):
         store.write(name, value)
