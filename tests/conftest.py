@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,32 @@ from tests.s3_servers import SeaweedFS
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+REMEDIES = {
+    r"zsh is not|fish is not": ("shells", "apt-get install zsh fish"),
+    r"no machine with systemd": (
+        "systemd",
+        "apt-get install systemd systemd-container dbus, as root where containers can be booted",
+    ),
+    r"C\+\+ compiler": ("kernels", "apt-get install g++"),
+    r"root|mount": ("root's", "run it as root"),
+    r"cgroup|memory policies": ("cgroups", "run it outside of a container"),
+}
+"""What a skipped test's reason means: its kind, and what lets it run."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line which kinds of tests this machine could not run, and what would let it."""
+    counts: dict[tuple[str, str], int] = {}
+    for report in terminalreporter.getreports("skipped"):
+        for reason, kind in REMEDIES.items():
+            if re.search(reason, str(report.longrepr)):
+                counts[kind] = counts.get(kind, 0) + 1
+                break
+    told = [f"{kind}: {count} ({remedy})" for (kind, remedy), count in counts.items()]
+    if told:
+        terminalreporter.write_line("tests that this machine could not run: " + "; ".join(told))
 
 
 @pytest.fixture(scope="module")
