@@ -74,7 +74,6 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
         self._links: dict[_Link, asyncio.Task[None]] = {}
         self._flows = (PASS, PASS)
 
@@ -154,19 +153,22 @@ class Proxy:
         self._listener = _listen(self._listen)
         if not isinstance(self._listen, Path):
             self._listen = self._listener.getsockname()[:2]
-        self._accepting = self._loop.create_task(self._accept(self._listener))
+        self._loop.add_reader(self._listener, self._accept, self._listener)
 
     async def _close_door(self) -> None:
-        if self._listener is None or self._accepting is None:
+        if self._listener is None:
             return
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._loop.remove_reader(self._listener)
         self._listener.close()
         self._listener = None
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        # Not a task that waits for one: cancelled at the wrong moment it would lose a connection.
         while True:
-            near, _ = await self._loop.sock_accept(listener)
+            try:
+                near, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
             self.accepted += 1
             link = _Link(near, self.target, self._flows)
             task = self._loop.create_task(link.run())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,10 @@ def got(client: Client, handle: Handle, hashes: list[bytes]) -> int:
 
 
 def restart(daemon: DaemonProcess, *clients: tuple[Client, Handle], end: str = "kill") -> None:
-    """Another life of the daemon, which these clients have found."""
+    """Another life of the daemon, which these clients have found. All that it takes over is kept
+    by then: a manager that reads late would have lost the rest."""
+    if daemon.manager is not None and end == "kill":
+        wait_until(partial(_is_kept, daemon, daemon.manager), 20, "the manager does not read")
     before = {client.epoch for client, _ in clients}
     getattr(daemon, end)()
     daemon.start()
@@ -62,6 +68,15 @@ def restart(daemon: DaemonProcess, *clients: tuple[Client, Handle], end: str = "
         return all(c.epoch and c.epoch not in before and handle.ready for c, handle in clients)
 
     wait_until(found, 20, "the clients do not come back")
+
+
+def _is_kept(daemon: DaemonProcess, manager: ServiceManager) -> bool:
+    segments = set()
+    for fd in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if re.match(r"/memfd:tierd-[0-9a-f]+-[0-9]+ ", os.readlink(fd)):
+                segments.add(fd.stat().st_ino)
+    return sum("-" not in name for name in manager.names()) >= len(segments)
 
 
 def wait_summed(client: Client, blocks: int) -> None:

@@ -228,12 +228,14 @@ class Terminal:
         self.resize(80, 24)
         self.before = termios.tcgetattr(self.slave)
         self.seen = ""
+        # These would be taken for the terminal's size, and stay.
+        inherited = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES"}}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tierd.cli.main", "top", "--interval", "0.1", *words],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
-            env={**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
+            env={**inherited, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
         )
 
     def resize(self, columns: int, rows: int) -> None:
