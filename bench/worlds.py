@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,12 @@ from tests.sim_tables import simulate_everything
 
 FIRST = 1000
 """Those below are the test suite's."""
+
+WORLD_S_MAX = 300
+"""A world takes some two seconds, and longer on a busy machine."""
+
+TOLD = 100
+"""Worlds after which it says how far it is."""
 
 COUNTED = (
     "table_tokens",
@@ -59,6 +66,10 @@ def main() -> None:
     failed: dict[str, str] = {}
     for seed, done, why in _run(seeds, given.jobs):
         counts += done
+        done_worlds = seed - seeds.start + 1
+        if done_worlds % TOLD == 0:
+            took_s = time.monotonic() - began_s
+            print(f"{done_worlds} of {len(seeds)} worlds, {took_s:.0f} s", flush=True)
         if why:
             failed[str(seed)] = why
             print(
@@ -85,11 +96,20 @@ def _run(seeds: range, jobs: int) -> Iterator[tuple[int, Counter[str], str]]:
 
 
 def _one(seed: int) -> tuple[int, Counter[str], str]:
+    # Threads that spin do not let a world's own clock go on.
+    signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(WORLD_S_MAX)
     try:
         return seed, simulate_everything(seed).counts, ""
     except Exception as error:
         notes = "; ".join(getattr(error, "__notes__", ()))
         return seed, Counter(), f"{type(error).__name__}: {error} ({notes})"
+    finally:
+        signal.alarm(0)
+
+
+def _hangs(*_: object) -> None:
+    raise TimeoutError(f"it has not ended after {WORLD_S_MAX} s")
 
 
 if __name__ == "__main__":

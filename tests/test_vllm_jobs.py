@@ -342,6 +342,22 @@ def test_daemon_dies_during_a_load(rig: Rig, steps: int) -> None:
     assert rig.mover.settled
 
 
+def test_a_load_whose_slots_cannot_come_any_more_fails_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would spin beside the engine until it gives up, since nothing is waited for
+    where there is no connection."""
+    rig.store([1, 2])
+    rig.load([1, 2], [4, 5])
+    rig.daemon.kill()
+    waits: list[float] = []
+    monkeypatch.setattr(rig.client, "lease_views", lambda *_: None)
+    monkeypatch.setattr(rig.client, "wait", waits.append)
+    rig.work()
+    assert rig.failed() == [4, 5]
+    assert len(waits) < 3
+
+
 @pytest.mark.parametrize("end", ["done", "dead"])
 def test_a_load_is_not_over_while_it_is_written(rig: Rig, end: str) -> None:
     """The engine would reuse pages that a daemon, out of reach, is still writing."""

@@ -362,7 +362,8 @@ class Mover(Queues):
             views = self._client.lease_views(self._handle(load.adapter), load.epoch, slots)
             if views is not None:
                 break
-            if time.monotonic() >= give_up_s or load.expired:
+            # Nothing comes from a daemon that is away, and waiting for it would not take time.
+            if time.monotonic() >= give_up_s or load.expired or not self._client.connected:
                 return False
             self._client.wait(_BUSY_POLL_S)
         return self._scatter(load, mark, views)
