@@ -836,6 +836,7 @@ class HostTier:
         for space in self.spaces.values():
             space.chain.check()
             allocated += space.memory_bytes
+            assert space.live_segments == sum(space.live)
             assert not space.ended
             total = len(space.live) * space.slots_per_segment
             assert len(space.refs) == len(space.generations) == total

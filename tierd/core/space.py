@@ -166,6 +166,7 @@ class Space:
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
     has a bit a storage tier: see `tierd.daemon.backup`.
+    `live` says which segments hold memory, and `live_segments` how many, as of the last `resize`.
     `used_s` is when an engine last stored or asked for blocks, `since_s` since when it has had
     memory, both by `HostTier.now_s`. Until `known_until_s` a client that was cut off may come back
     with the segments that it has mapped. `worthless` says that nobody will ask for its blocks once
@@ -191,6 +192,7 @@ class Space:
     unproven: dict[int, bytes] = field(default_factory=dict)
     leased_before: frozenset[int] = frozenset()
     live: list[bool] = field(default_factory=list)
+    live_segments: int = 0
     sessions: int = 0
     used_s: int = 0
     since_s: int = 0
@@ -202,11 +204,6 @@ class Space:
     def segment_bytes(self) -> int:
         """Bytes of each segment of this space."""
         return self.slots_per_segment * self.slot_bytes
-
-    @property
-    def live_segments(self) -> int:
-        """Segments that hold memory."""
-        return sum(self.live)
 
     @property
     def memory_bytes(self) -> int:
@@ -236,7 +233,8 @@ class Space:
         return len(self.checksums) - self.checksums.count(None)
 
     def resize(self) -> None:
-        """Tell what orders evictions how many slots there are now."""
+        """Segments have come or gone: tell what orders evictions how many slots there are now."""
+        self.live_segments = sum(self.live)
         slots = self.live_segments * self.slots_per_segment
         self.chain.policy.resize(slots)
         self.ghosts.resize(slots)
