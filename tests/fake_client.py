@@ -199,6 +199,8 @@ class FakeDaemon:
     jobs: list[FakeJob] = field(default_factory=list)
     ended_copies: int = 0
     probed: list[int] = field(default_factory=list)
+    left: list[tuple[Namespace, bool]] = field(default_factory=list)
+    """Namespaces that were unregistered, and whether as worthless."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -298,6 +300,12 @@ class FakeClient:
         handle = FakeHandle(namespace)
         self.handles.append(handle)
         return handle
+
+    def unregister(self, handle: FakeHandle, *, worthless: bool = False) -> None:
+        if handle in self.handles:
+            self.handles.remove(handle)
+            handle.ready, handle.refusal = False, "it is registered no more"
+            self.daemon.left.append((handle.namespace, worthless))
 
     def poll(self) -> None:
         if not self.daemon.up:

@@ -32,6 +32,7 @@ from tests.sim_trouble import Trouble
 from tests.sim_vllm import started_with
 from tierd.client import Client
 from tierd_connectors.vllm_mover import Mover
+from tierd_connectors.vllm_work import of_generation
 
 T = TypeVar("T")
 
@@ -169,6 +170,10 @@ class EngineProcess:
         self.movers: list[SimulatedMover] = []
         self.clients: list[Client] = []
         self._scheduler, self._workers = self._connectors()
+        # Of its own: what else happens in a world of this seed must not change.
+        self._resets = Random(f"resets of {process.name} in {process.world.seed}")
+        self._reset_chance = self._resets.choice((0.0, 0.0, 0.01, 0.05))
+        self._scheduler._scheduler.untouched = self._resets.random() < 0.5
 
     # --- the connector --------------------------------------------------------------
 
@@ -270,6 +275,23 @@ class EngineProcess:
         request.table = []
         self._received.discard(request.request_id)
         del self._requests[request.request_id]
+
+    def reset(self) -> None:
+        """Empty all caches, as vLLM does for a pause; not while something is being loaded."""
+        if any(request.awaits_load for request in self._requests.values()):
+            return
+        self._world.counts["table_resets"] += 1
+        while self._running:
+            self._preempt(self._running.pop(), Step())
+        self._pool.forget_all()
+        side = self._scheduler._scheduler
+        before = side._generation
+        if self._resets.random() < 0.2:
+            self._ask(self._scheduler._touched, "a call")
+        self._ask(self._scheduler.reset_cache)
+        if side._generation != before:
+            ranks = self._model.ranks
+            self._model.use_too([of_generation(rank, side._generation) for rank in ranks])
 
     # --- scheduling -----------------------------------------------------------------
 
@@ -403,6 +425,8 @@ class EngineProcess:
 
     def step(self) -> bool:
         """Schedule, compute, and take what came of it; whether any token was computed."""
+        if self._resets.random() < self._reset_chance:
+            self.reset()
         step = self._schedule()
         tables = {name: request.table for name, request in self._requests.items()}
         output = step.output(tables, resolves=self._resolves)

@@ -33,7 +33,8 @@ class Model:
         self.world = world
         self.ranks = [_namespace(name, rank, ranks) for rank in range(ranks)]
         self._blocks: dict[tuple[int, bytes], bytes] = {}
-        self._told: set[bytes] = set()
+        self._told: dict[bytes, list[bytes]] = {}
+        self._generations: list[list[Namespace]] = []
 
     def state(self, before: bytes, token: int) -> bytes:
         """Stands for all tokens up to one."""
@@ -59,10 +60,22 @@ class Model:
         block_hash = states[-1]
         if block_hash in self._told:
             return
-        self._told.add(block_hash)
+        payloads = [self.block(rank, states, index) for rank in range(len(self.ranks))]
+        self._told[block_hash] = payloads
         self.world.parents[block_hash] = states[index * BLOCK_TOKENS - 1] if index else ROOT
-        for rank, namespace in enumerate(self.ranks):
-            payload = self.block(rank, states, index)
+        for ranks in (self.ranks, *self._generations):
+            self._know(ranks, block_hash, payloads)
+
+    def use_too(self, ranks: list[Namespace]) -> None:
+        """An engine goes on in these namespaces, with the same weights."""
+        self._generations.append(ranks)
+        for block_hash, payloads in self._told.items():
+            self._know(ranks, block_hash, payloads)
+
+    def _know(
+        self, ranks: Sequence[Namespace], block_hash: bytes, payloads: Sequence[bytes]
+    ) -> None:
+        for namespace, payload in zip(ranks, payloads, strict=True):
             self.world.know(BlockKey(namespace.digest, block_hash), payload)
 
 
@@ -177,6 +190,11 @@ class BlockPool:
             if block_hash not in self._by_hash and block not in self._hashes:
                 self._by_hash[block_hash] = block
                 self._hashes[block] = block_hash
+
+    def forget_all(self) -> None:
+        """No block is found any more."""
+        for block in list(self._hashes):
+            self.forget(block)
 
     def forget(self, block: int) -> None:
         """A block is found no more."""

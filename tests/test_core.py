@@ -13,13 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests import blocks
 from tierd.core.host import HostTier
+from tierd.core.sharing import IDLE_S, TURN_S, segment_bytes
 from tierd.core.space import (
     Effect,
+    EndSpace,
     Forget,
     HollowSegment,
     Lease,
     Move,
     NewSegment,
+    NoRoom,
     Refusal,
     Reservation,
     Space,
@@ -114,6 +117,9 @@ class HostAgainstModel(RuleBasedStateMachine):
         self.holds: list[Held] = []
         self.ended: list[tuple[int, int]] = []
         self.now = 0
+        self.made: Counter[Space] = Counter()
+        self.failing = False
+        """Whether the system gives no new segment."""
 
     # --- the world ------------------------------------------------------------------
 
@@ -141,6 +147,17 @@ class HostAgainstModel(RuleBasedStateMachine):
                     self.memory[new] = self.memory.pop(old)
                     self.ledger[new] = self.ledger.pop(old)
                 continue
+            if isinstance(effect, EndSpace):
+                assert not any(digest == effect.space.digest for digest, _ in self.live)
+                continue
+            made = self.made[effect.space]
+            if isinstance(effect, NewSegment) and effect.segment >= made:
+                if effect.segment >= len(effect.space.live):
+                    continue  # Lost with one before it.
+                if self.failing:
+                    self.host.lose_segments(effect.space, made)
+                    continue
+                self.made[effect.space] += 1
             place = (effect.space.digest, effect.segment)
             per = effect.space.slots_per_segment
             if isinstance(effect, NewSegment):
@@ -239,7 +256,13 @@ class HostAgainstModel(RuleBasedStateMachine):
         assert within <= CAPACITY // 2 or len(granted) == 1
         if granted:
             self.writers.append(writer)
-        if refused and within + space.slot_bytes <= self.host.limit_bytes // 2:
+        why = reservation.refused
+        assert (why is not None) == refused
+        if (
+            refused
+            and why is not NoRoom.SEGMENT
+            and within + space.slot_bytes <= self.host.limit_bytes // 2
+        ):
             self.assert_full(space, {*hashes, *parents})
         return writer if granted else None
 
@@ -430,6 +453,36 @@ class HostAgainstModel(RuleBasedStateMachine):
     @rule(at=which, sessions=st.integers(0, 1))
     def sessions_come_and_go(self, at: int, sessions: int) -> None:
         self.spaces[at].sessions = sessions
+
+    @rule(seconds=st.sampled_from([1, TURN_S, IDLE_S]))
+    def time_passes(self, seconds: int) -> None:
+        self.host.now_s += seconds
+
+    @rule(failing=st.booleans())
+    def the_system_gives_segments_or_not(self, failing: bool) -> None:
+        self.failing = failing
+
+    @rule(at=which, most=st.integers(0, 3), back_s=st.integers(0, 2))
+    def a_namespace_ends(self, at: int, most: int, back_s: int) -> None:
+        space = self.spaces[at]
+        if space.sessions or any(place[0] is space for held in self.holds for place in held.places):
+            return
+        if any(writer.reservation.space is space for writer in self.writers):
+            most = 0  # What they write hangs on blocks that would be gone.
+        space.known_until_s = max(space.known_until_s, self.host.now_s + back_s)
+        before = {slot for _, slot in space.chain.items.items()}
+        self.apply(self.host.clear_space(space, most))
+        assert len(before) - len(space.chain) == min(most, len(before))
+        self.apply(self.host.empty_space(space))
+        self.apply(self.host.end_space(space))
+        writing = any(writer.reservation.space is space for writer in self.writers)
+        ends = not (writing or space.chain.items or space.known_until_s > self.host.now_s)
+        assert space.ended == ends
+        if ends:
+            assert self.host.reserve(1, space, [bytes(32)], [blocks.ROOT])[0].slots == [-3]
+            again = self.host.open_space(space.namespace)
+            assert again is not None
+            self.spaces[at] = again
 
     # --- what must always hold ------------------------------------------------------
 
@@ -700,6 +753,7 @@ def test_busy_namespaces_share_evenly() -> None:
     for n in range(20):
         store(host, second, 2, n)
         store(host, first, 2, n)
+        host.now_s += TURN_S
     assert (first.live_segments, second.live_segments) == (2, 2)
     assert host.evicted_blocks <= 16 + 80
 
@@ -727,7 +781,82 @@ def test_every_rank_of_an_engine_gets_room() -> None:
     for n in range(20):
         for space in ranks:
             assert len(store(host, space, 4, n)) == 4
-    assert {space.live_segments for space in ranks} == {2}
+    assert {space.memory_bytes >> 20 for space in ranks} <= set(range(8, 25))
+
+
+def test_namespaces_have_the_memory_in_turns_where_it_is_not_enough_for_all() -> None:
+    """The last ones of an engine's adapters would never store anything, whoever asks for them."""
+    host, first = tier(16, model="0")
+    spaces = [first, *(opened(host, str(number)) for number in range(1, 6))]
+    for space in spaces:
+        space.sessions = 1
+    hashes, parents = blocks.chain(4, "some")
+    assert [len(store(host, space, 4, "some")) for space in spaces[:4]] == [4] * 4
+    refused, _ = host.reserve(1, spaces[4], hashes, parents)
+    assert refused.refused is NoRoom.OTHERS
+    host.now_s += TURN_S
+    assert len(host.prefix(first, hashes)) == 4
+    assert len(store(host, spaces[4], 4, "some")) == 4
+    assert [space.live_segments for space in spaces] == [1, 0, 1, 1, 1, 0], "used longest ago"
+    assert len(store(host, spaces[5], 4, "some")) == 4
+    assert [space.live_segments for space in spaces] == [1, 0, 0, 1, 1, 1]
+    # What has just got memory keeps it for a while.
+    host.hold(spaces[0], host.prefix(spaces[0], hashes))
+    host.hold(spaces[3], host.prefix(spaces[3], hashes))
+    refused, _ = host.reserve(1, spaces[1], hashes, parents)
+    assert refused.refused is NoRoom.OTHERS
+    host.check()
+
+
+def test_a_namespace_that_nobody_asks_for_gives_its_last_segment() -> None:
+    """An adapter that was used once would keep memory from the others until the engine ends."""
+    host, quiet = tier(16, model="quiet")
+    busy = opened(host, "busy")
+    quiet.sessions = busy.sessions = 1
+    store(host, quiet, 2, "quiet")
+    for segments in (1, 0):
+        host.now_s += IDLE_S // 2
+        store(host, busy, 16, host.now_s)
+        assert quiet.live_segments == segments
+    assert len(store(host, quiet, 2, "again")) == 2
+
+
+def test_each_of_a_thousand_namespaces_can_have_a_segment() -> None:
+    """The first ones would take all, or segments be more than the service manager keeps."""
+    for capacity in (64 << 20, 2 << 30, 64 << 30, 2 << 40):
+        sizes = [segment_bytes(capacity, number) for number in range(1, 1025)]
+        assert sum(sizes) < capacity
+        assert capacity / min(sizes) <= 8192 + 1
+        assert sizes[0] == max(sizes) <= capacity / 32
+
+
+def test_a_client_that_may_come_back_finds_its_segments() -> None:
+    """It would write to, and read, memory that is no longer the namespace's."""
+    host, space = tier(8)
+    store(host, space, 2, "some")
+    space.known_until_s = 3
+    host.clear_space(space, 9)
+    for host.now_s in (0, 2):
+        host.empty_space(space)
+        assert host.end_space(space) == []
+        assert host.spaces == {space.digest: space}
+    assert host.allocated_bytes == 0, "its memory is others' at once"
+    host.now_s = 3
+    assert host.end_space(space) == [EndSpace(space)]
+    assert host.open_space(space.namespace) is not space
+
+
+def test_a_reservation_that_lost_all_its_slots_is_over() -> None:
+    """Its client has nothing to commit: what its blocks hang on could never be evicted."""
+    host, space = tier(8)
+    kept = store(host, space, 4, "kept")
+    new, parents = blocks.chain(2, "new")
+    reservation, _ = host.reserve(1, space, new, [kept[-1], parents[1]])
+    host.lose_segments(space, 1)
+    assert reservation.slots == [Refusal.NO_ROOM] * 2
+    assert (reservation.refused, host.reservations) == (NoRoom.SEGMENT, {})
+    assert not any(space.refs)
+    host.check()
 
 
 def test_lending_a_segment_costs_its_blocks_and_no_more() -> None:
@@ -774,7 +903,7 @@ def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
     reservation, effects = host.reserve(1, space, hashes, parents)
     lost = [effect.segment for effect in effects if isinstance(effect, NewSegment)]
     assert lost == [1]
-    host.lose_segment(space, 1)
+    host.lose_segments(space, 1)
     host.check()
     assert sum(slot >= 0 for slot in reservation.slots) == 2
     assert len(host.commit(1, reservation.reservation_id, 4) or []) == 2

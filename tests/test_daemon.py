@@ -24,7 +24,8 @@ from tierd.clock import SystemClock
 from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.host import HostTier
-from tierd.daemon.node import SPACES_MAX, Node
+from tierd.daemon.ending import SPACES_MAX
+from tierd.daemon.node import Node
 from tierd.daemon.promotion import Waiter
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import DisconnectedError

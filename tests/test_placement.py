@@ -7,12 +7,13 @@ import errno
 import mmap
 import os
 import platform
+import resource
 from pathlib import Path
 
 import pytest
 
 from tierd.errors import ConfigError
-from tierd.limits import memory_limit
+from tierd.limits import memory_limit, shortfalls
 from tierd.mapping import SharedMapping
 from tierd.memory.arena import check_capacity
 from tierd.memory.placement import Placement, find_node
@@ -157,3 +158,34 @@ def test_a_machine_without_cgroups_has_its_memory(tmp_path: Path) -> None:
     """Nothing could be started where there is no /sys/fs/cgroup."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory_limit(tmp_path).size_bytes == ram
+
+
+LIMITS = {
+    resource.RLIMIT_NOFILE: (1000, "needs 2304 descriptors, but RLIMIT_NOFILE is 1000"),
+    resource.RLIMIT_FSIZE: (1 << 20, "RLIMIT_FSIZE is 1048576 bytes"),
+    resource.RLIMIT_AS: (1 << 30, "RLIMIT_AS is 1.00 GiB"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_start_names_a_limit_that_is_too_low(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """Blocks would not be stored later, and nobody know which limit to raise."""
+    low, words = LIMITS[limit]
+    infinity = resource.RLIM_INFINITY
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (low if which == limit else infinity, infinity)
+    )
+    capacity = 128 << 30
+    (line,) = shortfalls(capacity, 256 << 20, missing_bytes=capacity, available_bytes=capacity)
+    assert words in line
+    assert "raise it" in line
+
+
+def test_the_start_says_when_memory_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory would stay smaller than its capacity, for no reason that anybody sees."""
+    infinity = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (infinity, infinity))
+    found = shortfalls(8 << 30, 64 << 20, missing_bytes=6 << 30, available_bytes=1 << 30)
+    assert ["1.00 GiB of memory are available" in line for line in found] == [True]

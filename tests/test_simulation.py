@@ -82,6 +82,8 @@ def test_worlds(first: int) -> None:
         assert done["audited_blocks"] > 50
         assert done["warmings"] > 0
         assert done["restarts"] > CHUNK
+        assert done["resets"] > CHUNK
+        assert done["namespaces_ended_total"] > CHUNK
 
 
 @pytest.mark.slow
@@ -301,6 +303,15 @@ def test_segments_announced_late_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     """A client would be given slots that it cannot map, and count a hit as a miss."""
     monkeypatch.setattr(Session, "_announce", lambda self, space, index, segment: None)
     assert "SEGMENT" in caught()
+
+
+@pytest.mark.slow
+def test_namespaces_that_end_while_slots_are_written_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine would write into memory that nobody counts, and its COMMIT find nothing."""
+    monkeypatch.setattr(Space, "is_free", property(lambda space: not space.sessions))
+    assert caught()
 
 
 def test_a_client_that_left_does_not_silence_the_next() -> None:

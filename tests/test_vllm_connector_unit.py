@@ -709,6 +709,61 @@ def test_reset_neither_sees_nor_shows_old_blocks() -> None:
         bench.side.reset()
 
 
+def namespaces_of(bench: Bench) -> set[str]:
+    return {handle.namespace.weights for handle in cast("FakeClient", bench.side._client).handles}
+
+
+def test_an_engine_that_nobody_touched_finds_its_blocks_after_a_reset() -> None:
+    """Each pause would cost all that is stored, though the weights stay."""
+    bench = Bench()
+    bench.put(3)
+    bench.side.untouched = True
+    before = namespaces_of(bench)
+    request = FakeRequest("a", 14)
+    bench.side.add(request)
+    assert bench.side.matched_tokens("a", 0) == 12
+    bench.side.reset()
+    assert bench.side.matched_tokens("a", 0) == 0, "it was computed before the reset"
+    assert not bench.daemon.leases
+    bench.side.add(FakeRequest("b", 14))
+    assert bench.side.matched_tokens("b", 0) == 12
+    assert bench.step(idle=True).generation == ""
+    assert (namespaces_of(bench), bench.daemon.left) == (before, [])
+
+
+def test_a_reset_counts_where_the_engine_is_touched_before_it_computes() -> None:
+    """vLLM resets its caches first, and then weights are replaced: theirs would be the old KV."""
+    bench = Bench()
+    bench.put(3)
+    bench.side.untouched = True
+    before = namespaces_of(bench)
+    bench.side.reset()
+    bench.step(idle=True)
+    bench.side.touched("a function of the caller's")
+    assert namespaces_of(bench).isdisjoint(before)
+    assert [worthless for _, worthless in bench.daemon.left] == [False] * len(before)
+    bench.side.add(FakeRequest("b", 14))
+    assert bench.side.matched_tokens("b", 0) == 0
+    # From now on each reset counts.
+    again = namespaces_of(bench)
+    bench.side.reset()
+    assert namespaces_of(bench).isdisjoint(before | again)
+    assert [worthless for _, worthless in bench.daemon.left[len(before) :]] == [True] * len(again)
+
+
+def test_a_touch_after_a_step_waits_for_a_reset() -> None:
+    """A harmless call to the workers would cost all that is stored."""
+    bench = Bench()
+    bench.side.untouched = True
+    before = namespaces_of(bench)
+    bench.side.reset()
+    bench.step()
+    bench.side.touched("get_model_inspection")
+    assert namespaces_of(bench) == before
+    bench.side.reset()
+    assert namespaces_of(bench).isdisjoint(before)
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())

@@ -6,6 +6,7 @@ given, and identifies its weights by their files.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str, str], Server
         server.complete(one, pin_s=60)
         server.wait_until(lambda: daemon.status()["host"]["pinned_bytes"] > 0)
         assert daemon.status()["counters"]["pins_granted_blocks_total"] == 6
+
+        # A reset with weights that stay, as vLLM has for each pause: nothing is lost.
+        server.get("/reset_prefix_cache?reset_external=true", b"")
+        assert server.complete(one) == (gold[0][0], 192)
+        # Weights may be replaced after the reset, and before the next request.
+        server.get("/reset_prefix_cache?reset_external=true", b"")
+        server.get("/collective_rpc", json.dumps({"method": "get_model_inspection"}).encode())
+        assert server.complete(one) == (gold[0][0], 0)
         assert server.metric("vllm:tierd_errors_total") == 0
         assert server.stop() == 0
     finally:

@@ -72,6 +72,7 @@ SAMPLES: list[m.Message] = [
     m.Teach(0, b"h" * 32, m.pack_slots([7]), m.pack_slots([60])),
     m.Explain(15, b"n" * 16, b"h" * 32),
     m.Inventory(16, b"n" * 16, 0),
+    m.Unregister(3, True),
     m.Warmed(14, bytes([m.Warmth.HERE, m.Warmth.NOWHERE]), {"bytes": 0}),
     m.Explained(15, {"blocks": []}),
     m.Listed(16, False, b"h" * 32, b"p" * 32, m.pack_slots([7]), m.pack_slots([m.NEVER])),

@@ -77,6 +77,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
         environment |= {"PYTHONPATH": engine_path(), "TIERD_SOCKET": tierd_socket}
+        # Its own switches: resets, and calls to its workers.
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [

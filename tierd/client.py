@@ -69,6 +69,12 @@ class _Life:
         self.slots_per_segment: dict[Handle, int] = {}
         self.usable_until = float("inf")
 
+    def forget(self, handle: Handle) -> None:
+        """Have nothing of a handle mapped any more."""
+        self.slots_per_segment.pop(handle, None)
+        for key in [key for key in self.segments if key[0] is handle]:
+            del self.segments[key]
+
 
 class Handle:
     """One registered namespace. It outlives disconnects; `ready` says if it is usable now."""
@@ -171,6 +177,9 @@ class Client:
         self._handles: list[Handle] = []
         self._pending: dict[int, PendingAcquire] = {}
         self._registering: dict[int, Handle] = {}
+        # Unregistered before the daemon has answered; and numbers of those of this session.
+        self._leaving: dict[Handle, bool] = {}
+        self._ended: set[int] = set()
         self._replies: dict[int, m.Message | None] = {}
         self._filling: dict[Reservation, socket.socket] = {}
         self._guards: dict[socket.socket, int] = {}
@@ -211,6 +220,30 @@ class Client:
             else:
                 self._send_register(handle)
             return handle
+
+    def unregister(self, handle: Handle, *, worthless: bool = False) -> None:
+        """Use a handle no more; never blocks, and again does nothing. Detach what is attached to it
+        before. What is leased or reserved under it stays so.
+
+        With `worthless` nobody will ask for the namespace's blocks again: the daemon drops them.
+        """
+        with self._lock:
+            if handle not in self._handles:
+                return
+            self._handles.remove(handle)
+            handle.refusal = "it is registered no more"
+            for life in (self._life, self._past):
+                if life is not None:
+                    life.forget(handle)
+            number, handle.number = handle.number, None
+            if number is not None:
+                self._end_handle(number, worthless)
+            elif handle in self._registering.values():
+                self._leaving[handle] = worthless
+
+    def _end_handle(self, number: int, worthless: bool) -> None:
+        self._ended.add(number)
+        self._send(m.Unregister(number, worthless))
 
     def poll(self) -> None:
         """Connect if it is time to, send and receive what can be, without waiting."""
@@ -717,6 +750,8 @@ class Client:
             pending.done = True
         self._pending.clear()
         self._registering.clear()
+        self._leaving.clear()
+        self._ended.clear()
         self._replies = dict.fromkeys(self._replies)
 
     def _send_register(self, handle: Handle) -> None:
@@ -899,6 +934,9 @@ class Client:
             or not message.slots_per_segment
         ):
             raise RemoteProtocolError("REGISTERED does not fit what was registered")
+        if handle in self._leaving:
+            self._end_handle(message.handle, self._leaving.pop(handle))
+            return
         handle.refusal = None
         self._life.slots_per_segment[handle] = message.slots_per_segment
         handle.number = message.handle
@@ -908,7 +946,9 @@ class Client:
         if message.call == 0:
             self.last_error = message.reason
         elif message.call in self._registering:
-            self._registering.pop(message.call).refusal = message.reason
+            handle = self._registering.pop(message.call)
+            handle.refusal = message.reason
+            self._leaving.pop(handle, None)
         elif not self._attachments.refused(message.call, message.reason, time.monotonic()) and (
             message.call in self._replies
         ):
@@ -937,12 +977,16 @@ class Client:
 
     def _segment(self, message: m.Segment, fd: int) -> None:
         try:
+            if message.handle in self._ended:
+                return
             handle = next((h for h in self._handles if h.number == message.handle), None)
             life = self._life
             if handle is None or life is None:
                 raise RemoteProtocolError("SEGMENT of a handle that is not registered")
             key = handle, message.segment
-            if key not in life.segments:
+            mapped = life.segments.get(key)
+            # A namespace that was forgotten meanwhile has others, with the same numbers.
+            if mapped is None or not mapped.is_of(fd):
                 size = life.slots_per_segment[handle] * handle.slot_bytes
                 # The daemon's memory may outlive it: what is mapped, and faulted in, stays so.
                 known = self._past.segments.get(key) if self._past is not None else None

@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierd.client import Client
 from tierd.errors import ConfigError
+from tierd_connectors.vllm_calls import Callers
 from tierd_connectors.vllm_export import HostPool, Shown, show_cuda
 from tierd_connectors.vllm_guard import Boundary, guarded, nothing
 from tierd_connectors.vllm_hints import HintReader
@@ -121,6 +122,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._root_checked = False
         self._untagged = False
         self._hints = HintReader()
+        self._callers: Callers | None = None
         if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
             # vLLM reads the policy after it has made its connector. With "fail" a load
             # that fails would fail the user's request.
@@ -382,6 +384,9 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
         self.boundary.start_over = side.start_over
         self._scheduler = side
+        self._callers = Callers(self._touched)
+        executor = getattr(parallel, "distributed_executor_backend", None)
+        side.untouched = self._callers.watch(executor)
         client.wait(START_WAIT_S)
         logger.info(
             "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes a rank, %s, %s",
@@ -392,6 +397,16 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._options.socket,
             "connected" if client.connected else "no daemon yet",
         )
+
+    def _touched(self, how: str) -> None:
+        if not self._try_touched(how):
+            self.boundary.switch_off("a call to its workers may have changed what it computes")
+
+    @guarded(lambda: False)
+    def _try_touched(self, how: str) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.touched(how)
+        return True
 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
@@ -478,6 +493,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                     "tierd: the engine's weights were replaced: it goes on in a namespace of its "
                     "own, which no other engine shares, until it is restarted"
                 )
+                self._scheduler.untouched = False
                 self._scheduler.reset()
 
     def request_finished(
@@ -503,7 +519,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Asked for with the engine's own cache reset, when stored KV must not come back.
 
         The daemon keeps what it has, for other engines; this one goes on in a namespace
-        of its own.
+        of its own, unless nobody can have changed it (`vllm_calls`).
         """
         done = self._reset()
         if not done:

@@ -27,7 +27,7 @@ from tierd_connectors.vllm_jobs import SETTLE_S, EndedLoad, Jobs
 from tierd_connectors.vllm_layerwise import Finishing, Layerwise
 from tierd_connectors.vllm_layout import LayoutError, Pages
 from tierd_connectors.vllm_queues import Chunk, Mark, Order, Queues
-from tierd_connectors.vllm_work import NO_ADAPTER, Load, of_adapters
+from tierd_connectors.vllm_work import NO_ADAPTER, Load, is_generation, of_adapters
 
 if TYPE_CHECKING:
     from tierd.client import Client, Handle, Reservation
@@ -181,7 +181,7 @@ class Mover(Queues):
             self._stop_at_s = time.monotonic() + drain_s
         self._wake()
         if self._thread is None:
-            self._client.close()
+            self._leave()
         else:
             self._thread.join(drain_s + 2 * SETTLE_S)
 
@@ -195,7 +195,7 @@ class Mover(Queues):
                     time.sleep(_AWAY_POLL_S)
             self._give_up()
         finally:
-            self._client.close()
+            self._leave()
 
     def _over(self) -> bool:
         with self._cond:
@@ -233,10 +233,13 @@ class Mover(Queues):
         namespace = self._wanted_namespace()
         if namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
+        left = self._handles
         self._namespaces = of_adapters(namespace, self._loras)
         self._handles = {NO_ADAPTER: self._client.register(namespace)}
         if self._jobs is not None:
             self._jobs.attach(self._handles[NO_ADAPTER])
+        for handle in left.values():
+            self._client.unregister(handle, worthless=is_generation(handle.namespace))
         self._in_namespace(namespace)
 
     def _handle(self, adapter: str) -> Handle:
@@ -470,6 +473,13 @@ class Mover(Queues):
         if self._populating or not all(h.ready or h.refusal for h in self._handles.values()):
             return _BUSY_POLL_S
         return _IDLE_POLL_S
+
+    def _leave(self) -> None:
+        """End the session; nobody comes back to the namespace of a reset."""
+        for handle in self._handles.values():
+            if is_generation(handle.namespace):
+                self._client.unregister(handle, worthless=True)
+        self._client.close()
 
     @guarded(nothing)
     def _give_up(self) -> None:

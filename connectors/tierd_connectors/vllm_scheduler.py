@@ -45,6 +45,7 @@ from tierd_connectors.vllm_work import (
     StepWork,
     StoreItem,
     Tally,
+    is_generation,
     of_adapters,
     of_generation,
 )
@@ -139,6 +140,9 @@ class SchedulerSide:
         self._silent_until_ns = 0
         self._silence_ms = 0
         self._speed = PrefillSpeed()
+        self.untouched = False
+        """Whether this engine computes what it did at its start, for certain: `touched` ends it."""
+        self._just_reset = False
         self._connected: bool | None = None
         self._refusals: set[str] = set()
 
@@ -266,6 +270,7 @@ class SchedulerSide:
             tracked = self._tracked.get(step.request_id)
             if tracked is not None:
                 self._track(tracked, step, work)
+        self._just_reset &= idle
         self._speed.step(time.monotonic_ns(), prompt_tokens)
         self._look_after_client(idle=idle)
         return work
@@ -350,17 +355,35 @@ class SchedulerSide:
             if tracked.hints != NOTHING:
                 self._pass_on(tracked)
 
+    def touched(self, how: str) -> None:
+        """Somebody may be about to change what this engine computes, maybe after a reset."""
+        if self.untouched:
+            self.untouched = False
+            logger.info("tierd: %s may change the engine: its next cache reset counts", how)
+            if self._just_reset:
+                self.reset()
+
     def reset(self) -> None:
-        """Forget all that is stored: from now on another namespace is used, empty at first."""
+        """Forget all that is stored: from now on another namespace is used, empty at first.
+
+        But for an engine that is untouched: what it has stored is what it computes. If it is
+        touched before it computes anything more, the reset was meant for that.
+        """
         for tracked in self._tracked.values():
             self._let_go(tracked)
         # What they have computed may be of old weights: it is not stored either.
         self._tracked.clear()
         self._content.clear()
+        if self.untouched:
+            self._just_reset = True
+            return
         generation = secrets.token_hex(8)
         fresh = [of_generation(namespace, generation) for namespace in self._namespaces]
+        left = self._handles
         # Both or, after an error, neither: workers use the namespaces of the generation.
         self._generation, self._handles = generation, self._register(fresh)
+        for handle in itertools.chain(*left.values()):
+            self._client.unregister(handle, worthless=is_generation(handle.namespace))
         logger.info(
             "tierd: caches were reset; this engine goes on in a namespace of its own, %s",
             fresh[0].digest.hex(),
@@ -375,6 +398,9 @@ class SchedulerSide:
         for leases in self._kept.values():
             for lease in leases:
                 self._client.release(lease)
+        for handle in itertools.chain(*self._handles.values()):
+            if is_generation(handle.namespace):
+                self._client.unregister(handle, worthless=True)
         self._client.close()
 
     @property

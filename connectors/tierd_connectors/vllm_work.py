@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from tierd.types import Namespace
 
+_RESET = "+reset-"
+
 NO_ADAPTER = ""
 """In place of a LoRA adapter's name: the model itself."""
 
@@ -83,7 +85,12 @@ def of_generation(namespace: Namespace, generation: str) -> Namespace:
     """
     if not generation:
         return namespace
-    return _of_weights(namespace, f"{namespace.weights}+reset-{generation}")
+    return _of_weights(namespace, f"{namespace.weights}{_RESET}{generation}")
+
+
+def is_generation(namespace: Namespace) -> bool:
+    """Whether a namespace is one of an engine's own, after a reset: nobody comes back to it."""
+    return _RESET in namespace.weights
 
 
 def of_adapters(namespace: Namespace, revisions: Mapping[str, str]) -> dict[str, Namespace]:

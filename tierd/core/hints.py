@@ -236,6 +236,12 @@ class Hints:
         self.counters["pins_overridden_blocks_total"] += len(gone)
         return gone
 
+    def forget(self, digest: bytes) -> None:
+        """A namespace is no more."""
+        if digest in self._books:
+            self.override(digest)
+            del self._books[digest]
+
     def _add(self, book: _Book, blocks: int) -> None:
         self.kept_blocks += blocks
         self.kept_bytes += blocks * book.slot_bytes

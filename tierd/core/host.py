@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate, islice, repeat
 from typing import Final
 
 from tierd.chain import ChainIndex
 from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
+from tierd.core.sharing import by_worth, donors, segment_bytes
 from tierd.core.space import (
     GONE,
     NO_SLOT,
@@ -21,12 +22,14 @@ from tierd.core.space import (
     Adopted,
     Dropped,
     Effect,
+    EndSpace,
     Evicted,
     Forget,
     HollowSegment,
     Lease,
     Move,
     NewSegment,
+    NoRoom,
     Refusal,
     Reservation,
     Space,
@@ -34,18 +37,6 @@ from tierd.core.space import (
 from tierd.core.uses import Uses
 from tierd.eviction import L2_DEFAULT, make_policy
 from tierd.types import HASH_BYTES, Namespace
-
-SEGMENT_BYTES_MIN: Final = 64 << 20
-SEGMENT_BYTES_MAX: Final = 256 << 20
-SEGMENTS_TARGET: Final = 256
-"""Segments that a full arena has: few enough to map, enough to lend between namespaces.
-Between 64 MiB and 256 MiB each: hollowing one takes about 0.1 ms a MiB of the loop's time.
-"""
-
-SEGMENTS_MIN: Final = 32
-"""Segments that even a small arena has: a namespace without one can store nothing, and every
-rank of an engine is a namespace.
-"""
 
 WRITING_SHARE_MAX: Final = 0.5
 """Share of the capacity that one owner may have reserved and not yet committed."""
@@ -62,6 +53,15 @@ none has others dropped."""
 LEAVING_SHARE_MAX: Final = 1 / 8
 """Share of a space's slots whose blocks may be leaving: what is written late is no longer L2's."""
 
+
+SEGMENT_PAUSE_S: Final = 5
+"""After a segment could not be made none is asked for before this has passed: descriptors, or
+memory, seldom come back sooner."""
+
+LEASED_BLOCKS_MAX: Final = 1 << 22
+LEASED_BLOCKS_ALL_MAX: Final = 1 << 24
+"""Blocks that one owner may have leased at once, and all together, each as often as it is leased:
+8 bytes each of the daemon's own memory. An engine that forgets to give leases back gets no more."""
 
 WORTH_LESS: Final = 0.8
 """A block gives way to one that nobody waits for if it is worth less than so much of it: the blocks
@@ -82,6 +82,7 @@ class HostTier:
         hints: Hints | None = None,
         eviction: str = L2_DEFAULT,
     ) -> None:
+        """With `segment_bytes` all namespaces have segments of so many bytes."""
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
         """What the arena may have now, at most the capacity; see `set_limit`."""
@@ -89,7 +90,7 @@ class HostTier:
         self.eviction = eviction
         """Name of the policy that orders evictions, in each space by itself."""
         self.uses = Uses()
-        self.segment_bytes_target = segment_bytes or _segment_bytes(capacity_bytes)
+        self._segment_bytes = segment_bytes
         self.now_s = 0
         """The time, CLOCK_MONOTONIC, as it is told every second, for when blocks left."""
         self.spaces: dict[bytes, Space] = {}
@@ -104,7 +105,9 @@ class HostTier:
         """Whether blocks usually are claimed, so that slots get free late."""
         self._next_id = 1
         self._bound_bytes = capacity_bytes
+        self._segments_from_s = 0
         self._writing_bytes: dict[int, int] = {}
+        self._leased_blocks: Counter[int] = Counter()
 
     @property
     def evicted_blocks(self) -> int:
@@ -120,7 +123,6 @@ class HostTier:
         of new namespaces. Not: how much is remembered of blocks, and segments that there are.
         """
         self.capacity_bytes = capacity_bytes
-        self.segment_bytes_target = _segment_bytes(capacity_bytes)
         self.set_limit(capacity_bytes)
         self.hints.quota_bytes = int(capacity_bytes * pin_share)
         for space in self.spaces.values():
@@ -140,9 +142,9 @@ class HostTier:
         """
         effects: list[Effect] = []
         if self.allocated_bytes > self.limit_bytes:
-            donors = sorted((s for s in self.spaces.values() if s.live_segments), key=_worth)
-            if not any(self._empty_segment(s, Evicted.SHRUNK, effects) for s in donors):
-                for space in donors:
+            ranked = by_worth(self.spaces.values(), self.now_s)
+            if not any(self._empty_segment(s, Evicted.SHRUNK, effects) for s in ranked):
+                for space in ranked:
                     # The machine comes before what engines would like to be kept.
                     if space.chain.keeping and not space.leaving:
                         space.chain.unkeep(self.hints.override(space.digest))
@@ -162,13 +164,46 @@ class HostTier:
             slot_bytes = namespace.slot_bytes
             if slot_bytes > self.capacity_bytes:
                 return None
-            per_segment = max(1, self.segment_bytes_target // slot_bytes)
+            # Those that may have memory at any time, whether they have some now or not.
+            others = sum(bool(s.sessions or s.live_segments) for s in self.spaces.values())
+            size = self._segment_bytes or segment_bytes(self.capacity_bytes, others + 1)
+            per_segment = max(1, size // slot_bytes)
             reuse = self.uses.book(namespace, self.capacity_bytes // slot_bytes)
             chain = ChainIndex(make_policy(self.eviction, 0, reuse))
             space = Space(namespace, digest, slot_bytes, per_segment, reuse, chain)
             space.chain.kept = self.hints.kept(digest)
+            space.used_s = self.now_s
             self.spaces[digest] = space
         return space
+
+    def empty_space(self, space: Space) -> list[Effect]:
+        """Take all memory from a namespace that nobody uses and that holds nothing any more."""
+        effects: list[Effect] = []
+        if not space.chain.items and space.live_segments and space.is_free:
+            for index, live in enumerate(space.live):
+                if live:
+                    self._hollow(space, index, effects)
+        return effects
+
+    def end_space(self, space: Space) -> list[Effect]:
+        """Forget a namespace that nobody uses and that has no memory, if it can be.
+
+        What still names it finds nothing, and gets nothing, also once there is another one of the
+        same digest.
+        """
+        if space.live_segments or space.known_until_s > self.now_s or not space.is_free:
+            return []
+        space.ended = True
+        del self.spaces[space.digest]
+        self.hints.forget(space.digest)
+        if all(other.reuse is not space.reuse for other in self.spaces.values()):
+            self.uses.note_unused(space.namespace)
+        return [EndSpace(space)]
+
+    def clear_space(self, space: Space, most: int) -> list[Effect]:
+        """Drop so many blocks, at most, of a namespace that nobody uses any more."""
+        assert not space.sessions
+        return self.drop(space, list(islice(space.chain.items.values(), most)), Dropped.ENDED)
 
     def teach(
         self,
@@ -190,6 +225,7 @@ class HostTier:
 
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of READY blocks from the first hash on; touches them."""
+        space.used_s = self.now_s
         found = list(map(space.chain.items.get, hashes))
         if None in found and space.leaving and self.revive(space, hashes):
             found = list(map(space.chain.items.get, hashes))
@@ -256,8 +292,15 @@ class HostTier:
             self._free(space, slot)
         return [Forget(space, gone)] if gone else []
 
+    def may_lease(self, owner: int, blocks: int) -> bool:
+        """Whether neither the owner nor all together have too many leased for so many more."""
+        known = self._leased_blocks
+        mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
+        return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
+
     def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> Lease:
         """Lease READY slots."""
+        self._leased_blocks[owner] += sum(len(slots) for _, slots in parts)
         for space, slots in parts:
             self.hold(space, slots)
         lease = Lease(self._take_id(), owner, parts, expires_ns)
@@ -272,6 +315,9 @@ class HostTier:
         del self.leases[lease_id]
         for space, slots in lease.parts:
             self.unhold(space, slots)
+            self._leased_blocks[owner] -= len(slots)
+        if not self._leased_blocks[owner]:
+            del self._leased_blocks[owner]
         return True
 
     def expire(self, now_ns: int) -> int:
@@ -295,12 +341,15 @@ class HostTier:
         parts = []
         unused = max(0, self.limit_bytes - self.allocated_bytes)
         for space in dict.fromkeys(spaces):
-            memory = space.live_segments * space.segment_bytes + unused
+            if space.ended:
+                continue
+            memory = space.memory_bytes + unused
             limit = self.hints.quota_bytes * memory // self.capacity_bytes
             parts.append(Part(space.digest, space.slot_bytes, limit))
             if hint.demotes:
                 self.hints.counters["demoted_blocks_total"] += space.chain.demote(hashes)
-        self.hints.take(parts, hashes, hint, now_ns)
+        if parts:
+            self.hints.take(parts, hashes, hint, now_ns)
 
     def expire_hints(self, now_ns: int) -> bool:
         """Let go of what was kept until now; False if there is no more of it."""
@@ -338,7 +387,8 @@ class HostTier:
         space.checksums = [None] * total
         space.backed_up = [0] * total
         space.resize()
-        self.allocated_bytes += space.live_segments * space.segment_bytes
+        self.allocated_bytes += space.memory_bytes
+        space.since_s = self.now_s
         self._lower_bound()
         for slot, block_hash, parent, checksum, generation, backed_up in blocks:
             if block_hash in space.chain:
@@ -385,6 +435,8 @@ class HostTier:
         goes for them that is worth as much, and no namespace in use gives up memory.
         """
         items, writing = space.chain.items, space.writing
+        if worth is None:
+            space.used_s = self.now_s
         if space.leaving:
             self.revive(space, hashes)
         slots = list(map(items.get, hashes, repeat(Refusal.NO_ROOM)))
@@ -418,6 +470,9 @@ class HostTier:
             generations[slot] = reservation.reservation_id
         for i in wanted[len(taken) :]:
             del writing[hashes[i]]
+        if len(taken) < len(wanted):
+            shared = len(taken) == count
+            reservation.refused = NoRoom.SHARE if shared else self._why_no_room(space)
         if taken:
             self.hold(space, above)
             self.reservations[reservation.reservation_id] = reservation
@@ -508,22 +563,29 @@ class HostTier:
             return 0
         return min(count, sum(slot >= 0 for slot in reservation.slots))
 
-    def lose_segment(self, space: Space, index: int) -> None:
-        """Undo a NewSegment effect that could not be carried out, for whoever got its slots."""
-        per = space.slots_per_segment
-        gone = range(index * per, (index + 1) * per)
-        for reservation in self.reservations.values():
-            if reservation.space is not space:
+    def lose_segments(self, space: Space, made: int) -> None:
+        """Undo NewSegment effects that could not be carried out, for whoever got their slots: the
+        namespace has no segments but the first `made`. None is asked for again for a while."""
+        self._segments_from_s = self.now_s + SEGMENT_PAUSE_S
+        total = made * space.slots_per_segment
+        for reservation in list(self.reservations.values()):
+            if reservation.space is not space or max(reservation.slots) < total:
                 continue
             for i, slot in enumerate(reservation.slots):
-                if slot in gone:
+                if slot >= total:
                     reservation.slots[i] = Refusal.NO_ROOM
                     del space.writing[reservation.hashes[i]]
                     self._add_writing(reservation.owner, -space.slot_bytes)
-        space.free = [slot for slot in space.free if slot not in gone]
-        space.live[index] = False
+            reservation.refused = NoRoom.SEGMENT
+            if max(reservation.slots) < 0:
+                # Who has got nothing has nothing to commit, and does not say so.
+                self._end_reservation(reservation.owner, reservation.reservation_id)
+        self.allocated_bytes -= sum(space.live[made:]) * space.segment_bytes
+        del space.live[made:]
+        space.free = [slot for slot in space.free if slot < total]
+        for by_slot in (space.generations, space.refs, space.checksums, space.backed_up):
+            del by_slot[total:]
         space.resize()
-        self.allocated_bytes -= space.segment_bytes
 
     # --- room -----------------------------------------------------------------------
 
@@ -547,14 +609,28 @@ class HostTier:
         del space.free[len(space.free) - len(taken) :]
         return taken, effects
 
+    def _why_no_room(self, space: Space) -> NoRoom:
+        """Why a namespace has got fewer slots than it was asked for."""
+        if self._segments_from_s > self.now_s and False not in space.live:
+            return NoRoom.SEGMENT
+        return NoRoom.HELD if space.live_segments else NoRoom.OTHERS
+
+    def _may_grow(self, space: Space) -> bool:
+        """Whether a segment could be made, were there memory for it: a hollow one has been."""
+        return not space.ended and (self._segments_from_s <= self.now_s or False in space.live)
+
     def _grow(self, space: Space, effects: list[Effect]) -> bool:
         """Add a segment within the bound."""
         size = space.segment_bytes
+        if not self._may_grow(space):
+            return False
         # While there is more than the limit, what one namespace gives up another may still have.
         if self.allocated_bytes + size > self._bound_bytes:
             return False
         self.allocated_bytes += size
         per = space.slots_per_segment
+        if not space.live_segments:
+            space.since_s = self.now_s
         try:
             index = space.live.index(False)
         except ValueError:
@@ -572,16 +648,21 @@ class HostTier:
         return True
 
     def _borrow(self, space: Space, effects: list[Effect], *, only_idle: bool) -> bool:
-        """Empty and hollow a segment of another space, if that one is idle or has more memory."""
-        others = (s for s in self.spaces.values() if s is not space and s.live_segments)
-        donors = sorted(others, key=_worth)
-        held = space.live_segments * space.segment_bytes
-        for donor in donors:
-            surplus = donor.live_segments * donor.segment_bytes - held
-            if donor.sessions and (only_idle or surplus <= donor.segment_bytes):
-                continue
-            if self._empty_segment(donor, Evicted.LENT, effects):
-                return True
+        """Empty and hollow so many segments of other spaces as make room for one of this space."""
+        size = space.segment_bytes
+        if not self._may_grow(space):
+            return False
+        missing = self.allocated_bytes + size - self._bound_bytes
+        found = list(donors(self.spaces.values(), space, self.now_s, only_idle=only_idle))
+        if sum(most * donor.segment_bytes for donor, most in found) < missing:
+            return False
+        for donor, most in found:
+            for _ in range(most):
+                if not self._empty_segment(donor, Evicted.LENT, effects):
+                    break
+                missing -= donor.segment_bytes
+                if missing <= 0:
+                    return True
         return False
 
     def _empty_segment(self, space: Space, why: Evicted, effects: list[Effect]) -> bool:
@@ -736,6 +817,10 @@ class HostTier:
         for lease in self.leases.values():
             for space, slots in lease.parts:
                 held.update((space.digest, slot) for slot in slots)
+        leased = Counter(dict.fromkeys(self._leased_blocks, 0))
+        for lease in self.leases.values():
+            leased[lease.owner] += sum(len(slots) for _, slots in lease.parts)
+        assert leased == self._leased_blocks
         for space in self.spaces.values():
             held.update((space.digest, slot) for slot in space.leased_before)
         writing: dict[int, int] = {}
@@ -750,7 +835,9 @@ class HostTier:
         assert writing == self._writing_bytes
         for space in self.spaces.values():
             space.chain.check()
-            allocated += space.live_segments * space.segment_bytes
+            allocated += space.memory_bytes
+            assert space.live_segments == sum(space.live)
+            assert not space.ended
             total = len(space.live) * space.slots_per_segment
             assert len(space.refs) == len(space.generations) == total
             assert len(space.checksums) == len(space.backed_up) == total
@@ -779,16 +866,6 @@ class HostTier:
         assert allocated == self.allocated_bytes
         assert self.limit_bytes <= self.capacity_bytes
         assert allocated <= self._bound_bytes
-
-
-def _segment_bytes(capacity_bytes: int) -> int:
-    target = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
-    return min(target, max(capacity_bytes // SEGMENTS_MIN, 1))
-
-
-def _worth(space: Space) -> tuple[bool, int]:
-    """Order in which namespaces give memory up: idle ones first, then those with the most."""
-    return space.sessions > 0, -space.live_segments * space.segment_bytes
 
 
 def _resident_parents(

@@ -23,6 +23,19 @@ class Refusal(enum.IntEnum):
     NO_ROOM = -3
 
 
+class NoRoom(enum.Enum):
+    """Why a reservation has no slot for some of its blocks."""
+
+    SHARE = "share"
+    """Its owner has reserved all that one owner may, and not committed it."""
+    HELD = "held"
+    """All that the namespace has is leased, reserved, or being written to a tier."""
+    OTHERS = "others"
+    """The namespace has no memory, and no other one had any to give."""
+    SEGMENT = "segment"
+    """The system did not give a memory segment."""
+
+
 class Evicted(enum.Enum):
     """Why blocks were evicted."""
 
@@ -43,6 +56,8 @@ class Dropped(enum.Enum):
     """Somebody had them dropped, everywhere."""
     DAMAGED = "damaged"
     """Their bytes were not what they had been."""
+    ENDED = "ended"
+    """Their namespace has ended: nobody will ask for them."""
 
 
 GONE: Final[tuple[Evicted | Dropped, ...]] = (*Evicted, *Dropped)
@@ -52,6 +67,7 @@ DROPPED: Final = 4
 """Bit of a ghost's record that an arena of twice the size would not have had either: the record
 is the time in seconds above the number of the reason."""
 assert [why for at, why in enumerate(GONE) if at & DROPPED] == list(Dropped)
+assert len(GONE) <= WHY_MASK + 1
 
 
 class Adopted(NamedTuple):
@@ -93,7 +109,13 @@ class Move(NamedTuple):
     pairs: list[tuple[int, int]]
 
 
-Effect = NewSegment | HollowSegment | Forget | Move
+class EndSpace(NamedTuple):
+    """Effect: `space` is gone, with its segments, which are all hollow."""
+
+    space: Space
+
+
+Effect = NewSegment | HollowSegment | Forget | Move | EndSpace
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +124,7 @@ class Reservation:
 
     `held` are the READY slots that the new blocks hang on. They stay until the
     reservation has ended: evicted before, they would leave a hole above the new blocks.
+    `refused` says why blocks with Refusal.NO_ROOM have no slot.
     """
 
     reservation_id: int
@@ -111,6 +134,7 @@ class Reservation:
     parents: list[bytes]
     slots: list[int]
     held: list[int]
+    refused: NoRoom | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +166,11 @@ class Space:
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
     has a bit a storage tier: see `tierd.daemon.backup`.
+    `live` says which segments hold memory, and `live_segments` how many, as of the last `resize`.
+    `used_s` is when an engine last stored or asked for blocks, `since_s` since when it has had
+    memory, both by `HostTier.now_s`. Until `known_until_s` a client that was cut off may come back
+    with the segments that it has mapped. `worthless` says that nobody will ask for its blocks once
+    its sessions have ended, `ended` that it is no more.
     """
 
     namespace: Namespace
@@ -163,7 +192,13 @@ class Space:
     unproven: dict[int, bytes] = field(default_factory=dict)
     leased_before: frozenset[int] = frozenset()
     live: list[bool] = field(default_factory=list)
+    live_segments: int = 0
     sessions: int = 0
+    used_s: int = 0
+    since_s: int = 0
+    known_until_s: int = 0
+    worthless: bool = False
+    ended: bool = False
 
     @property
     def segment_bytes(self) -> int:
@@ -171,9 +206,21 @@ class Space:
         return self.slots_per_segment * self.slot_bytes
 
     @property
-    def live_segments(self) -> int:
-        """Segments that hold memory."""
-        return sum(self.live)
+    def memory_bytes(self) -> int:
+        """Bytes of its segments that hold memory."""
+        return self.live_segments * self.segment_bytes
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody uses it, holds or writes a slot, or may be doing so."""
+        return not (
+            self.sessions
+            or self.writing
+            or self.leaving
+            or self.doubtful
+            or self.leased_before
+            or any(self.refs)
+        )
 
     @property
     def free_soon(self) -> int:
@@ -186,7 +233,8 @@ class Space:
         return len(self.checksums) - self.checksums.count(None)
 
     def resize(self) -> None:
-        """Tell what orders evictions how many slots there are now."""
+        """Segments have come or gone: tell what orders evictions how many slots there are now."""
+        self.live_segments = sum(self.live)
         slots = self.live_segments * self.slots_per_segment
         self.chain.policy.resize(slots)
         self.ghosts.resize(slots)

@@ -22,12 +22,16 @@ few hundred at a time, and one that comes back later than so many others counts 
 KNOWN_RATIO: Final = 2
 """Blocks that are known, to each that L2 can hold; at least KNOWN_MAX."""
 
+UNUSED_MAX: Final = 64
+"""Books of namespaces that have ended: an engine that comes back finds what was learned for it."""
+
 
 class Uses:
     """The books of all namespaces, and which requests they have counted."""
 
     def __init__(self, counted_max: int = COUNTED_MAX) -> None:
         self._books: dict[tuple[object, ...], Reuse] = {}
+        self._unused: dict[tuple[object, ...], None] = {}
         self._counted_max = counted_max
         # How many leading blocks of a request have been counted, by book.
         self._counted: dict[tuple[Reuse, int], int] = {}
@@ -35,10 +39,18 @@ class Uses:
     def book(self, namespace: Namespace, blocks: int) -> Reuse:
         """What is known of the blocks of a namespace, of which L2 can hold so many."""
         family = namespace.family
+        self._unused.pop(family, None)
         book = self._books.get(family)
         if book is None:
             book = self._books[family] = Reuse(max(KNOWN_MAX, KNOWN_RATIO * blocks))
         return book
+
+    def note_unused(self, namespace: Namespace) -> None:
+        """No namespace has the book of this one any more: it goes when many others are unused."""
+        self._unused[namespace.family] = None
+        if len(self._unused) > UNUSED_MAX:
+            oldest = next(iter(self._unused))
+            del self._unused[oldest], self._books[oldest]
 
     def new(self, book: Reuse, hashes: Sequence[bytes], request: int) -> Sequence[bytes]:
         """What of a request's prefix has not been counted yet, and is from now on.

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from tierd.child import Stream, start_child
-from tierd.device.frames import Ask, Bring, Map, Pin, Reply, Request, Unpin
+from tierd.device.frames import Ask, Bring, Map, Pin, Reply, Request, Unmap, Unpin
 from tierd.exports import device_text
 from tierd.memory.arena import Segment
 
@@ -130,6 +130,13 @@ class CopyProcess:
         if serial in self._pinned:
             self._pinned.discard(serial)
             self.call(Unpin(serial), partial(_let_go, segment))
+
+    def forget(self, segment: Segment) -> None:
+        """Have it forget a segment that is no more, and that it does not have pinned."""
+        serial = segment.mapping.serial
+        if self._segments.pop(serial, None) is not None:
+            assert serial not in self._pinned
+            self._say(0, Unmap(serial))
 
     def kill(self, why: str) -> None:
         """Kill the process, unless it has ended; `on_end` follows."""

@@ -123,6 +123,7 @@ class Copies:
         self._under_way: deque[_UnderWay] = deque()
         memory.listeners.append(self._segment_made)
         memory.hollowed = self._segment_hollowed
+        memory.closed = self._segment_closed
 
     def process(self, uuid: bytes) -> CopyProcess:
         """The process of a device, started if there is none.
@@ -232,6 +233,10 @@ class Copies:
     def _segment_hollowed(self, segment: Segment) -> None:
         for process in self._processes.values():
             process.unpin(segment)
+
+    def _segment_closed(self, segment: Segment) -> None:
+        for process in self._processes.values():
+            process.forget(segment)
 
 
 class SessionCopies:

@@ -260,7 +260,7 @@ class _Case:
         if gone is None:
             return
         why_gone, gone_s = gone
-        if why_gone is Dropped.FLUSHED:
+        if why_gone in (Dropped.FLUSHED, Dropped.ENDED):
             yield {"what": "flushed", "ago_s": self._ago_s(gone_s)}
         elif why_gone is Dropped.DAMAGED:
             yield {"what": "checksum_failed", "ago_s": self._ago_s(gone_s)}

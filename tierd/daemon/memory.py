@@ -16,10 +16,11 @@ from typing import Final, TypeVar, assert_never
 
 from tierd.backend import checksum
 from tierd.clock import Clock
-from tierd.core.host import HostTier
+from tierd.core.host import SEGMENT_PAUSE_S, HostTier
 from tierd.core.space import (
     Dropped,
     Effect,
+    EndSpace,
     Forget,
     HollowSegment,
     Move,
@@ -28,6 +29,7 @@ from tierd.core.space import (
     Space,
 )
 from tierd.daemon.service import ServiceManager
+from tierd.limits import segment_advice
 from tierd.memory.arena import Arena, Segment
 from tierd.memory.ledger import LIFE_BYTES, LedgerRecord
 from tierd.memory.placement import Placement
@@ -63,6 +65,8 @@ class HostMemory:
         self.listeners: list[SegmentListener] = []
         self.hollowed: Callable[[Segment], None] = lambda _: None
         """Told of a segment before its memory is given back."""
+        self.closed: Callable[[Segment], None] = lambda _: None
+        """Told of a segment that is no more."""
         self._clock = clock
         self._executor = executor
         self._unpopulated: deque[tuple[Space, int]] = deque()
@@ -72,6 +76,7 @@ class HostMemory:
         # together are one variable of the next life's environment, at most 128 KiB: they say
         # nothing, and are short.
         self._names = 0
+        self._segments_fail = False
         self._life = bytes(LIFE_BYTES)
 
     async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
@@ -192,6 +197,18 @@ class HostMemory:
         """Take blocks out for good; see HostTier.drop."""
         self._apply(self.host.drop(space, slots, why))
 
+    def end(self, space: Space) -> bool:
+        """Forget a namespace that nobody uses and that holds nothing; whether that was so."""
+        self._apply(self.host.empty_space(space))
+        # A process that has a segment pinned would keep its memory from the system.
+        if all(segment.pins == 0 for segment in self.arena.segments(space)):
+            self._apply(self.host.end_space(space))
+        return space.ended
+
+    def clear(self, space: Space, most: int) -> None:
+        """Drop so many blocks, at most, of a namespace that nobody uses any more."""
+        self._apply(self.host.clear_space(space, most))
+
     def keep_hollow(self) -> None:
         """Give back what clients that faulted memory in have taken beyond the capacity."""
         for space in self.host.spaces.values():
@@ -203,12 +220,14 @@ class HostMemory:
             await self._populate_ready.wait()
             while self._unpopulated:
                 space, index = self._unpopulated.popleft()
+                if space.ended or index >= len(space.live):
+                    continue
                 segment = self.arena.segments(space)[index]
                 try:
                     more = space.live[index]
                     while more:
                         more = await self.in_thread(segment.mapping.populate_next)
-                        if not space.live[index]:
+                        if space.ended or not space.live[index]:
                             # Hollowed while the chunk was being faulted in.
                             segment.give_back()
                             more = False
@@ -231,18 +250,33 @@ class HostMemory:
                 case Move(space, pairs):
                     self.arena.move(space, pairs)
                     self.counters["moved_blocks_total"] += len(pairs)
+                case EndSpace(space):
+                    self.counters["namespaces_ended_total"] += 1
+                    for segment in self.arena.end(space):
+                        self.closed(segment)
                 case _:
                     assert_never(effect)
 
     def _new_segment(self, space: Space, index: int) -> None:
+        if index >= len(space.live):
+            return  # Lost with one before it.
         try:
             segment = self.arena.create(space, index)
         except OSError as error:
-            # Out of descriptors or memory: what was to be stored there is refused.
             self.counters["segments_failed_total"] += 1
-            log.error("cannot make a memory segment: %s", error)
-            self.host.lose_segment(space, index)
+            self._segments_fail = True
+            log.error(
+                "cannot make a memory segment of %.1f MiB, next try in %d s; until then blocks "
+                "that need it are not stored: %s",
+                space.segment_bytes / (1 << 20),
+                SEGMENT_PAUSE_S,
+                segment_advice(error),
+            )
+            self.host.lose_segments(space, len(self.arena.segments(space)))
             return
+        if self._segments_fail:
+            self._segments_fail = False
+            log.info("memory segments can be made again")
         segment.kept_as = f"{self._names:x}"
         self._names += 1
         segment.ledger.life = self._life

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from tierd.core.space import Evicted
+from tierd.core.space import Evicted, NoRoom
 from tierd.daemon.demand import SEATS_MAX
 from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition, number_at
 from tierd.daemon.tier import TierState
@@ -295,6 +295,30 @@ METRICS: Final[tuple[Metric, ...]] = (
         tuple(why.value for why in Evicted),
         "Blocks evicted from host memory: a store needed room, or the next one will (ahead), or "
         "another namespace needed the memory (lent), or the machine did (shrunk).",
+    ),
+    _node_counts(
+        "store_refused_blocks_total",
+        "reason",
+        "store_refused_*_blocks_total",
+        tuple(why.value for why in NoRoom),
+        "Blocks that engines were not given room for: all that the namespace has is in use (held), "
+        "it has no memory and other namespaces use all of it (others), one session has reserved "
+        "half of host memory (share), or the system did not give a memory segment (segment).",
+    ),
+    _node(
+        "segments_failed_total",
+        "counters.segments_failed_total",
+        "Memory segments that the system did not give; the log says what to raise.",
+    ),
+    _node(
+        "leases_refused_total",
+        "counters.leases_refused_total",
+        "Lookups answered as misses because the session does not give its leases back.",
+    ),
+    _node(
+        "namespaces_ended_total",
+        "counters.namespaces_ended_total",
+        "Namespaces forgotten: no engine has them registered, and they have no blocks left.",
     ),
     _node(
         "revived_blocks_total",

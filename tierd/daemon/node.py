@@ -29,6 +29,7 @@ from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups
 from tierd.daemon.copying import Copies
 from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
+from tierd.daemon.ending import SPACES_MAX, Endings
 from tierd.daemon.explain import Explainer
 from tierd.daemon.flush import Flushes
 from tierd.daemon.hotset import Snapshots
@@ -39,6 +40,7 @@ from tierd.daemon.memory import HostMemory
 from tierd.daemon.pressure import Machine, MemoryWatch
 from tierd.daemon.promotion import Promotions, Waiter
 from tierd.daemon.proofs import Proofs
+from tierd.daemon.refusals import Refusals
 from tierd.daemon.scrub import Scrubs
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier
@@ -62,8 +64,8 @@ that let it wait, but no tier's, for those are left at the deadline."""
 CLIENTS_SHOWN_MAX: Final = 64
 """Names of clients in a status, with how many have each; a node has tens of engine processes."""
 
-SPACES_MAX: Final = 1024
-"""Namespaces with slots; each costs a few KiB even when empty."""
+KNOWN_MORE_S: Final = 2
+"""Added to how long a client may remember what it has mapped: clocks are told every second."""
 
 
 class Patience:
@@ -136,6 +138,8 @@ class Node:
         self.memory = HostMemory(self.host, clock, self.counters, executor, placement, manager)
         self.lives = Lives(self.memory, [tier.config for tier in tiers], epoch, clock)
         self.proofs = Proofs(self.memory)
+        self.endings = Endings(self.memory)
+        self.refusals = Refusals(self.counters)
         self.backups = Backups(self.memory, self.tiers, clock)
         self.learning = Learning(self.host, self.backups, clock, self.counters, self._guarded)
         in_flight = self._in_flight_bytes(capacity_bytes)
@@ -280,7 +284,7 @@ class Node:
 
     def register(self, namespace: Namespace, *, to_store: bool = True) -> Space:
         """The space of a namespace, with memory ready for its first blocks if it is to store."""
-        if len(self.host.spaces) >= SPACES_MAX and namespace.digest not in self.host.spaces:
+        if namespace.digest not in self.host.spaces and not self.endings.make_way():
             raise RefusedError(f"this tierd holds {SPACES_MAX} namespaces already")
         space = self.host.open_space(namespace)
         if space is None:
@@ -288,15 +292,24 @@ class Node:
                 f"a block of {namespace.block_bytes} bytes exceeds host.capacity "
                 f"({self.host.capacity_bytes} bytes)"
             )
+        self.endings.names.pop(namespace.digest, None)
         space.sessions += 1
+        space.worthless = False
+        space.used_s = self.host.now_s
         if to_store:
             self.memory.make_room_ahead(space, 0)
         return space
 
-    def unregister(self, space: Space) -> None:
-        """One session less uses the space; its blocks stay."""
+    def unregister(self, space: Space, known_s: int = 0) -> None:
+        """One session less uses the space; its blocks stay, unless they are worthless.
+
+        For `known_s` its client may come back with what it has mapped.
+        """
         assert space.sessions > 0
         space.sessions -= 1
+        if known_s:
+            until_s = self._clock.monotonic_ns() // NS + known_s + KNOWN_MORE_S
+            space.known_until_s = max(space.known_until_s, until_s)
 
     # --- acquire --------------------------------------------------------------------
 
@@ -314,7 +327,7 @@ class Node:
         count = min(len(slots) for _, slots in parts)
         if count < len(hashes) and (self.tiers or self._unproven(spaces, hashes)):
             return AcquiredNow(False, None, count)
-        if count == 0:
+        if count == 0 or not self._may_lease(owner, spaces, count):
             return AcquiredNow(True, None, 0)
         self._leased(spaces, count, prefill_tokens_per_s)
         cut = [(space, slots[:count]) for space, slots in parts]
@@ -360,6 +373,8 @@ class Node:
                 await self._prove(spaces, hashes, deadline_ns, patience)
             waiter.refresh(self.host, hashes)
             resident = min(waiter.length(at, hashes) for at in range(len(spaces)))
+            if resident and not self._may_lease(owner, spaces, resident):
+                return None
             worth = Worth(
                 self.prefetch,
                 self._break_even,
@@ -391,6 +406,13 @@ class Node:
         finally:
             waiter.close(self.host)
             self.counters["waited_us_total"] += (self._clock.monotonic_ns() - began_ns) // 1000
+
+    def _may_lease(self, owner: int, spaces: Sequence[Space], count: int) -> bool:
+        """Whether a session may have as many blocks of each space leased; counted if not."""
+        if self.host.may_lease(owner, count * len(spaces)):
+            return True
+        self.refusals.leased(spaces[0], self.clients.get(owner, ""), self.host.now_s)
+        return False
 
     def _requested(self, space: Space, blocks: int, prefill_tokens_per_s: int) -> None:
         """Count what an engine asks for."""
@@ -463,6 +485,7 @@ class Node:
     ) -> Reservation:
         """Slots for new blocks. Blocks that are there and that a tier lacks are offered again."""
         reservation = self.memory.reserve(owner, space, hashes, parents)
+        self.refusals.stored(space, reservation, self.host.now_s)
         if self.tiers:
             self.backups.offer_again(space, hashes, reservation.slots)
         return reservation
@@ -512,6 +535,7 @@ class Node:
                 await asyncio.sleep(0)
             self.memory.keep_hollow()
             self.lives.tick()
+            await self.endings.tick()
             self.memory.manager.flush()
             self.copies.watch()
             self.backups.note_capacities()
@@ -571,19 +595,29 @@ class Node:
                 }
                 for queue in self.backups.queues
             ],
-            "namespaces": [
-                {
-                    "digest": space.digest.hex(),
-                    **_shown(space.namespace),
-                    "blocks": len(space.chain),
-                    "sessions": space.sessions,
-                }
-                for space in spaces
-            ],
+            "namespaces": self._shown_spaces(),
             "demand": self.demand.status(),
             "clients": dict(Counter(self.clients.values()).most_common(CLIENTS_SHOWN_MAX)),
             "counters": dict(sorted(counters.items())),
         }
+
+    def _shown_spaces(self) -> list[dict[str, object]]:
+        shown: list[dict[str, object]] = [
+            {
+                "digest": space.digest.hex(),
+                **_shown(space.namespace),
+                "blocks": len(space.chain),
+                "memory_bytes": space.memory_bytes,
+                "sessions": space.sessions,
+            }
+            for space in self.host.spaces.values()
+            if not space.worthless
+        ]
+        nothing = {"blocks": 0, "memory_bytes": 0, "sessions": 0}
+        for digest, namespace in self.endings.names.items():
+            shown.append({"digest": digest.hex(), **_shown(namespace), **nothing})
+        # The frame has room for as many.
+        return sorted(shown, key=lambda entry: not entry["sessions"])[:SPACES_MAX]
 
     def check(self) -> None:
         """Assert the invariants of core, ledger, masks and queues; for tests."""

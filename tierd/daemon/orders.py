@@ -86,11 +86,11 @@ class Orders:
 
     def describe(self, message: m.Describe) -> None:
         """Tell a namespace's fields, whole."""
-        space = self._node.host.spaces.get(message.digest)
-        if space is None:
+        namespace = self._node.endings.named(message.digest)
+        if namespace is None:
             self._send(m.Error(message.call, "this tierd does not know that namespace"))
         else:
-            self._send(m.Described(message.call, space.namespace.to_fields()))
+            self._send(m.Described(message.call, namespace.to_fields()))
 
     def warm(self, message: m.Warm, space: Space) -> None:
         """Warm blocks of a namespace of this session; ends with it."""

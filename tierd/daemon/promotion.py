@@ -85,7 +85,7 @@ class Waiter:
                 gone = (i for i in range(count) if held[hashes[i]] in space.dropped)
                 count = next(gone, count)
         lease = None
-        if count:
+        if count and host.may_lease(owner, count * len(self.spaces)):
             parts = [
                 (space, [held[h] for h in hashes[:count]])
                 for space, held in zip(self.spaces, self.held, strict=True)

@@ -25,6 +25,7 @@ import uvloop
 from tierd import __version__, logs
 from tierd.clock import SystemClock
 from tierd.config import Config, StorageConfig
+from tierd.core.sharing import segment_bytes
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.backends import make_backend
 from tierd.daemon.epochs import MarksFile, Times
@@ -39,6 +40,7 @@ from tierd.daemon.service import ServiceManager
 from tierd.daemon.telling import Teller, extension
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import ConfigError
+from tierd.limits import shortfalls
 from tierd.memory.arena import check_capacity
 from tierd.memory.placement import Placement, find_node
 
@@ -152,12 +154,12 @@ class _Life:
     ) -> int:
         """Open, serve and close; the exit status."""
         self._signals.take(asyncio.get_running_loop())
-        config, clock = self._config, SystemClock()
+        config, clock, machine = self._config, SystemClock(), ThisMachine()
         with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
             self._node = node = Node(
                 capacity_bytes=config.host.capacity,
                 min_bytes=config.host.min_bytes,
-                machine=ThisMachine(),
+                machine=machine,
                 lease_ttl_ms=config.host.lease_ttl_ms,
                 pin_share=config.host.pin_share,
                 pin_max_s=config.host.pin_max_s,
@@ -172,6 +174,13 @@ class _Life:
                 executor=executor,
             )
             node.lives.begin()
+            for shortfall in shortfalls(
+                config.host.capacity,
+                segment_bytes(config.host.capacity),
+                missing_bytes=config.host.capacity - node.host.allocated_bytes,
+                available_bytes=machine.sample().available_bytes,
+            ):
+                log.warning("%s", shortfall)
             if self._state is not None:
                 node.snapshots = Snapshots(
                     self._state, config.hotset, node.host, clock, node.counters

@@ -72,6 +72,8 @@ class Session:
         self._acquires: dict[int, asyncio.Task[None]] = {}
         self._patience: dict[int, Patience] = {}
         self._over = False
+        self._next_handle = 0
+        self._lease_ttl_s = 0
         self._copies = SessionCopies(owner, node.copies, self._send)
         self._orders = Orders(node, self._send)
         self._inventory = Inventory(node.host, node.tiers, clock, node.spawn, self._send)
@@ -103,6 +105,7 @@ class Session:
             m.Explain: self._orders.explain,
             m.Inventory: self._inventory.ask,
             m.Teach: self._teach,
+            m.Unregister: self._unregister,
         }
         self._fd_handlers: dict[type[m.Message], Callable[[Any, int], None]] = {
             m.Part: self._copies.part,
@@ -143,9 +146,8 @@ class Session:
         self._orders.close()
         self._inventory.close()
         self._copies.close(partial(self._node.drop_owner, self.owner))
-        for space in self._spaces.values():
-            self._node.unregister(space)
-        self._spaces.clear()
+        for handle in list(self._spaces):
+            self._drop_handle(handle, known_s=self._lease_ttl_s)
         _close(self._wire.take_fds())
         if self._guard is not None:
             os.close(self._guard)
@@ -226,6 +228,7 @@ class Session:
             return
         self.client = self._node.clients[self.owner] = message.client[:80]
         ttl_ms = self._node.lease_ttl_ns // 1_000_000
+        self._lease_ttl_s = -(-ttl_ms // 1000)
         self._send(m.Welcome(m.PROTOCOL_VERSION, self._node.epoch, __version__, ttl_ms))
 
     def _register(self, message: m.Register) -> None:
@@ -248,7 +251,7 @@ class Session:
             )
             self._send(m.Error(message.call, str(error)))
             return
-        handle = len(self._spaces)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._spaces[handle] = space
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
         if message.want_segments:
@@ -259,9 +262,21 @@ class Session:
                 if space.live[index]:
                     self._send(m.Segment(handle, index), segment.fd)
 
+    def _unregister(self, message: m.Unregister) -> None:
+        space = self._space(message.handle)
+        space.worthless = message.worthless
+        self._drop_handle(message.handle)
+
+    def _drop_handle(self, handle: int, known_s: int = 0) -> None:
+        """The client may come back within `known_s`, with what it has mapped."""
+        maps = handle in self._wants_segments
+        self._wants_segments.discard(handle)
+        self._node.unregister(self._spaces.pop(handle), known_s if maps else 0)
+
     def _announce(self, space: Space, index: int, segment: ArenaSegment) -> None:
         """A segment was created, or filled again: new ones are sent to who maps the space."""
-        for handle in self._wants_segments:
+        # A copy: telling a client that has gone ends its session.
+        for handle in list(self._wants_segments):
             if self._spaces.get(handle) is space:
                 self._send(m.Segment(handle, index), segment.fd)
 

@@ -25,7 +25,18 @@ import uvloop
 from tierd.child import Stream, be_child, leave_at_once
 from tierd.device.api import CannotOpenError, Device, DeviceError, Direction
 from tierd.device.copier import Copier
-from tierd.device.frames import Attach, Bring, Copy, Detach, Map, Pin, Reply, Request, Unpin
+from tierd.device.frames import (
+    Attach,
+    Bring,
+    Copy,
+    Detach,
+    Map,
+    Pin,
+    Reply,
+    Request,
+    Unmap,
+    Unpin,
+)
 from tierd.device.host import HostDevice
 from tierd.exports import HOST_UUID, Export, ExportKind, PageLayout, Part, unpack_runs
 from tierd.limits import pinning_limits
@@ -75,6 +86,9 @@ class Process:
                 self._run(self._pinning, self._pin, serial)
             case Unpin(serial):
                 self._run(self._pinning, self._unpin, serial, request.call)
+            case Unmap(serial):
+                # After what was to be done with it before.
+                self._run(self._pinning, self._unmap, serial)
             case Attach():
                 brought, self._brought = self._brought, []
                 self._run(self._opening, self._attach, request.call, request.ask, brought)
@@ -160,6 +174,17 @@ class Process:
                 # It would write to pages that are no longer the segment's.
                 self._leave(f"cannot unpin host memory: {error}")
         self._report(call)
+
+    def _unmap(self, serial: int) -> None:
+        assert serial not in self._pinned
+        self._wanted.discard(serial)
+        self._loop.call_soon_threadsafe(self._forget, serial)
+
+    def _forget(self, serial: int) -> None:
+        """On the loop, as mapping is: what copies must not cross is what is mapped."""
+        del self._mappings[serial]
+        if self._copier is not None:
+            self._copier.know_memory([m.address for m in self._mappings.values()])
 
     def _report(self, call: int = 0) -> None:
         mapped = sum(mapping.size_bytes for mapping in list(self._mappings.values()))

@@ -28,6 +28,12 @@ class Pin(msgspec.Struct, array_like=True, tag=3):
     serial: int
 
 
+class Unmap(msgspec.Struct, array_like=True, tag=8):
+    """Forget a segment that is no more; it is not pinned."""
+
+    serial: int
+
+
 class Bring(msgspec.Struct, array_like=True, tag=4):
     """A descriptor for the next Attach, in the order of its gate and its exports' parts."""
 
@@ -80,7 +86,7 @@ class Copy(msgspec.Struct, array_like=True, tag=7):
     value: int
 
 
-Ask = Map | Unpin | Pin | Bring | Attach | Detach | Copy
+Ask = Map | Unpin | Pin | Unmap | Bring | Attach | Detach | Copy
 
 
 class Request(msgspec.Struct, array_like=True):

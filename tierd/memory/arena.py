@@ -7,13 +7,14 @@ descriptor and its mappings, here and in the clients: only its memory is given b
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
 
 from tierd.core.space import Space
 from tierd.errors import ConfigError
-from tierd.limits import memory_limit
+from tierd.limits import descriptors_limit, memory_limit
 from tierd.mapping import SharedMapping
 from tierd.memory.ledger import Ledger, LedgerError
 from tierd.memory.placement import Placement
@@ -22,6 +23,10 @@ from tierd.types import Namespace
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4
+
+DESCRIPTORS_LEFT = 64
+"""Descriptors, or a quarter of all, that segments leave for the rest of the daemon, which would
+not live without them: sessions, files of tiers, the kernel's word on memory."""
 
 
 class Segment:
@@ -50,9 +55,16 @@ class Segment:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             ledger = Ledger.create(namespace, index, slots, os.fstat(fd).st_ino)
+        except OSError:
+            os.close(fd)
+            raise
+        try:
+            if fd >= _descriptors() or ledger.fd >= _descriptors():
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return cls(fd, size_bytes, ledger)
         except OSError:
             os.close(fd)
+            os.close(ledger.fd)
             raise
 
     @classmethod
@@ -67,6 +79,11 @@ class Segment:
             raise LedgerError("its segment has another size, or could be cut")
         return cls(fd, size_bytes, ledger)
 
+    def close(self) -> None:
+        """Close the descriptors; the mappings go with this object."""
+        os.close(self.fd)
+        os.close(self.ledger.fd)
+
     def give_back(self) -> None:
         """Return the memory to the system, once nobody has it pinned."""
         if not self.pins:
@@ -78,29 +95,41 @@ class Arena:
 
     def __init__(self, placement: Placement | None = None) -> None:
         self.placement = placement or Placement()
-        self._segments: dict[bytes, list[Segment]] = {}
+        self._segments: dict[Space, list[Segment]] = {}
 
     def create(self, space: Space, index: int) -> Segment:
         """Make segment `index` usable: a new one, or the hollow one as it is.
 
         Raises OSError, and nothing has changed then.
         """
-        segments = self._segments.setdefault(space.digest, [])
-        if index == len(segments):
-            segment = Segment.create(space.namespace, index, space.slots_per_segment)
-            self.placement.apply(segment.mapping)
-            segments.append(segment)
-        return segments[index]
+        segments = self._segments.get(space, [])
+        if index < len(segments):
+            return segments[index]
+        assert index == len(segments)
+        segment = Segment.create(space.namespace, index, space.slots_per_segment)
+        self.placement.apply(segment.mapping)
+        self._segments.setdefault(space, []).append(segment)
+        return segment
 
     def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
         """Take the segments of a life before over, in the order of their numbers."""
-        assert space.digest not in self._segments
+        assert space not in self._segments
         assert len(segments) == len(space.live)
-        self._segments[space.digest] = list(segments)
+        self._segments[space] = list(segments)
 
     def hollow(self, space: Space, index: int) -> None:
         """Give the memory of a segment back to the system."""
-        self._segments[space.digest][index].give_back()
+        self._segments[space][index].give_back()
+
+    def end(self, space: Space) -> Sequence[Segment]:
+        """Let the segments of a space go; their descriptors are closed.
+
+        Whoever else has one mapped keeps its mapping, and finds zeros.
+        """
+        gone = self._segments.pop(space, [])
+        for segment in gone:
+            segment.close()
+        return gone
 
     def keep_hollow(self, space: Space) -> None:
         """Give back what clients that faulted hollow segments in have made them hold again."""
@@ -110,7 +139,7 @@ class Arena:
 
     def move(self, space: Space, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks and their records from slot to slot; nobody may hold either slot."""
-        segments, per = self._segments[space.digest], space.slots_per_segment
+        segments, per = self._segments[space], space.slots_per_segment
         for slot, target in pairs:
             self.view(space, target)[:] = self.view(space, slot)
             there = segments[target // per].ledger
@@ -119,17 +148,17 @@ class Arena:
     def forget(self, space: Space, slots: Sequence[int]) -> None:
         """Take evicted slots out of the ledger, before their bytes change."""
         for index, places in space.by_segment(slots).items():
-            self._segments[space.digest][index].ledger.forget(places)
+            self._segments[space][index].ledger.forget(places)
 
     def segments(self, space: Space) -> Sequence[Segment]:
         """The segments of a space, hollow ones included, by index."""
-        return self._segments.get(space.digest, ())
+        return self._segments.get(space, ())
 
     def view(self, space: Space, slot: int) -> memoryview:
         """All bytes of one slot."""
         index, place = divmod(slot, space.slots_per_segment)
         start = place * space.slot_bytes
-        return self._segments[space.digest][index].mapping.view[start : start + space.slot_bytes]
+        return self._segments[space][index].mapping.view[start : start + space.slot_bytes]
 
     @property
     def populated_bytes(self) -> int:
@@ -140,9 +169,15 @@ class Arena:
         """Close the descriptors; the mappings go with the process."""
         for many in self._segments.values():
             for segment in many:
-                os.close(segment.fd)
-                os.close(segment.ledger.fd)
+                segment.close()
         self._segments.clear()
+
+
+def _descriptors() -> int:
+    """Numbers of descriptors below which segments may have theirs: the lowest free ones are used
+    first, so that the number of a new one tells how many there are."""
+    most = descriptors_limit()
+    return most - min(DESCRIPTORS_LEFT, most // 4)
 
 
 def check_capacity(capacity_bytes: int) -> None:

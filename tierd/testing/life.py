@@ -8,10 +8,12 @@ what contradicts it is a violation.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Final
 
 from tierd.config import PrefetchPolicy
@@ -21,6 +23,7 @@ from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier, opened
 from tierd.daemon.warming import Pace, Want, Warming
 from tierd.errors import RemoteProtocolError
+from tierd.memory.arena import Segment
 from tierd.testing.connection import Connection
 from tierd.testing.faulty import NO_FAULTS, Fault
 from tierd.testing.keeper import Keeper
@@ -33,6 +36,10 @@ from tierd.wire.frames import HEAD_BYTES, FrameDecoder
 
 REPLY_SLACK_S: Final = 0.001
 """Virtual time past a call's deadline: turns of the loop take none, so this is generous."""
+
+SEGMENTS_FAIL_CHANCE: Final = 0.2
+SEGMENT_FAIL_CHANCE: Final = 0.3
+"""Lives in which segments fail, and how many of them."""
 
 CHECK_EVERY: Final = 8
 """Deliveries per full check of the daemon's invariants, which costs more than a frame."""
@@ -89,6 +96,8 @@ class Life:
         world.withheld = world.withheld or withheld
         self._withheld = world.withheld if lasts else withheld
         self._note_withheld()
+        if faulty:
+            self._have_segments_fail()
         self.node.lives.begin()
         self.accepting = False
         self.dead = False
@@ -101,6 +110,21 @@ class Life:
         self._drain_s = 0.0
         self._left = 0
         self._task = world.loop.create_task(self._run(), name="daemon")
+
+    def _have_segments_fail(self) -> None:
+        """In some lives the system now and then has no memory segment to give."""
+        world, arena = self.world, self.node.memory.arena
+        random, create = Random(f"segments of {world.seed} at {world.now_ns()}"), arena.create
+        if random.random() > SEGMENTS_FAIL_CHANCE:
+            return
+
+        def failing(space: Space, index: int) -> Segment:
+            if index == len(arena.segments(space)) and random.random() < SEGMENT_FAIL_CHANCE:
+                world.counts["failed_segments"] += 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return create(space, index)
+
+        arena.create = failing  # type: ignore[method-assign]  # the system in the place of itself
 
     def _note_withheld(self) -> None:
         """What a tier is not to get, since another node has flushed it, counts as what it has."""

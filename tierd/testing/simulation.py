@@ -27,6 +27,7 @@ from tierd.testing.faulty import Fault, FaultPlan
 from tierd.testing.keeper import Keeper
 from tierd.testing.life import Life
 from tierd.testing.loop import SimulationLoop, run_simulation
+from tierd.testing.passing import run_resets
 from tierd.testing.readers import run_readers
 from tierd.testing.succession import next_life
 from tierd.testing.world import ROOT, Account, Hostility, Plan, TierPlan, Violation, World
@@ -256,6 +257,7 @@ async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
         if plan.hostility is Hostility.NONE:
             group.create_task(_flushes(world, plan, over))
         group.create_task(_warms(world, plan, over))
+        group.create_task(run_resets(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")

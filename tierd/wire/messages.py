@@ -270,6 +270,14 @@ class Inventory(NamedTuple):
     source: int
 
 
+class Unregister(NamedTuple):
+    """The client uses a handle no more, and has nothing of it mapped; `worthless` says that nobody
+    will ask for the namespace's blocks again."""
+
+    handle: int
+    worthless: bool
+
+
 class Welcome(NamedTuple):
     version: int
     epoch: bytes
@@ -418,6 +426,7 @@ FromClient = (
     | Teach
     | Explain
     | Inventory
+    | Unregister
 )
 FromDaemon = (
     Welcome
@@ -468,6 +477,7 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Teach: 24,
     Explain: 25,
     Inventory: 26,
+    Unregister: 27,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -511,7 +521,7 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset(range(1, 27))
+FROM_CLIENT: Final = frozenset(range(1, 28))
 FROM_DAEMON: Final = frozenset(range(64, 82))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack

@@ -313,16 +313,16 @@ def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
             )
 
 
+_NO_FIELDS: Final = frozenset({"digest", "blocks", "memory_bytes", "sessions"})
+"""What a status has of a namespace besides its fields."""
+
+
 def look_at_namespaces(status: Mapping[str, object]) -> Iterator[Finding]:
     """Engines that could share blocks, and do not for one field."""
     used = [space for space in tables(status["namespaces"]) if space["sessions"]]
     for at, one in enumerate(used):
         for other in used[at + 1 :]:
-            differ = {
-                name
-                for name in one
-                if one[name] != other[name] and name not in ("digest", "blocks", "sessions")
-            }
+            differ = {name for name in one if one[name] != other[name] and name not in _NO_FIELDS}
             told = [name for name in _TOLD if name in differ]
             if not told or differ - set(_MUST_AGREE):
                 continue

@@ -1,0 +1,61 @@
+"""Whether anybody can have changed what an engine computes since it was started.
+
+vLLM resets its caches when it pauses, for weights that may be replaced then, or stay. What runs in
+the engine's own processes is vLLM's code alone (`vllm_fields` refuses workers that are others'), so
+only a call from outside can replace weights, or the model's code, and all of them take one way,
+`EngineCore.collective_rpc`. An engine that has had none is what it was at its start. In a process
+of its user's own, or with workers that its user can reach (Ray), nobody can tell.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import weakref
+from collections.abc import Callable
+from functools import wraps
+
+_HARMLESS = frozenset({"compute_weight_checksums", "update_max_model_len"})
+"""What vLLM's core itself calls by this way."""
+
+_told: weakref.WeakSet[Callers] = weakref.WeakSet()
+_watched: set[type] = set()
+
+
+class Callers:
+    """Has `called` called before each call from outside; `watch` says whether that is so."""
+
+    def __init__(self, called: Callable[[str], None]) -> None:
+        self._called = called
+
+    def note(self, method: object) -> None:
+        """The engine's workers are about to be called."""
+        if method not in _HARMLESS:
+            self._called(method if isinstance(method, str) else "a function of the caller's")
+
+    def watch(self, executor: object) -> bool:
+        """Hear of all calls from now on. False if there may be others, by the engine's setting
+        `distributed_executor_backend`, or by where it runs."""
+        process = multiprocessing.current_process()
+        alone = multiprocessing.parent_process() is not None
+        if not alone or not process.name.startswith("EngineCore") or executor not in ("uni", "mp"):
+            return False
+        core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+        rpc = vars(core).get("collective_rpc") if core is not None else None
+        if core is None or rpc is None:
+            return False
+        if core not in _watched:
+            _watched.add(core)
+            core.collective_rpc = _noting(rpc)
+        _told.add(self)
+        return True
+
+
+def _noting(rpc: Callable[..., object]) -> Callable[..., object]:
+    @wraps(rpc)
+    def noting(self: object, method: object, *more: object, **named: object) -> object:
+        for callers in list(_told):
+            callers.note(method)
+        return rpc(self, method, *more, **named)
+
+    return noting
