@@ -257,7 +257,7 @@ def _commit(model: ModelConfig) -> str | None:
     The commit that a model's config may name is that of the repository of the config, which
     can be another one.
     """
-    revision = model.revision
+    revision: str | None = model.revision
     repository = getattr(revision, "_repo_id", None)
     if repository not in (None, model.model):
         return None
