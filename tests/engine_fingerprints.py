@@ -147,7 +147,9 @@ def _try(
         args = EngineArgs(**given)
         if online:
             args.model = model
-        config = pickle.loads(pickle.dumps(args.create_engine_config()))
+        config = args.create_engine_config()
+        if online:
+            config = pickle.loads(pickle.dumps(config))
     except Exception as error:  # a version's own way to say no
         return f"not to be had: {type(error).__name__}: {error}"
     config.model_config.model_weights = bucket
