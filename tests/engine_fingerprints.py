@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -112,6 +113,7 @@ def _cases(directory: Path, home: Path) -> dict[str, Callable[[], str]]:
         cases[f"hub, config elsewhere, {commit}"] = partial(
             _hub, directory, home, commit, elsewhere
         )
+    cases |= _named(directory, home)
     cases["class"] = partial(_try, model, {"model_class_overrides": CLASS})
     return cases
 
@@ -122,8 +124,11 @@ def _try(
     variables: dict[str, str] | None = None,
     *,
     watched: bool = True,
+    online: bool = False,
     **extra: object,
 ) -> str:
+    """The fingerprint. Where no hub can be reached vLLM puts a snapshot's path in the place of a
+    repository's name, unless the engine is to think that it is `online`."""
     from vllm.engine.arg_utils import EngineArgs
 
     from tierd_connectors.vllm_namespace import RefusedError, fingerprint_of
@@ -139,7 +144,12 @@ def _try(
     }
     bucket = given.pop("model_weights", "")
     try:
-        config = EngineArgs(**given).create_engine_config()
+        args = EngineArgs(**given)
+        if online:
+            args.model = model
+        config = args.create_engine_config()
+        if online:
+            config = pickle.loads(pickle.dumps(config))
     except Exception as error:  # a version's own way to say no
         return f"not to be had: {type(error).__name__}: {error}"
     config.model_config.model_weights = bucket
@@ -177,14 +187,47 @@ def _hub(directory: Path, home: Path, commit: str, arguments: dict[str, object])
         return f"refused: {error}"
 
 
-def _publish(home: Path, repository: str, commit: str, config: bytes) -> None:
-    """Make `commit` the newest of a repository in the local cache."""
+def _named(directory: Path, home: Path) -> dict[str, Callable[[], str]]:
+    """Models, drafts and an engine with adapters by the names of repositories in the cache of the
+    hub, in each of the ways that name the same commit. Workers get pickled configs."""
+    config = (directory / "config.json").read_bytes()
+    named, plain, draft = "org/named", "named", "org/draft"
+    commits = {named: "e" * 40, plain: "f" * 40, draft: "d" * 40}
+    path = {name: str(_publish(home, name, sha, config)) for name, sha in commits.items()}
+    _publish(home, named, commits[named], config, ref="v1")
+    lora: dict[str, object] = {"enable_lora": True}
+
+    def drafting(model: str, revision: str | None = None) -> dict[str, object]:
+        given = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
+        return {"speculative_config": {**given, "revision": revision}}
+
+    return {
+        "named, path": partial(_try, path[named], {}),
+        "named": partial(_try, named, {}, online=True),
+        "named, offline": partial(_try, named, {}),
+        "named, tag": partial(_try, named, {"revision": "v1"}, online=True),
+        "named, tag, offline": partial(_try, named, {"revision": "v1"}),
+        "named, commit": partial(_try, named, {"revision": commits[named]}, online=True),
+        "no owner, path": partial(_try, path[plain], {}),
+        "no owner": partial(_try, plain, {}, online=True),
+        "named, lora, path": partial(_try, path[named], lora),
+        "named, lora": partial(_try, named, lora, online=True),
+        "named, draft, path": partial(_try, path[named], drafting(path[draft])),
+        "named, draft": partial(_try, named, drafting(draft), online=True),
+        "named, draft, offline": partial(_try, named, drafting(draft)),
+        "named, draft, commit": partial(_try, named, drafting(draft, commits[draft]), online=True),
+    }
+
+
+def _publish(home: Path, repository: str, commit: str, config: bytes, *, ref: str = "main") -> Path:
+    """Make `commit` the newest of a branch of a repository in the local cache; its snapshot."""
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)
     (snapshot / "config.json").write_bytes(config)
     (folder / "refs").mkdir(exist_ok=True)
-    (folder / "refs" / "main").write_text(commit)
+    (folder / "refs" / ref).write_text(commit)
+    return snapshot
 
 
 def _override(theta: float) -> Callable[[object], object]:

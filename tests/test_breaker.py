@@ -27,7 +27,7 @@ from tests.breaker_rig import (
     Rig,
     simulated,
 )
-from tierd.backend import Outcome, PutRequest
+from tierd.backend import BackendStats, Outcome, PutRequest
 from tierd.errors import BackendError
 from tierd.testing.suite import NAMESPACE, scanned
 
@@ -448,3 +448,24 @@ async def test_blamed_reads_and_a_dead_tier(rig: Rig) -> None:
         await asyncio.sleep(0.1)
     assert missed == 1
     assert rig.reads() == "open"
+
+
+@simulated
+async def test_why_blocks_fail_is_told_as_long_as_they_do(rig: Rig) -> None:
+    """A tier whose writes all fail would say that so many failed, and an operator have to guess."""
+    rig.tier.writes = replace(OK, outcomes=[ERROR] * 4)
+    rig.tier.stats = lambda: BackendStats(trouble="/store: gone")  # type: ignore[method-assign]
+    told = [rig.breaker.why]
+    for _ in range(3):
+        await rig.put(4)
+    assert rig.breaker.failing
+    told.append(rig.breaker.why)
+    await asyncio.sleep(PROBE_S + 1)
+    await rig.put(4)
+    told.append(rig.breaker.why)
+    rig.tier.writes = OK
+    await asyncio.sleep(PROBE_S + 1)
+    await rig.put(4)
+    assert not rig.breaker.failing
+    why = "4 of 4 blocks failed: /store: gone"
+    assert [*told, rig.breaker.why] == ["", why, why, ""]

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -1144,3 +1145,72 @@ async def test_log_names_the_mode(tmp_path, caplog):
         assert ("O_DIRECT" if backend.direct else "page cache") in caplog.text
     block = make_block("log", ROOT, BLOCK_BYTES)
     assert block.parent == ROOT
+
+
+def _removed(path):
+    shutil.rmtree(path)
+
+
+def _emptied(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def _moved(path):
+    path.rename(path.with_name("moved"))
+
+
+def _replaced(path):
+    path.rename(path.with_name("moved"))
+    (path / "marks").mkdir(parents=True)
+    (path / "LOCK").touch()
+
+
+@pytest.mark.parametrize("lose", [_removed, _emptied, _moved, _replaced])
+async def test_a_directory_that_is_lost(tmp_path, monkeypatch, lose):
+    """Blocks and marks would go where no restart finds them, or nowhere, and nobody would know."""
+    monkeypatch.setattr(_space, "OURS_S", 0.0)
+    path = tmp_path / "store"
+    capacity = 8 * slab_bytes(8, SLOT_BYTES)
+    blocks, more = make_chain("lost", 4, BLOCK_BYTES), make_chain("more", 16, BLOCK_BYTES)
+    async with running(path, capacity=capacity) as backend:
+        await backend.add_mark("there")
+        await put(backend, blocks)
+        lose(path)
+        told = r"store (was moved or removed|is another directory).*restart tierd"
+        for asked in (
+            put(backend, more),
+            backend.add_mark("new"),
+            backend.drop_marks(["there"]),
+            backend.marks(),
+        ):
+            with pytest.raises(BackendError, match=told):
+                await asked
+        # What is open can be read.
+        assert await get(backend, blocks) == [Outcome.HIT] * 4
+        assert not list(path.rglob("*.slab"))
+        assert not list(path.rglob("new"))
+        if path.with_name("moved").exists():
+            shutil.rmtree(path, ignore_errors=True)
+            path.with_name("moved").rename(path)
+            assert await put(backend, more) == [Outcome.STORED] * 16
+            assert await backend.marks() == ["there"]
+
+
+async def test_a_disk_that_takes_no_slab(tmp_path, monkeypatch):
+    """A tier whose every write fails would look full, and be called ready."""
+    async with running(tmp_path) as backend:
+        failing = [OSError(errno.EACCES, "Permission denied", "a folder")]
+
+        def create(*_, **__):
+            raise failing[0]
+
+        monkeypatch.setattr(Slab, "create", create)
+        blocks = make_chain("no slab", 4, BLOCK_BYTES)
+        assert await put(backend, blocks) == [Outcome.ERROR] * 4
+        assert "Permission denied: 'a folder'" in backend.stats().trouble
+        assert await put(backend, blocks) == [Outcome.ERROR] * 4
+        failing[0] = OSError(errno.ENOSPC, "No space left on device")
+        backend._space._grow_after = 0.0
+        assert await put(backend, blocks) == [Outcome.REFUSED] * 4
+        assert await put(backend, blocks) == [Outcome.REFUSED] * 4

@@ -17,6 +17,7 @@ import redis
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.fake_s3 import BUCKET, FakeS3
+from tests.proxy import Proxy
 from tests.redis_servers import READY_S, RedisCluster, RedisServer
 from tierd.backend import BlockHeader, checksum, pack_header
 from tierd.core.epochs import Mark, pack_mark, scope_of
@@ -278,3 +279,42 @@ def test_what_a_disk_did_not_give_for_a_while(tmp_path: Path) -> None:
         # And the next flush finds it, and makes room.
         assert flush(daemon)["tiers"][0]["blocks"] == 40
         assert list(store.glob("*/*.slab")) == []
+
+
+def test_a_flush_amid_a_failover(tmp_path: Path) -> None:
+    """A flush whose mark only a replica has, or the master of before, would be undone."""
+    quick = ("--repl-diskless-sync-delay", "0")
+    with (
+        RedisServer(tmp_path / "a", *quick) as old,
+        RedisServer(tmp_path / "b", *quick) as new,
+        Proxy(("127.0.0.1", old.port)) as address,
+        old.client() as old_client,
+        new.client() as new_client,
+    ):
+        new_client.replicaof("127.0.0.1", old.port)
+        table = redis_table(f"redis://127.0.0.1:{address.port}", "probe_ms = 200")
+        with DaemonProcess(tmp_path, capacity="64MiB", storage=table) as daemon:
+            daemon.wait_tier("r", "ready")
+            fill(daemon)
+            deadline = time.monotonic() + READY_S
+            while new_client.dbsize() < 41:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            marks = new_client.smembers("tierd:marks")
+            new_client.replicaof("NO", "ONE")
+            old_client.replicaof("127.0.0.1", new.port)
+            told = flush(daemon)
+            assert not told["complete"]
+            assert "is a replica" in told["tiers"][0]["why"]
+            assert new_client.smembers("tierd:marks") == marks
+            address.target = ("127.0.0.1", new.port)
+            told = flush(daemon)
+            while not told["complete"]:
+                # Until its breaker has found out that the address leads to a master now.
+                assert time.monotonic() < deadline + READY_S, told
+                told = flush(daemon)
+            assert new_client.smembers("tierd:marks") - marks
+            assert had(daemon) == 0
+            fill(daemon)
+            assert new_client.dbsize() == 41
+            daemon.wait_tier("r", "ready")

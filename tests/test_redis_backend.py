@@ -328,9 +328,9 @@ async def test_cancel_while_connecting(server, monkeypatch):
     release = threading.Event()
     connect = Connector.connect
 
-    def stuck(self, address):
+    def stuck(self, address, **more):
         release.wait(60)
-        return connect(self, address)
+        return connect(self, address, **more)
 
     async with running(server.options(), prefix="stuck") as backend:
         blocks = make_chain("stuck", 8, 512 << 10)

@@ -29,7 +29,7 @@ from tierd.core.hints import Hint
 from tierd.core.writes import Moment
 from tierd.daemon.reload import LIVE, RESTART, Reloader, differences, take_effect, take_over
 from tierd.daemon.server import Server
-from tierd.errors import ConfigError
+from tierd.errors import BackendError, ConfigError
 from tierd.types import HASH_BYTES
 
 WAIT_S = 20.0
@@ -358,6 +358,37 @@ def test_tiers_that_come_and_go_need_a_restart() -> None:
     new.storage[1].name = "lower"
     (change,) = differences(old, new)
     assert change == ("storage", False, "lower, upper", "upper, lower")
+
+
+class Keyed(Tier):
+    """A tier with keys outside of the configuration, the first of which cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reloads = 0
+
+    async def reload(self) -> None:
+        self.reloads += 1
+        if self.reloads == 1:
+            raise BackendError("no such file")
+
+
+def test_a_reload_has_tiers_read_their_keys_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """Rotated keys would be taken up only once the old ones are denied, or by a restart."""
+    running, raw = configured(), Keyed()
+
+    async def test(bench: Bench) -> None:
+        reloader = Reloader(
+            running, configured, bench.node, Server(bench.node, SystemClock(), frozenset())
+        )
+        reloader._read = configured  # type: ignore[method-assign]  # its tiers are of no installed type
+        assert [await reloader.reload() for _ in range(2)] == ["", ""]
+
+    run(test, *running.storage, raw=[raw, *(Tier() for _ in running.storage[1:])])
+    assert raw.reloads == 2
+    assert [
+        r.getMessage() for r in caplog.records if "reload failed: no such file" in r.getMessage()
+    ]
 
 
 def test_no_secret_is_logged() -> None:

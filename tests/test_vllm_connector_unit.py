@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.fake_client import FakeClient, FakeDaemon
 from tierd.errors import ConfigError
 from tierd.types import FORMAT_VERSION, Namespace
+from tierd_connectors import vllm_guard
 from tierd_connectors.vllm_guard import Boundary, guarded
 from tierd_connectors.vllm_hints import NOTHING, SECONDS_MAX, TOLD_MAX, HintReader, RequestHints
 from tierd_connectors.vllm_layout import LayoutError, PageMap, TensorView, blocks_of
@@ -1124,8 +1126,13 @@ def test_stop_is_quick(mill: Mill) -> None:
 # The boundary, the settings, the weights
 
 
-def test_error_becomes_a_miss_and_repeated_ones_switch_off() -> None:
-    """A bug of ours would end the engine."""
+@pytest.mark.parametrize(("apart_s", "off"), [(1, True), (299, True), (301, False)])
+def test_error_becomes_a_miss_and_repeated_ones_switch_off(
+    monkeypatch: pytest.MonkeyPatch, apart_s: int, off: bool
+) -> None:
+    """A bug of ours would end the engine, or three in months end all reuse."""
+    times = itertools.count(1000, apart_s)
+    monkeypatch.setattr(vllm_guard, "time", SimpleNamespace(monotonic=lambda: next(times)))
 
     class Owner:
         def __init__(self) -> None:
@@ -1138,7 +1145,8 @@ def test_error_becomes_a_miss_and_repeated_ones_switch_off() -> None:
     owner = Owner()
     assert [owner.work() for _ in range(4)] == [7] * 4
     assert owner.boundary.errors == 4
-    assert "KeyError" in owner.boundary.off
+    assert ("3 errors within 10 minutes" in owner.boundary.off) == off
+    assert ("KeyError" in owner.boundary.off) == off
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,6 +367,9 @@ def test_snapshot_path_and_repository_name_agree(tmp_path: Path) -> None:
     path = tmp_path / "hub" / "models--org--name" / "snapshots" / commit
     model_directory(path)
     assert identify(facts(path), None) == identify(facts("org/name", commit=commit), None)
+    path = tmp_path / "hub" / "models--name" / "snapshots" / commit
+    path.mkdir(parents=True)
+    assert identify(facts(path), None) == identify(facts("name", commit=commit), None)
 
 
 def test_unidentified_weights_are_refused(tmp_path: Path) -> None:
@@ -561,8 +564,11 @@ def test_a_commit_is_that_of_the_weights() -> None:
     assert vllm_namespace._commit(model) == "a" * 40
     model.model = "org/other"
     assert vllm_namespace._commit(model) is None
-    model.revision = None
-    assert vllm_namespace._commit(model) is None
+    for unknown in (None, "main", "a" * 39):
+        model.revision = unknown
+        assert vllm_namespace._commit(model) is None
+    model.revision = "b" * 40
+    assert vllm_namespace._commit(model) == "b" * 40
 
 
 # Requests

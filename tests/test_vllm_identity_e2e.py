@@ -197,7 +197,15 @@ REFUSED = {
     "chance": "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "not watched": "VLLM_PLUGINS",
 }
-EQUAL = (("rope", "function"), *((f"hub, {n}", f"hub, config elsewhere, {n}") for n in ("first",)))
+EQUAL = (
+    ("rope", "function"),
+    ("hub, first", "hub, config elsewhere, first"),
+    *(("named, path", f"named{how}") for how in ("", ", offline", ", tag", ", commit")),
+    ("named, path", "named, tag, offline"),
+    ("no owner, path", "no owner"),
+    ("named, lora, path", "named, lora"),
+    *(("named, draft, path", f"named, draft{how}") for how in ("", ", offline", ", commit")),
+)
 
 
 def fingerprints(models: Path, home: Path, *cases: str) -> dict[str, str]:
@@ -229,5 +237,7 @@ def test_each_setting_s_fingerprint(models: Path, tmp_path: Path) -> None:
     counted = {name: value for name, value in found.items() if name not in SAME[1:]}
     assert len(set(counted.values())) == len(counted), counted
     assert found["hub, first"] == "hf:" + "a" * 40
+    assert found["named, path"].startswith("hf:" + "e" * 40)
+    assert found["no owner, path"].startswith("hf:" + "f" * 40)
     again = fingerprints(models, tmp_path, "base", "draft", "quantized, ignoring", "function")
     assert again == {name: found[name if name != "function" else "rope"] for name in again}

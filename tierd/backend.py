@@ -93,6 +93,8 @@ class BackendStats:
     used_bytes: int = 0
     capacity_bytes: int = 0
     index_complete: bool = True
+    trouble: str = ""
+    """Why blocks last had the outcome ERROR, in one line for operators; empty if none had it."""
 
 
 SCANNED_MAX = 1024
@@ -329,6 +331,11 @@ class Backend(ABC):
     @abstractmethod
     async def drop_marks(self, marks: Sequence[str]) -> None:
         """Forget marks; some may be gone already."""
+
+    async def reload(self) -> None:
+        """Read anew what lies outside of the configuration, such as keys that were rotated: calls
+        that begin from now on go by it. Raises BackendError; then all stays as it was."""
+        return
 
     @abstractmethod
     def stats(self) -> BackendStats:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tierd.errors import ConfigError
+from tierd.errors import BackendError, ConfigError
 from tierd.types import PAGE_BYTES, SCOPE_BYTES
 
 _UNBOUNDED_BYTES = 1 << 62
@@ -77,6 +77,23 @@ class StoreDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    def check_ours(self) -> None:
+        """Raise BackendError if the path leads to another directory by now, or to none, or somebody
+        has removed the lock: what is kept there would not be found again, or be another's."""
+        try:
+            found = os.stat(self.path / "LOCK")
+        except (FileNotFoundError, NotADirectoryError):
+            what = "was moved or removed, or its disk is not mounted"
+        except OSError:
+            return  # What is tried there will tell.
+        else:
+            if os.path.samestat(found, os.fstat(self._lock_fd)):
+                return
+            what = "is another directory than the one that tierd opened"
+        raise BackendError(
+            f"{self.path} {what}: bring it back, or restart tierd to begin anew there"
+        )
 
     def folders(self) -> dict[Path, list[int]]:
         """Slab numbers by namespace folder, of whole and of half slabs."""

@@ -23,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tierd.errors import BackendError
 from tierd_backends._redis_wire import (
+    WRONG_SERVER,
     ErrorReply,
     Link,
     PlainStream,
@@ -35,6 +36,16 @@ PASSWORD_BYTES_MAX = 4096
 """A password file that is longer is some other file."""
 
 COMMANDS = "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers"
+
+
+_MISPLACED = {
+    "CLUSTERDOWN": "has lost its cluster",
+    "LOADING": "is still loading its data",
+    "MASTERDOWN": "is a replica, and has lost its master",
+    "NOREPLICAS": "has lost its replicas",
+    "READONLY": "is a replica",
+}
+assert _MISPLACED.keys() == WRONG_SERVER
 
 
 class UnreachableError(BackendError):
@@ -101,8 +112,9 @@ class Connector:
         self.access = access
         self._tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
 
-    def connect(self, address: Address) -> Link:
-        """A link that is logged in. Takes a few `silence_s` at most, but for the name's lookup.
+    def connect(self, address: Address, *, ask_role: bool = False) -> Link:
+        """A link that is logged in, with its server's role if that is asked for. Takes a few
+        `silence_s` at most, but for the name's lookup, which is made anew each time.
 
         Raises UnreachableError or DeniedError.
         """
@@ -126,6 +138,8 @@ class Connector:
                 [reply] = link.exchange(sent, 1, time.monotonic() + silence_s)
                 if isinstance(reply, ErrorReply):
                     raise self.refusal(address, str(reply))
+            if ask_role:
+                link.ask_role(time.monotonic() + silence_s)
         except (OSError, WireError) as error:
             link.close()
             raise self.broken(address, error, fresh=True) from error
@@ -246,6 +260,14 @@ class Connector:
         if "closed" in text.lower() or "reset by peer" in text:
             return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
         return UnreachableError(f"{where} says: {text}")
+
+    def misplaced(self, address: Address, reply: ErrorReply) -> UnreachableError:
+        """What a reply of WRONG_SERVER means."""
+        assert reply.code in WRONG_SERVER
+        return UnreachableError(
+            f"the server at {address} {_MISPLACED[reply.code]} ({reply}); tierd connects anew "
+            "until the address leads to a master that takes writes"
+        )
 
     def check(self, address: Address, reply: ErrorReply) -> None:
         """Raise DeniedError for an error that every block would meet."""

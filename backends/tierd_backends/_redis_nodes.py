@@ -18,7 +18,14 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from tierd.errors import BackendError
 from tierd_backends._calls import CalledOffError, Turn
 from tierd_backends._redis_connect import Address, Connector, DeniedError, UnreachableError
-from tierd_backends._redis_wire import ErrorReply, Link, Reply, WireError, command
+from tierd_backends._redis_wire import (
+    WRONG_SERVER,
+    ErrorReply,
+    Link,
+    Reply,
+    WireError,
+    command,
+)
 
 DOWN_S = 1.5
 """How long a node of a cluster that failed is not asked, while the others are. A server alone is
@@ -60,6 +67,7 @@ class Node:
         self._idle: list[Link] = []
         self._lost = 0
         self._retired = False
+        self._era = 0
         self._answered = False
         self._down_until = 0.0
         self._why = ""
@@ -83,9 +91,21 @@ class Node:
                 return self._idle.pop()
         return self.connect()
 
-    def connect(self) -> Link:
+    def fresh(self) -> Link:
+        """A new link, which knows its server's role, in the place of the one that has been idle
+        longest: so links do not grow old, and an address that leads elsewhere is noticed."""
+        with self._lock:
+            oldest = self._idle.pop(0) if self._idle else None
+        if oldest is not None:
+            oldest.close()
+        return self.connect(ask_role=True)
+
+    def connect(self, *, ask_role: bool = False) -> Link:
         """A new link; raises UnreachableError or DeniedError."""
-        link = self._connector.connect(self.address)
+        with self._lock:
+            era = self._era
+        link = self._connector.connect(self.address, ask_role=ask_role)
+        link.era = era
         with self._lock:
             again = self._lost > 0
             self._lost -= again
@@ -96,7 +116,7 @@ class Node:
         """Keep a link that is at rest for the next one."""
         link.used = True
         with self._lock:
-            if not self._retired:
+            if not self._retired and link.era == self._era:
                 self._idle.append(link)
                 return
         link.close()
@@ -108,8 +128,10 @@ class Node:
         link.close()
 
     def drop_idle(self) -> None:
-        """Close what is idle: one of its like was closed by the server."""
+        """Close what is idle now, and the others of this era when they are given back: one of them
+        was closed by the server, or leads to the wrong one."""
         with self._lock:
+            self._era += 1
             idle, self._idle = self._idle, []
             self._lost += len(idle)
         for link in idle:
@@ -181,7 +203,7 @@ class Nodes:
         Raises UnreachableError, DeniedError or CalledOffError.
         """
         node.admit()
-        link = self._connected(node, node.connect if fresh else node.take)
+        link = self._connected(node, node.fresh if fresh else node.take)
         while True:
             failure: OSError | WireError | None = None
             try:
@@ -206,7 +228,15 @@ class Nodes:
             # The server has restarted, or closes what is idle.
             node.drop_idle()
             link = self._connected(node, node.connect)
-        if link.broken or turn.cancelled:
+        if link.turned_away is not None:
+            node.drop(link)
+            node.drop_idle()
+            if link.turned_away.code in WRONG_SERVER:
+                misplaced = self.connector.misplaced(node.address, link.turned_away)
+                node.went_down(misplaced)
+                raise misplaced
+            # Whoever asked tells what it means; the next link logs in with what holds by then.
+        elif link.broken or turn.cancelled:
             # Of a cancelled call the socket may have been shut after the last byte had come.
             node.drop(link)
         else:
@@ -297,6 +327,13 @@ class Nodes:
                     shape[node.address] = b" ".join(words[8:])
                     moving = moving or any(word.startswith(b"[") for word in words[8:])
         return shape, moving
+
+    def log_in_anew(self) -> None:
+        """Have every call that begins from now on do so over a new link."""
+        with self._lock:
+            nodes = [*self._nodes.values()]
+        for node in nodes:
+            node.drop_idle()
 
     def close(self) -> None:
         """Close every link that is idle now, and the others when they are given back."""

@@ -51,6 +51,17 @@ _CLOSED = "the server closed the connection"
 _CRLF = b"\r\n"
 _NOT_YET = object()
 
+WRONG_SERVER = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY"})
+"""Codes of error replies of a server that is not, or not now, the one to ask."""
+
+DENIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
+"""Codes of error replies to a user who may not do that, or who is another one by now."""
+
+SLOT_WITHOUT_NODE = "Hash slot not served"
+"""In the text of a CLUSTERDOWN that is about one slot: the node is well."""
+
+MASTER = "master"
+
 Reply = Union[bytes, int, None, list["Reply"], "ErrorReply"]
 """What a server says (RESP2); an error is a value, since a pipeline may hold several."""
 
@@ -196,6 +207,12 @@ class Link:
         """Whether it has served before: then its server may have closed it while it was idle."""
         self.broken = False
         """Whether a reply was left unread."""
+        self.era = 0
+        """Links of an earlier era than their node's lead to what may be another server."""
+        self.role = ""
+        """What the server says that it is, MASTER or a replica; empty if it does not say."""
+        self.turned_away: ErrorReply | None = None
+        """A reply of WRONG_SERVER or DENIALS: asking again over this link is in vain."""
         self._stream = stream
         self._reader = hiredis.Reader(
             protocolError=WireError, replyError=ErrorReply, errors="replace", notEnoughData=_NOT_YET
@@ -211,6 +228,41 @@ class Link:
         """
         self._stream.send([commands])
         return self._replies(count, until=until)
+
+    def ask_role(self, until: float) -> None:
+        """Learn the server's role by HELLO, which needs no right. Raises as `exchange` does."""
+        [reply] = self.exchange(command(b"HELLO", b"2"), 1, until)
+        if isinstance(reply, list) and b"role" in reply[:-1]:
+            role = reply[reply.index(b"role") + 1]
+            self.role = role.decode("ascii", "replace") if isinstance(role, bytes) else ""
+
+    def at_master(self, sent: bytes) -> Reply:
+        """The reply to a command whose answer only the master knows. Else an error reply."""
+        if self.role in ("", MASTER):
+            return self.exchange(sent, 1)[0]
+        # It may be one that takes writes, which its master never hears of.
+        self.turned_away = ErrorReply(f"READONLY it is a {self.role}")
+        return self.turned_away
+
+    def members_at_master(self, key: bytes) -> Reply:
+        """The members of a set, or an error reply.
+
+        Of a server that takes no writes it is one, too, by a write that changes nothing: what a
+        replica has, or a master that has been cut off, may be old.
+        """
+        members = command(b"SMEMBERS", key)
+        begun = self.at_master(command(b"MULTI"))
+        if isinstance(begun, ErrorReply):
+            return begun
+        sent = command(b"SREM", key, b"") + members + command(b"EXEC")
+        *queued, done = self.exchange(sent, 3)
+        errors = [reply for reply in (*queued, done) if isinstance(reply, ErrorReply)]
+        if errors and errors[0].code == "MISCONF" and self.role == MASTER:
+            # It cannot save what it has, so it takes no writes; it is the master all the same.
+            return self.exchange(members, 1)[0]
+        if errors:
+            return errors[0]
+        return done[-1] if isinstance(done, list) and done else None
 
     def set_many(self, blocks: Sequence[Given], ttl_ms: int) -> list[Reply]:
         """SET each value, header and payload, whose key does not exist: b"OK", or None if it does.
@@ -364,6 +416,8 @@ class Link:
             try:
                 while len(replies) < count and (reply := gets()) is not _NOT_YET:
                     replies.append(reply)
+                    if isinstance(reply, ErrorReply):
+                        self._note(reply)
             except (MemoryError, TypeError) as error:
                 # hiredis makes room for an array before it comes, and a dict of RESP3's maps.
                 raise WireError("the server sends what no command asks for") from error
@@ -378,6 +432,12 @@ class Link:
             if budget < 0:
                 raise _TooMuchError("the server sends without end")
             self._reader.feed(buffer, 0, received)  # type: ignore[arg-type]  # any buffer will do
+
+    def _note(self, reply: ErrorReply) -> None:
+        """Remember a reply that is about the server, or about who asks."""
+        wrong = reply.code in WRONG_SERVER and SLOT_WITHOUT_NODE not in str(reply)
+        if wrong or reply.code in DENIALS:
+            self.turned_away = reply
 
 
 def command(*words: bytes) -> bytes:

@@ -305,8 +305,8 @@ class Work:
                 self._check(job.keys[number], reply)
         return replies
 
-    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes, *rest: bytes) -> Reply:
-        sent = command(verb, key, *rest)
+    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes) -> Reply:
+        sent = command(verb, key)
         return self._nodes.perform(turn, key, lambda link: link.exchange(sent, 1)[0])
 
     def shape(self, turn: Turn[ShapeJob]) -> None:
@@ -315,10 +315,14 @@ class Work:
             job.shape = self._nodes.shape(turn)
 
     def marks(self, turn: Turn[MarksJob]) -> None:
-        """Do something with the set of marks. Raises UnreachableError."""
+        """Do something with the set of marks, at the master, and at the one that the address leads
+        to now. Raises UnreachableError."""
         while (job := turn.take()) is not None:
             verb, *rest = job.words
-            job.reply = self._one(turn, verb, self.marks_key, *rest)
+            operation = partial(Link.members_at_master, key=self.marks_key)
+            if verb != b"SMEMBERS":
+                operation = partial(Link.at_master, sent=command(verb, self.marks_key, *rest))
+            job.reply = self._nodes.perform(turn, self.marks_key, operation, fresh=True)
 
     def page(self, turn: Turn[PageJob]) -> None:
         """Read the headers of the next page of blocks. Raises UnreachableError."""

@@ -1,12 +1,19 @@
 """What botocore knows for the S3 tier: credentials, region, and where a bucket is.
 
-The only module that imports botocore, which takes half a second; `open` imports it. One
-session is made, by one thread, and asked only for credentials after that.
+The only module that imports botocore, which takes half a second; `open` imports it. A session is
+made by one thread, and asked only for credentials after that. A server that denies may know other
+keys by now, so credentials are looked for anew then, in a session that remembers nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import ssl
+import stat
+import threading
+import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,6 +25,17 @@ import botocore.session
 from tierd.errors import BackendError
 from tierd_backends._s3_http import Address
 from tierd_backends._s3_sign import Credentials
+
+RENEW_S = 2.0
+"""Least time between two looks for other credentials after denials: a role's come from a service
+of the instance's, and a batch may be denied once a block."""
+
+KEY_FILE_BYTES_MAX = 16 << 10
+"""A file of keys that is longer is some other file; tokens have up to 4 KiB."""
+
+_KEY_FILE = re.compile(r"\s*([!-~]+)\s+([!-~]+)(?:\s+([!-~]+))?\s*", re.ASCII)
+
+_log = logging.getLogger("tierd_backends.s3")
 
 DEFAULT_REGION = "us-east-1"
 """What a server of one's own expects, and where AWS looks if it is not told."""
@@ -32,6 +50,7 @@ class Wishes(NamedTuple):
     style: str
     access_key: str
     secret_key: str
+    key_file: str
     profile: str
     tls_ca: str
 
@@ -47,7 +66,10 @@ class Account:
         try:
             session = botocore.session.Session(profile=wishes.profile or None)
             self.region = wishes.region or session.get_config_variable("region") or DEFAULT_REGION
-            self._source = self._find_credentials(session, wishes)
+            self._wishes = wishes
+            self._source = _find_credentials(session, wishes)
+            self._renewing = threading.Lock()
+            self._renewed_s = -RENEW_S
             url = urlsplit(self._object_url(session, wishes))
             bundle = wishes.tls_ca or session.get_config_variable("ca_bundle") or None
             self.credentials()
@@ -71,19 +93,34 @@ class Account:
             raise BackendError(f"credentials cannot be renewed: {error}") from error
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
-    @staticmethod
-    def _find_credentials(
-        session: botocore.session.Session, wishes: Wishes
-    ) -> botocore.credentials.Credentials:
-        if wishes.access_key:
-            return botocore.credentials.Credentials(wishes.access_key, wishes.secret_key)
-        found = session.get_credentials()
-        if found is None:
-            raise BackendError(
-                "no S3 credentials found: set access_key and secret_key, or profile, or "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the instance a role"
-            )
-        return found
+    def read_anew(self) -> None:
+        """Look for credentials anew, as after a rotation. Blocks. Raises BackendError, and keeps
+        those that there were."""
+        with self._renewing:
+            self._read()
+
+    def others_than(self, denied: Credentials) -> bool:
+        """Whether there are other credentials by now than those that were denied. Blocks while
+        they are looked for, which is done every RENEW_S at most."""
+        with self._renewing:
+            try:
+                if self.credentials() != denied:
+                    return True
+                if time.monotonic() - self._renewed_s < RENEW_S:
+                    return False
+                self._read()
+                return self.credentials() != denied
+            except BackendError as error:
+                _log.warning("%s", error)
+                return False
+
+    def _read(self) -> None:
+        self._renewed_s = time.monotonic()
+        try:
+            session = botocore.session.Session(profile=self._wishes.profile or None)
+            self._source = _find_credentials(session, self._wishes)
+        except botocore.exceptions.BotoCoreError as error:
+            raise BackendError(f"credentials cannot be read anew: {error}") from error
 
     def _object_url(self, session: botocore.session.Session, wishes: Wishes) -> str:
         """URL of the object "k". For AWS, botocore's endpoint rules know it; they take 0.3 s."""
@@ -109,6 +146,42 @@ class Account:
         client.close()
         assert isinstance(url, str)
         return url
+
+
+def _find_credentials(
+    session: botocore.session.Session, wishes: Wishes
+) -> botocore.credentials.Credentials:
+    if wishes.key_file:
+        return botocore.credentials.Credentials(*_read_key_file(wishes.key_file))
+    if wishes.access_key:
+        return botocore.credentials.Credentials(wishes.access_key, wishes.secret_key)
+    found = session.get_credentials()
+    if found is None:
+        raise BackendError(
+            "no S3 credentials found: set access_key and secret_key, or key_file, or profile, or "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the instance a role"
+        )
+    return found
+
+
+def _read_key_file(path: str) -> Credentials:
+    """What a file of keys holds. Raises BackendError, which shows nothing of it."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="ascii") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IRWXO:
+                raise BackendError(
+                    f"every user of this machine may use key_file {path}: chmod o= {path}"
+                )
+            match = _KEY_FILE.fullmatch(file.read(KEY_FILE_BYTES_MAX))
+    except (OSError, UnicodeDecodeError) as error:
+        told = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BackendError(f"key_file {path} cannot be read: {told}") from error
+    if match is None:
+        raise BackendError(
+            f"key_file {path} does not hold an access key and a secret key, each on a line"
+        )
+    return Credentials(match[1], match[2], match[3] or "")
 
 
 def _tls_context(bundle: str | None) -> ssl.SSLContext:

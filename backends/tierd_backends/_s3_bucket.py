@@ -20,16 +20,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
-from xml.etree import ElementTree
 
 import xxhash
 
-from tierd.backend import HEADER_BYTES, BlockHeader, match_header
+from tierd.backend import HEADER_BYTES, BlockHeader, match_header, unpack_header
 from tierd.errors import BackendError
 from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
-from tierd_backends._s3_failure import ERROR_BYTES_MAX, Kind, S3Error, code_of, failure
+from tierd_backends._s3_failure import (
+    ERROR_BYTES_MAX,
+    Kind,
+    S3Error,
+    code_of,
+    failure,
+    is_archived,
+    unreadable,
+)
 from tierd_backends._s3_http import Connection, Head, PeerError, StalledError, UnreachableError
+from tierd_backends._s3_listing import Page, parse_page
 from tierd_backends._s3_sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
+from tierd_backends._s3_suspects import Suspects
 
 if TYPE_CHECKING:
     from tierd_backends._s3_account import Account
@@ -60,7 +69,6 @@ CHANGE_S_MAX: Final = 30.0
 RANGE_STATUS: Final = 416
 """No such bytes: the object is empty."""
 
-_ANY: Final = "{*}"
 _ETAG: Final = re.compile('"[!#-~]{1,128}"', re.ASCII)
 
 _log = logging.getLogger("tierd_backends.s3")
@@ -101,28 +109,20 @@ class Read(NamedTuple):
     seen: bytes = b""
 
 
+class Seen(NamedTuple):
+    """An object that is there, as far as a HEAD tells; `readable` unless it says otherwise."""
+
+    size_bytes: int
+    readable: bool
+
+
 class Written(NamedTuple):
-    """How a block was kept: stored now, or there already."""
+    """How a block was kept: stored now, or there already. What it took the place of had
+    `replaced_bytes`, if it took anything's."""
 
     stored: bool
     size_bytes: int
-
-
-class Listed(NamedTuple):
-    """An object of ours."""
-
-    key: BlockKey
-    size_bytes: int
-
-
-class Page(NamedTuple):
-    """Part of a listing. `names` are those of all objects in it, `last` is the last one, `token`
-    asks for the next page."""
-
-    objects: list[Listed]
-    names: list[str]
-    last: str
-    token: str
+    replaced_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -158,6 +158,7 @@ class Bucket:
             re.ASCII,
         )
         self._conditional = True
+        self._suspects = Suspects()
         self._idle: list[Connection] = []
         self._closed = False
         self._idle_lock = threading.Lock()
@@ -165,6 +166,10 @@ class Bucket:
     def name(self, key: BlockKey) -> str:
         """Name of the object that holds a block."""
         return f"{self._prefix}{key.namespace.hex()}/{key.block_hash.hex()}"
+
+    def read_keys_anew(self) -> None:
+        """Sign with the credentials of this moment from now on. Raises BackendError."""
+        self._account.read_anew()
 
     def close(self) -> None:
         """Close what is idle, and what a thread may still be using once it is done with it."""
@@ -175,17 +180,38 @@ class Bucket:
             connection.close()
 
     def size_of(self, turn: OnCall, name: str) -> int | None:
-        """Size of an object in bytes, None if there is none. Raises S3Error."""
+        """Size of an object in bytes, None if there is none that can be read. Raises S3Error."""
+        if self._suspects.avoid(name):
+            return None
+        seen = self.look(turn, name)
+        if seen is not None and not seen.readable:
+            self._suspects.add(name, refused=True)
+        return seen.size_bytes if seen is not None and seen.readable else None
 
-        def finish(connection: Connection) -> int | None:
+    def look(self, turn: OnCall, name: str) -> Seen | None:
+        """Whether an object is there, whatever is known of it. Raises S3Error."""
+
+        def finish(connection: Connection) -> Seen | None:
             head = connection.read_head(body=False)
             if head.status == 200:
-                return head.length or 0
+                return Seen(head.length or 0, readable=not is_archived(head.headers))
             if head.status == 404:
                 return None
             raise failure(head.status, head.headers, b"")
 
-        return self._ask(turn, _Request("HEAD", self._path(name)), finish)
+        try:
+            return self._ask(turn, _Request("HEAD", self._path(name)), finish)
+        except S3Error as refusal:
+            if refusal.status not in (400, 403):
+                raise
+            # The answer to a HEAD has no room for the reason.
+            try:
+                self.read_header(turn, name)
+            except S3Error as reason:
+                if reason.kind is not Kind.UNREADABLE:
+                    raise reason from refusal
+                return Seen(0, readable=False)
+            raise
 
     def read(
         self,
@@ -198,7 +224,7 @@ class Bucket:
         fresh: bool = False,
     ) -> Read | None:
         """Bring a block into `view`, which it must fill, and verify it; over a new connection if
-        it is to be `fresh`. Raises S3Error."""
+        it is to be `fresh`. Raises S3Error, of the kind UNREADABLE for the object's own trouble."""
         expected = HEADER_BYTES + len(view)
 
         def finish(connection: Connection) -> Read | None:
@@ -227,7 +253,17 @@ class Bucket:
                 header = match_header(raw_header, key, len(view), digest.digest())
             return Read(header, got, etag, seen)
 
-        return self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
+        try:
+            found = self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
+        except S3Error as refusal:
+            if refusal.kind is Kind.UNREADABLE:
+                self._suspects.add(name, refused=True)
+            raise
+        if found is None:
+            self._suspects.add(name, refused=False)
+        elif found.header is not None:
+            self._suspects.clear(name)
+        return found
 
     def read_header(self, turn: OnCall, name: str) -> bytes | None:
         """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
@@ -257,10 +293,12 @@ class Bucket:
         size_bytes = len(raw_header) + len(view)
         tries = 0
         while True:
-            found = self.size_of(turn, name)
-            if found == size_bytes:
-                return Written(False, found)
-            if found is not None:
+            seen = self.look(turn, name)
+            if seen is not None and (not seen.readable or name in self._suspects):
+                return self._write_over(turn, name, raw_header, view, seen)
+            if seen is not None and seen.size_bytes == size_bytes:
+                return Written(False, size_bytes)
+            if seen is not None:
                 # It is no such block, and would be in its way for ever.
                 self.delete(turn, name)
             conditional = self._conditional
@@ -278,6 +316,27 @@ class Bucket:
                 raise
             return Written(stored, size_bytes)
 
+    def _write_over(
+        self, turn: OnCall, name: str, raw_header: bytes, view: memoryview, seen: Seen
+    ) -> Written:
+        """Store a block in the place of an object that was not to be had, if it is not at a second
+        read either. Nothing is deleted: whoever stores it meanwhile stores the same bytes."""
+        size_bytes = len(raw_header) + len(view)
+        header = unpack_header(raw_header)
+        assert header is not None
+        scratch, raw = memoryview(bytearray(len(view))), memoryview(bytearray(HEADER_BYTES))
+        try:
+            found = self.read(turn, name, header.key, scratch, raw, fresh=True)
+        except S3Error as refusal:
+            if refusal.kind is not Kind.UNREADABLE:
+                raise
+            found = None
+        if found is not None and found.header is not None:
+            return Written(False, size_bytes)
+        self._put(turn, name, (raw_header, view), conditional=False)
+        self._suspects.clear(name)
+        return Written(True, size_bytes, replaced_bytes=seen.size_bytes)
+
     def _put(
         self,
         turn: OnCall,
@@ -285,6 +344,7 @@ class Bucket:
         body: tuple[bytes | memoryview, ...],
         *,
         conditional: bool,
+        fresh: bool = False,
     ) -> bool:
         """Whether the object was stored; False if it was there."""
         headers = dict(self._put_headers)
@@ -303,7 +363,8 @@ class Bucket:
             self._succeed(connection, head)
             return True
 
-        return self._ask(turn, _Request("PUT", self._path(name), "", headers, body), finish)
+        request = _Request("PUT", self._path(name), "", headers, body)
+        return self._ask(turn, request, finish, fresh=fresh)
 
     def delete(self, turn: OnCall, name: str) -> None:
         """Drop an object, which may be gone already. Raises S3Error."""
@@ -331,7 +392,7 @@ class Bucket:
     def add_mark(self, turn: OnCall, mark: str) -> None:
         """Keep a mark: an object of a few bytes, whose name is what matters. Raises S3Error."""
         name = f"{self._prefix}{MARKS}{mark}"
-        self._put(turn, name, (b"tierd",), conditional=False)
+        self._put(turn, name, (b"tierd",), conditional=False, fresh=True)
 
     def drop_mark(self, turn: OnCall, mark: str) -> None:
         """Forget a mark. Raises S3Error."""
@@ -372,7 +433,8 @@ class Bucket:
         return size_bytes
 
     def page(self, turn: OnCall, token: str, *, limit: int = 1000, under: str = "") -> Page:
-        """The next objects in the order of their names, of those `under` the tier's prefix.
+        """The next objects in the order of their names, of those `under` the tier's prefix; marks
+        over a new connection, since an old one may lead to a server that has none of late.
 
         Raises S3Error, also if there are more and the server does not say how to get them.
         """
@@ -389,35 +451,13 @@ class Bucket:
 
         quoted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="")
         path = self._account.base_path.rstrip("/") or "/"
-        page = self._parse_page(self._ask(turn, _Request("GET", path, quoted), finish))
+        request = _Request("GET", path, quoted)
+        body = self._ask(turn, request, finish, fresh=under == MARKS)
+        page = parse_page(body, self._name)
         if token and page.token == token:
             # Else the listing would never end, and each page of it is paid for.
             raise S3Error(Kind.PEER, "it gives the same page of a listing again and again")
         return page
-
-    def _parse_page(self, body: bytes) -> Page:
-        objects, names, last = [], [], ""
-        try:
-            root = ElementTree.fromstring(body)
-            if root.tag.rpartition("}")[2] != "ListBucketResult":
-                raise ValueError(f"a document of type {root.tag}")
-            for each in root.iterfind(f"{_ANY}Contents"):
-                last = urllib.parse.unquote(each.findtext(f"{_ANY}Key", ""))
-                names.append(last)
-                match = self._name.fullmatch(last)
-                if match:
-                    key = BlockKey(bytes.fromhex(match[1]), bytes.fromhex(match[2]))
-                    objects.append(Listed(key, int(each.findtext(f"{_ANY}Size", "0"))))
-        except (ElementTree.ParseError, LookupError, ValueError) as error:
-            # LookupError is an encoding that Python does not know.
-            text = f"it does not speak S3: no listing where one was asked for ({error})"
-            raise S3Error(Kind.PEER, text) from error
-        truncated = root.findtext(f"{_ANY}IsTruncated")
-        token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated == "true" else ""
-        if truncated not in ("true", "false") or (truncated == "true" and not token):
-            text = "it does not say where its listing goes on: does it know ListObjectsV2?"
-            raise S3Error(Kind.PEER, text)
-        return Page(objects, names, last, token)
 
     def _path(self, name: str) -> str:
         return self._account.base_path + name
@@ -431,6 +471,8 @@ class Bucket:
     def _missing(self, connection: Connection, head: Head) -> None:
         """Return if a reply says that there is no such object. Raises S3Error else."""
         body = connection.read_body(ERROR_BYTES_MAX)
+        if (refusal := unreadable(head.status, body)) is not None:
+            raise refusal
         if head.status != 404 or code_of(body) not in ("", "NoSuchKey") or b"<html" in body[:256]:
             raise failure(head.status, head.headers, body)
 
@@ -443,7 +485,7 @@ class Bucket:
         fresh: bool = False,
     ) -> _T:
         """Send a request and have `finish` read the reply; again if that is worth it."""
-        tries = 0
+        tries, denied = 0, False
         while True:
             try:
                 credentials = self._account.credentials()
@@ -467,6 +509,10 @@ class Bucket:
             except S3Error as refusal:
                 if refusal.kind is Kind.THROTTLED:
                     self._tally.add("throttled_total")
+                if refusal.keys_denied and not denied and not turn.cancelled:
+                    denied = True
+                    if self._account.others_than(credentials):
+                        continue
                 if not refusal.may_pass or tries == RETRIES_MAX or turn.cancelled:
                     raise
                 tries += 1
@@ -512,13 +558,14 @@ class Bucket:
     def _take(self, fresh: bool) -> Connection:
         """A connection of this thread's own. Raises UnreachableError.
 
-        A `fresh` one takes the place of an idle one, or there would be more and more.
+        A `fresh` one takes the place of the one that has been idle longest: there would be more and
+        more, and old ones may lead to where the server's name led once.
         """
         while True:
             with self._idle_lock:
                 if not self._idle:
                     break
-                connection = self._idle.pop()
+                connection = self._idle.pop(0 if fresh else -1)
             if fresh:
                 connection.close()
                 break

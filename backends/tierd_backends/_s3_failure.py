@@ -13,6 +13,9 @@ ERROR_BYTES_MAX: Final = 16 << 10
 MESSAGE_CHARS_MAX: Final = 600
 """Of a failure's text, of which a server may choose most."""
 
+ARCHIVED: Final = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+"""Storage classes from which an object cannot be read at once."""
+
 _CODE: Final = re.compile(rb"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(rb"<Message>([^<]{1,300})")
 _REGION: Final = re.compile(rb"<Region>([a-z0-9-]{1,40})</Region>")
@@ -48,6 +51,8 @@ class Kind(enum.Enum):
     NO_BUCKET = "no bucket"
     ELSEWHERE = "elsewhere"
     """The bucket is in another region or at another endpoint."""
+    UNREADABLE = "unreadable"
+    """The server does not give this object: a miss of its block, and no other's trouble."""
     SERVER = "server"
     """Any other refusal."""
     PEER = "peer"
@@ -70,9 +75,38 @@ class S3Error(Exception):
         return self.kind is Kind.THROTTLED or self.status in (500, 502, 504)
 
     @property
+    def keys_denied(self) -> bool:
+        """Whether other keys might be let in."""
+        return self.kind is Kind.DENIED and self.code != "RequestTimeTooSkewed"
+
+    @property
     def lacks_condition(self) -> bool:
         """Whether the server says that it knows no conditional put."""
         return self.status == 501 or self.code == "NotImplemented"
+
+
+def unreadable(status: int, body: bytes) -> S3Error | None:
+    """The failure of a GET that is about its object alone, if that is what a reply means: it is in
+    an archive, parts of it are gone, or it is encrypted with a key that is not at hand."""
+    code = _found(_CODE, body)
+    about_it = (
+        code == "InvalidObjectState"
+        or (status == 404 and code not in ("", "NoSuchKey", "NoSuchBucket"))
+        or (status == 400 and code.startswith(("KMS.", "ServerSideEncryption")))
+        or (status == 400 and "ncrypt" in _found(_MESSAGE, body))
+    )
+    if not about_it:
+        return None
+    words = " ".join(f"HTTP {status} {code}: {_found(_MESSAGE, body)}".split())
+    text = f"the server does not give it ({words}): a miss; it is replaced when it is stored again"
+    return S3Error(Kind.UNREADABLE, text, status=status, code=code)
+
+
+def is_archived(headers: Mapping[str, str]) -> bool:
+    """Whether a HEAD says that a GET would be refused: archived, and not restored."""
+    archived = headers.get("x-amz-storage-class", "") in ARCHIVED
+    restored = 'ongoing-request="false"' in headers.get("x-amz-restore", "")
+    return (archived or "x-amz-archive-status" in headers) and not restored
 
 
 def failure(status: int, headers: Mapping[str, str], body: bytes) -> S3Error:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from tierd.errors import ConfigError
 from tierd_backends._lid import Capacity
+from tierd_backends._s3_failure import ARCHIVED
 
 CONNECTIONS_MAX = 256
 """More would only wait for this process's GIL; a typing error should not start thousands."""
@@ -25,7 +26,6 @@ _PREFIX = re.compile(r"[A-Za-z0-9_~.-]+(?:/[A-Za-z0-9_~.-]+)*", re.ASCII)
 _PREFIX_BYTES_MAX = 512
 _WORD = re.compile(r"[A-Za-z0-9_-]*", re.ASCII)
 _VISIBLE = re.compile(r"[!-~]*", re.ASCII)
-_ARCHIVED = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 
 class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -50,6 +50,14 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         str, Meta(description="Access key; empty is the usual AWS environment, files or role.")
     ] = ""
     secret_key: Annotated[str, Meta(description="Secret key of access_key.")] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="File with the access key, the secret key and, if there is one, the "
+            "session token, each on a line, that other users may not read; read again when keys "
+            "are denied, and at a reload."
+        ),
+    ] = ""
     profile: Annotated[str, Meta(description="Profile of the AWS configuration to use.")] = ""
     sse: Annotated[
         Literal["none", "AES256", "aws:kms"],
@@ -87,8 +95,9 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
             )
         if bool(self.access_key) != bool(self.secret_key):
             raise ConfigError("access_key and secret_key belong together: set both or neither")
-        if self.access_key and self.profile:
-            raise ConfigError("access_key and profile exclude each other")
+        given = ("access_key", "key_file", "profile")
+        if len(named := [name for name in given if getattr(self, name)]) > 1:
+            raise ConfigError(f"{' and '.join(named)} exclude each other: set one of them")
         for name in ("access_key", "secret_key", "kms_key"):
             if not _VISIBLE.fullmatch(getattr(self, name)):
                 raise ConfigError(f"{name} has a character that no key has")
@@ -97,7 +106,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one word")
         if self.kms_key and self.sse != "aws:kms":
             raise ConfigError('kms_key is set but sse is not "aws:kms"')
-        if self.storage_class in _ARCHIVED:
+        if self.storage_class in ARCHIVED:
             raise ConfigError(
                 f"storage_class is {self.storage_class}, from which blocks cannot be read at once"
             )

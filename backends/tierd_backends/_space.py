@@ -25,6 +25,12 @@ from tierd_backends._threads import DiskThreads
 RETRY_S = 10.0
 """How long the tier neither grows after the disk had no room, nor writes after EROFS."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that refuse a block; others are failures of the tier."""
+
+OURS_S = 1.0
+"""How often the tier looks whether its directory is still there: a call of a batch's length."""
+
 WATCH_S = 10.0
 """How often the disk is looked at, which others fill as well. Some file systems count what was
 removed only seconds later, and more would go than has to."""
@@ -71,6 +77,10 @@ class Space:
         """What could not be looked at when the tier was opened: blocks may lie there."""
         self._growing = asyncio.Lock()
         self._grow_after = 0.0
+        self._broken = False
+        self.trouble = ""
+        """The last error of the disk, in words."""
+        self._ours_until = 0.0
         self._write_after = 0.0
         self._closed = False
         self._saving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,9 +97,23 @@ class Space:
         now = asyncio.get_running_loop().time()
         return not self._directory.read_only and now >= self._write_after
 
+    @property
+    def broken(self) -> bool:
+        """Whether no slab could be added lately for another reason than that there is no room."""
+        return self._broken and asyncio.get_running_loop().time() < self._grow_after
+
+    async def check_ours(self) -> None:
+        """Raise BackendError if the tier has lost its directory; looks every OURS_S at most."""
+        now = asyncio.get_running_loop().time()
+        if now < self._ours_until:
+            return
+        await self._threads.result(self._threads.writers, self._directory.check_ours)
+        self._ours_until = now + OURS_S
+
     def note_error(self, error: OSError) -> None:
         """Count an error of the disk, and rest from writing if it has become read-only."""
         self._counters["io_errors_total"] += 1
+        self.trouble = str(error)
         if error.errno == errno.EROFS:
             self._write_after = asyncio.get_running_loop().time() + RETRY_S
 
@@ -198,6 +222,7 @@ class Space:
 
     async def _records_addable(self, slot_bytes: int) -> int:
         """Records of the next slab; 0 if the capacity or the disk has no room for one."""
+        self._broken = False
         room = self.capacity_bytes - self.used_bytes
         if records_within(room, slot_bytes):
             room = min(room, await self._free_bytes() - self.reserve_bytes)
@@ -214,6 +239,7 @@ class Space:
             return await threads.result(threads.writers, self._directory.free_bytes)
         except OSError as error:
             self.note_error(error)
+            self._broken = True
             return self.reserve_bytes
 
     async def _add_slab(self, shelf: Shelf, records: int) -> bool:
@@ -235,6 +261,7 @@ class Space:
             added = True
         except OSError as error:
             self.note_error(error)
+            self._broken = error.errno not in NO_ROOM
             self._grow_after = asyncio.get_running_loop().time() + RETRY_S
             _log.warning("no slab added to %s for %.0f s: %s", folder, RETRY_S, error)
             added = False

@@ -249,6 +249,7 @@ class FileBackend(Backend):
             return []
         if not self._space.writable:
             return [Outcome.ERROR] * len(requests)
+        await self._space.check_ours()
         shelf = self._space.shelves.get(namespace)
         if shelf is None:
             slot_bytes = slot_bytes_for(len(requests[0].view))
@@ -350,8 +351,14 @@ class FileBackend(Backend):
 
     async def _of_directory(self, call: Callable[[], _T]) -> _T:
         self._check_open()
+
+        def at_home() -> _T:
+            # Marks in another directory would say nothing of the blocks in this one.
+            self._directory.check_ours()
+            return call()
+
         try:
-            return await self._threads.result(self._threads.writers, call)
+            return await self._threads.result(self._threads.writers, at_home)
         except OSError as error:
             raise BackendError(f"{self._directory.path}: {error}") from error
 
@@ -363,6 +370,7 @@ class FileBackend(Backend):
             used_bytes=self._space.used_bytes,
             capacity_bytes=self._capacity_bytes,
             index_complete=self._space.indexed,
+            trouble=self._space.trouble,
         )
 
     def _job(
@@ -411,7 +419,11 @@ class FileBackend(Backend):
         shelf.index.touch(present)
         items, evicted = shelf.take(len(fresh))
         self.counters["evicted_blocks_total"] += evicted
-        self.counters["refused_no_space_total"] += len(fresh) - len(items)
+        if self._space.broken:
+            for position in list(fresh.values())[len(items) :]:
+                outcomes[position] = Outcome.ERROR
+        else:
+            self.counters["refused_no_space_total"] += len(fresh) - len(items)
         jobs: list[Job] = []
         # In order, so that a prefix lies in neighbouring records and moves in few calls.
         for item, position in zip(sorted(items), fresh.values(), strict=False):
@@ -486,6 +498,8 @@ class FileBackend(Backend):
         """In a thread, before anything else runs."""
         directory, space = self._directory, self._space
         directory.open()
+        if directory.read_only:
+            space.trouble = f"{directory.path} is on a read-only file system"
         space.reserve_bytes = parse_size_of(self._options.reserve_free, directory.total_bytes())
         if self._options.direct != "off":
             space.direct = directory.takes_direct()

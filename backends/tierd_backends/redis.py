@@ -10,6 +10,10 @@ stop storing: see _lid.py. `ttl_s` bounds the age of a
 block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
 which replicas and append-only files never see. What is used least the server's LRU knows.
 
+The address is to lead to a master. A server that says that it is another one, such as READONLY, has
+its links closed, and the address is resolved anew. Marks are read and written over new links only,
+and at a server that takes writes: the address may lead to another server than old links do.
+
 A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
 prefix's keys, and +multi +exec; of a cluster also +cluster|slots, +cluster|nodes and +asking.
 """
@@ -103,6 +107,7 @@ class RedisBackend(Backend):
         self._census = Census()
         self._opened = False
         self._silent_until: dict[str, float] = {}
+        self._trouble = ""
         self._calls = 0
         self._idle = asyncio.Event()
         self._threads: CallThreads
@@ -338,9 +343,16 @@ class RedisBackend(Backend):
                     await self.delete_many(header.key.namespace, [header.key.block_hash])
                 return
 
+    async def reload(self) -> None:
+        """Log in anew: the password is read at every connect."""
+        self._check_open()
+        self._nodes.log_in_anew()
+
     def stats(self) -> BackendStats:
         """What this node knows: see _redis_census.py. Lookups never rely on it."""
-        return replace(self._census.stats(), capacity_bytes=self._lid.capacity_bytes)
+        return replace(
+            self._census.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+        )
 
     async def _each(self, verb: bytes, keys: Sequence[bytes]) -> list[Reply | BackendError]:
         """`verb` for every key: the server's reply (it may be an error), or why there is none."""
@@ -410,6 +422,7 @@ class RedisBackend(Backend):
         """Count a batch's errors, with one line in the log."""
         if reasons:
             self._count("io_errors_total", len(reasons))
+            self._trouble = reasons[0]
             self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
 
     def _note_fault(self, key: bytes, fault: Fault) -> None:

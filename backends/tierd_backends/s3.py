@@ -39,9 +39,10 @@ from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends._again import COUNTERS, Fault, judge
 from tierd_backends._calls import CallThreads, Turn
 from tierd_backends._lid import Lid
-from tierd_backends._s3_bucket import Bucket, Listed, OnCall, Page, Read, Tally
+from tierd_backends._s3_bucket import Bucket, OnCall, Read, Tally
 from tierd_backends._s3_failure import Kind, S3Error
 from tierd_backends._s3_jobs import Batch, Change, Fetch, Look
+from tierd_backends._s3_listing import Listed, Page
 from tierd_backends._s3_options import S3Options
 from tierd_backends._s3_usage import Usage
 
@@ -89,10 +90,12 @@ class S3Backend(Backend):
             "skipped_full_total": 0,
             "throttled_total": 0,
             "timeouts_total": 0,
+            "unreadable_total": 0,
         }
         self._tally = Tally(self.counters)
         self._lid = Lid(options.capacity, self._where)
         self._usage = Usage()
+        self._trouble = ""
         self._logged: dict[Kind | Fault, float] = {}
         self._opened = False
         self._in_flight = 0
@@ -294,9 +297,16 @@ class S3Backend(Backend):
             except S3Error as error:
                 raise BackendError(f"{self._where}: {error}") from error
 
+    async def reload(self) -> None:
+        """Look for credentials anew: those that are in use may still be good, but not for long."""
+        with self._call_in_flight():
+            await self._call(self._readers, lambda _: self._bucket.read_keys_anew())
+
     def stats(self) -> BackendStats:
         """As far as this node knows: what the last listing found, and its own changes since."""
-        return replace(self._usage.stats(), capacity_bytes=self._lid.capacity_bytes)
+        return replace(
+            self._usage.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+        )
 
     def _name(self, namespace: bytes, block_hash: bytes) -> str:
         self._check_open()
@@ -344,6 +354,7 @@ class S3Backend(Backend):
                 style=options.style,
                 access_key=options.access_key,
                 secret_key=options.secret_key,
+                key_file=options.key_file,
                 profile=options.profile,
                 tls_ca=options.tls_ca,
             )
@@ -426,7 +437,10 @@ class S3Backend(Backend):
             try:
                 read = self._bucket.read(turn, fetch.name, fetch.key, fetch.view, raw_header)
             except S3Error as failure:
-                self._note(batch, failure, turn)
+                if failure.kind is Kind.UNREADABLE:
+                    self._missed(fetch, failure)
+                else:
+                    self._note(batch, failure, turn)
                 continue
             if read is not None and read.header is None:
                 self._fetch_again(batch, turn, fetch, read, raw_header)
@@ -444,7 +458,10 @@ class S3Backend(Backend):
                 turn, fetch.name, fetch.key, fetch.view, raw_header, fresh=True
             )
         except S3Error as failure:
-            self._note(batch, failure, turn)
+            if failure.kind is Kind.UNREADABLE:
+                self._missed(fetch, failure)
+            else:
+                self._note(batch, failure, turn)
             return
         if second is None:
             fetch.outcome, fetch.fault = Outcome.MISS, None
@@ -455,6 +472,12 @@ class S3Backend(Backend):
             fetch.outcome = Outcome.HIT
         elif fetch.fault is Fault.STORED:
             fetch.outcome = Outcome.CORRUPT
+
+    def _missed(self, fetch: Fetch, failure: S3Error) -> None:
+        """In a thread: an object is there, and the server does not give it."""
+        fetch.outcome, fetch.fault = Outcome.MISS, None
+        self._tally.add("unreadable_total")
+        self._warn(failure.kind, f"{fetch.name}: {failure}")
 
     async def _change(self, changes: Sequence[Change], batch: Batch) -> None:
         """Make changes, each when no other call changes its block."""
@@ -503,15 +526,17 @@ class S3Backend(Backend):
     def _put(self, turn: OnCall, change: Change) -> None:
         written = self._bucket.write(turn, change.name, change.raw_header, change.payload)
         if written.stored:
-            change.blocks, change.size_bytes = 1, written.size_bytes
+            change.blocks = 1 if written.replaced_bytes is None else 0
+            change.size_bytes = written.size_bytes - (written.replaced_bytes or 0)
         change.outcome = Outcome.STORED if written.stored else Outcome.PRESENT
 
     def _drop(self, turn: OnCall, change: Change) -> None:
         if change.etag:
             size_bytes = self._bucket.delete_read(turn, change.name, change.etag)
         else:
-            size_bytes = self._bucket.size_of(turn, change.name)
-            if size_bytes is not None:
+            seen = self._bucket.look(turn, change.name)
+            size_bytes = seen.size_bytes if seen is not None else None
+            if seen is not None:
                 self._bucket.delete(turn, change.name)
         if size_bytes is not None:
             change.blocks, change.size_bytes = -1, -size_bytes
@@ -539,6 +564,7 @@ class S3Backend(Backend):
             return
         batch.note(failure)
         self._tally.add("denied_total" if failure.kind is Kind.DENIED else "io_errors_total")
+        self._trouble = str(failure)
         self._warn(failure.kind, str(failure))
 
     def _note_fault(self, fetch: Fetch, fault: Fault) -> None:

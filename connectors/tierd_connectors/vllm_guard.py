@@ -1,14 +1,15 @@
 """The boundary between an engine and the connector: a bug of ours is a miss, never a crash.
 
 This is the one broad `except` of the connectors. What it catches is counted, logged at a
-bounded rate, and switches the connector off once it repeats. Whatever the error may have left half
-done is thrown away before the engine goes on.
+bounded rate, and switches the connector off if it soon repeats. Whatever the error may have left
+half done is thrown away before the engine goes on.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -17,7 +18,9 @@ logger = logging.getLogger("vllm.tierd")
 """Below vLLM's own logger, so that the engine's log shows what the connector has to say."""
 
 _ERRORS_MAX = 3
-"""Errors after which the connector stays off: state that failed thrice is not trusted."""
+_ERRORS_SPAN_S = 600.0
+"""So many errors within this time switch the connector off for good: what fails again and again
+is not trusted. One now and then costs its requests a recomputation; engines run for months."""
 
 _LOG_INTERVAL_S = 10.0
 """At most one traceback in this time, so that a failing step does not fill the log."""
@@ -32,6 +35,7 @@ class Boundary:
         self.start_over: Callable[[], None] = nothing
         """Throws away all state that an error may have left half done."""
         self._logged_s = float("-inf")
+        self._times_s: deque[float] = deque(maxlen=_ERRORS_MAX)
 
     def switch_off(self, reason: str) -> None:
         """Take no part from now on; the first reason stays and is logged once."""
@@ -46,8 +50,12 @@ class Boundary:
         if now_s - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s = now_s
             logger.error("tierd connector error in %s, treated as a miss", where, exc_info=error)
-        if self.errors >= _ERRORS_MAX:
-            self.switch_off(f"{self.errors} errors, the last one in {where}: {error!r}")
+        self._times_s.append(now_s)
+        if len(self._times_s) == _ERRORS_MAX and now_s - self._times_s[0] < _ERRORS_SPAN_S:
+            self.switch_off(
+                f"{_ERRORS_MAX} errors within {_ERRORS_SPAN_S / 60:.0f} minutes, the last one in "
+                f"{where}: {error!r}"
+            )
         try:
             self.start_over()
         except Exception as second:  # noqa: BLE001  # the connector boundary

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from tierd_connectors.vllm_watch import Weights
 
 logger = logging.getLogger("vllm.tierd")
+
+_COMMIT = re.compile("[0-9a-f]{40}", re.ASCII)
 
 HASH_ALGORITHM = "sha256_cbor"
 
@@ -128,7 +131,7 @@ def fingerprint_of(
         variables = variables_of(environ, envs.environment_variables)
         source = identify(_facts(model, config.load_config, weights), options.weights)
         sources: list[Plain] = [source.weights]
-        if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):
+        if draft is not None and _source(draft) != _source(model):
             # A drafting model's layers are in the same blocks.
             load = getattr(speculative, "draft_load_config", None) or config.load_config
             facts = _facts(draft, load, weights, setting="draft_weights")
@@ -242,16 +245,26 @@ def _facts(
     )
 
 
+def _source(model: ModelConfig) -> tuple[str, str | None, str | None]:
+    """Where the weights come from. A branch may have been at another commit a moment before."""
+    return model.model, model.revision, _commit(model)
+
+
 def _commit(model: ModelConfig) -> str | None:
-    """The commit of the weights' repository, if the model is one.
+    """The commit of the weights' repository, if the model is one: what vLLM has found its revision
+    to be, or the revision, if it is a commit.
 
     The commit that a model's config may name is that of the repository of the config, which
     can be another one.
     """
-    repository = getattr(model.revision, "_repo_id", None)
+    revision: str | None = model.revision
+    repository = getattr(revision, "_repo_id", None)
     if repository not in (None, model.model):
         return None
-    return getattr(model.revision, "resolved", None)
+    resolved: str | None = getattr(revision, "resolved", None)
+    if resolved is None and _COMMIT.fullmatch(revision or ""):
+        return revision
+    return resolved
 
 
 def _rope_length(model: ModelConfig) -> int | None:

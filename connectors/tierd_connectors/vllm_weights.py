@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?$")
+_SNAPSHOT = re.compile(r"(?:^|/)models--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?$")
+"""Of the local cache; names of repositories, with an owner or without, have no "--" in them."""
 
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".json", ".py"}
@@ -108,7 +109,7 @@ def identify(facts: ModelFacts, given: str | None) -> Source:
     path = Path(facts.model)
     snapshot = _SNAPSHOT.search(str(path))
     if snapshot:
-        name = f"{snapshot['owner']}/{snapshot['name']}"
+        name = snapshot["name"].replace("--", "/")
     elif path.exists():
         name = path.resolve().name
     else:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from tierd import __version__
+from tierd.cli import streams
 from tierd.errors import ConfigError
 
 COMMANDS = {
@@ -39,6 +40,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status. 2 means that the operator's input is wrong."""
+    if argv is None:
+        streams.reopen()
     words = list(sys.argv[1:] if argv is None else argv)
     # No option before the command takes a value, so its name is the first word that is one.
     chosen = next((word for word in words if word in COMMANDS), None)

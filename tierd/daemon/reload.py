@@ -117,6 +117,8 @@ class Reloader:
             log.info("configuration: %s: %s -> %s", change.key, change.old, change.new)
         take_over(self._running, new)
         take_effect(self._running, self._node, self._server)
+        # At once: each that does not answer takes its deadline.
+        await asyncio.gather(*(queue.tier.reload() for queue in self._node.backups.queues))
         self._node.counters["reloads_applied_total"] += 1
         if later := [change.key for change in changes if not change.live]:
             log.warning("reloaded; this needs a restart of tierd: %s", ", ".join(later))

@@ -125,6 +125,17 @@ class StorageTier:
             probe_s=self.config.probe_ms / 1000,
         )
 
+    async def reload(self) -> None:
+        """Have the backend read anew what lies outside of the configuration. Else it does so when
+        it is opened."""
+        if not self._open:
+            return
+        await self._guard("reload", self._reloaded(), [True])
+
+    async def _reloaded(self) -> list[bool]:
+        await self._backend.reload()
+        return [True]
+
     # --- life -----------------------------------------------------------------------
 
     async def keep_opening(self) -> None:
@@ -193,8 +204,8 @@ class StorageTier:
 
     @property
     def why(self) -> str:
-        """Why it could not be opened; empty if it could."""
-        return self._why
+        """Why it could not be opened, or why its reads or writes fail; empty if all is well."""
+        return self._backend.why if self._open else self._why
 
     @property
     def is_open(self) -> bool:
@@ -405,7 +416,7 @@ class StorageTier:
             "type": self.config.type,
             "shared": self.raw.shared,
             "state": self.state.value,
-            "why": self._why[:WHY_CHARS_MAX],
+            "why": self.why[:WHY_CHARS_MAX],
             "circuits": circuits,
             "blocks": stats.blocks,
             "used_bytes": stats.used_bytes,

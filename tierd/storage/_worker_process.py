@@ -39,6 +39,7 @@ from tierd.storage._worker_wire import (
     Marks,
     Open,
     Put,
+    Reload,
     Reply,
     Report,
     Request,
@@ -143,6 +144,9 @@ class Worker:
             case DropMarks(marks):
                 await backend.drop_marks(marks)
                 return b""
+            case Reload():
+                await backend.reload()
+                return b""
             case Close():
                 await backend.close()
                 return b""
@@ -172,8 +176,7 @@ class Worker:
             reply.value = task.result()
         else:
             reply.end, text = _explain(error)
-            # A name of a file may hold what UTF-8 has no bytes for; no answer would be a kill.
-            reply.text = text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
+            reply.text = _sendable(text)
         reply.report = self._changes()
         self._stream.send(_encoder.encode(reply))
         if isinstance(call, Close):
@@ -190,6 +193,7 @@ class Worker:
                 stats.used_bytes,
                 stats.capacity_bytes,
                 stats.index_complete,
+                _sendable(stats.trouble),
                 dict(self._backend.counters),
             )
         except Exception:  # it must not cost the answer that this goes with
@@ -233,6 +237,12 @@ def _make(target: str, options: dict[str, object]) -> Backend:
     assert isinstance(found, type)
     assert issubclass(found, Backend)
     return found.from_options(convert(options, found.Options, ""))
+
+
+def _sendable(text: str) -> str:
+    """A text that fits a frame. A name of a file may hold what UTF-8 has no bytes for; no answer
+    would be a kill."""
+    return text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
 
 
 def _explain(error: BaseException) -> tuple[End, str]:

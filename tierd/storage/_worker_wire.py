@@ -135,7 +135,11 @@ class DropMarks(msgspec.Struct, array_like=True, tag=14):
     marks: list[str]
 
 
-Call = Open | Close | Contains | Get | Put | Delete | Scan | Marks | AddMark | DropMarks
+class Reload(msgspec.Struct, array_like=True, tag=15):
+    """Call: reload."""
+
+
+Call = Open | Close | Contains | Get | Put | Delete | Scan | Marks | AddMark | DropMarks | Reload
 Ask = Call | EndScan | Cancel | Map | Unmap
 
 
@@ -166,6 +170,7 @@ class Report(msgspec.Struct, array_like=True):
     used_bytes: int
     capacity_bytes: int
     index_complete: bool
+    trouble: str
     counters: dict[str, int]
 
 

@@ -34,7 +34,8 @@ class BreakerBackend(Wrapper):
     says when it opens, stalls and closes. What it refuses is answered at once, without
     touching `inner`: False, MISS, REFUSED. delete_many, scan and what is done with marks are
     bounded, scan step by step, but not refused: they are an operator's, who must be told what
-    came of them. Only reading marks is judged, since every read may have to wait for it.
+    came of them. So is reload. Only reading marks is judged, since every read may have to wait
+    for it.
 
     A call that misses its deadline is cancelled, and raises BackendError once `inner` has
     let go of the views; the circuit opens at the deadline. All other exceptions, and a
@@ -88,6 +89,13 @@ class BreakerBackend(Wrapper):
         probe that is answered says little of a tier whose every real call fails."""
         now_s = asyncio.get_running_loop().time()
         return self._reads.failing(now_s) or self._writes.failing(now_s)
+
+    @property
+    def why(self) -> str:
+        """What the last failure was of calls that are failing; empty if none are."""
+        now_s = asyncio.get_running_loop().time()
+        failing = [circuit for circuit in (self._writes, self._reads) if circuit.failing(now_s)]
+        return next((circuit.why for circuit in failing if circuit.why), "")
 
     def blame_reads(self) -> None:
         """A request's own, shorter deadline has passed while it waited for reads.
@@ -192,6 +200,10 @@ class BreakerBackend(Wrapper):
         async with self._bounded():
             await self.inner.drop_marks(marks)
 
+    async def reload(self) -> None:
+        async with self._bounded():
+            await self.inner.reload()
+
     async def _judged(
         self,
         circuit: Circuit,
@@ -214,6 +226,8 @@ class BreakerBackend(Wrapper):
             async with self._bounded(missed):
                 answer = await work
             failure = judge(answer)
+            if failure is not None and (trouble := self.inner.stats().trouble):
+                failure = f"{failure}: {trouble}"
         except Exception as error:
             circuit.end(call, loop.time(), _text(error))
             raise

@@ -40,6 +40,7 @@ from tierd.storage._worker_wire import (
     Marks,
     Open,
     Put,
+    Reload,
     Report,
     Scan,
     pack_gets,
@@ -174,6 +175,9 @@ class WorkerBackend(Backend):
     async def drop_marks(self, marks: Sequence[str]) -> None:
         await self._serving().call(DropMarks(list(marks)))
 
+    async def reload(self) -> None:
+        await self._serving().call(Reload())
+
     def stats(self) -> BackendStats:
         """As of the last answer, or of at most a second ago."""
         return self._stats
@@ -257,7 +261,11 @@ class WorkerBackend(Backend):
 
     def _take_report(self, report: Report) -> None:
         self._stats = BackendStats(
-            report.blocks, report.used_bytes, report.capacity_bytes, report.index_complete
+            report.blocks,
+            report.used_bytes,
+            report.capacity_bytes,
+            report.index_complete,
+            report.trouble,
         )
         # In place: a wrapper shows this very dict.
         for name, count in report.counters.items():

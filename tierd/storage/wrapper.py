@@ -84,5 +84,8 @@ class Wrapper(Backend):
     async def drop_marks(self, marks: Sequence[str]) -> None:
         await self.inner.drop_marks(marks)
 
+    async def reload(self) -> None:
+        await self.inner.reload()
+
     def stats(self) -> BackendStats:
         return self.inner.stats()
