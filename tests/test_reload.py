@@ -298,7 +298,6 @@ def reload(
     async def test(bench: Bench) -> None:
         server = Server(bench.node, SystemClock(), frozenset())
         reloader = Reloader(running, load, bench.node, server)
-        reloader._read = load  # type: ignore[method-assign]  # its tiers are of no installed type
         refused.append(await reloader.reload())
 
     run(test, *running.storage, raw=[Tier() for _ in running.storage])

@@ -7,6 +7,8 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+from tierd.sizes import about
+
 
 class MemoryLimit(NamedTuple):
     """A bound in bytes, and what sets it, for a message."""
@@ -60,9 +62,9 @@ def _limit_in(file: Path) -> list[MemoryLimit]:
 def pinning_limits() -> str:
     """What may stand in the way of page-locking memory, for the message of a failure."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else about(soft)
     memory = memory_limit()
     return (
         f"RLIMIT_MEMLOCK is {locked} (LimitMEMLOCK= of the unit, --ulimit memlock of a container), "
-        f"{memory.by} is {memory.size_bytes / (1 << 30):.1f} GiB (host.capacity must fit it)"
+        f"{memory.by} is {about(memory.size_bytes)} (host.capacity must fit it)"
     )
