@@ -454,13 +454,23 @@ def test_the_client_refuses_a_wrong_namespace_itself(tmp_path: Path) -> None:
 STRANGER = """
 import os, sys
 from tests import blocks
-from tierd.client import Client
+from tierd.client import Client, RefusedError
 # Not before the imports: this user may not be able to read the interpreter's files.
 os.setgid(65534)
 os.setuid(65534)
 client = Client(sys.argv[1], name="stranger", call_timeout_ms=5000)
-handle = client.register(blocks.namespace())
-print(client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]), client.last_error)
+handle = client.begin_register(blocks.namespace())
+told = []
+for call in (
+    lambda: client.register(blocks.namespace()) and "",
+    lambda: client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]),
+    lambda: client.get(handle, [bytes(32)], 0),
+):
+    try:
+        told.append(str(call()))
+    except RefusedError as error:
+        told.append(str(error))
+print(*told, sep="; ")
 """
 
 
@@ -489,12 +499,11 @@ def test_a_user_who_is_not_allowed_is_refused() -> None:
 
 def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str]) -> None:
     with DaemonProcess(directory / "closed", capacity="64MiB", storage="") as process:
-        assert stranger(process).startswith("[False] cannot connect: Permission denied")
+        assert stranger(process).count("refuses this process: Permission denied") == 3
         # The file's mode is not all that keeps this user out.
         Path(process.socket).chmod(0o666)
         said = stranger(process)
-        assert said.startswith("[False]")
-        assert "uid 65534 may not connect: see allow_uids" in said
+        assert said.count("this process: uid 65534 may not connect: see allow_uids") == 3
         assert "uid 65534" in process.log.read_text()
         client = process.client()
         counters = client.status()["counters"]
@@ -503,14 +512,14 @@ def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str])
         assert counters["clients_refused_total"] == 1
     extra = "allow_uids = [0, 65534]"
     with DaemonProcess(directory / "open", capacity="64MiB", storage="", extra=extra) as process:
-        assert stranger(process).startswith("[True]")
+        assert stranger(process).startswith("; [True]; [<memory")
         closed = process.config.read_text()
         process.config.write_text(closed.replace(extra, "allow_uids = [0]"))
         process.reload()
         assert "Permission denied" in stranger(process)
         process.config.write_text(closed)
         process.reload()
-        assert stranger(process).startswith("[True]")
+        assert stranger(process).startswith("; [True]; [<memory")
         assert (
             doctor(process, "65534") == doctor(process, "nobody") == doctor(process, "root") == {}
         )

@@ -40,6 +40,15 @@ _MARKS = "marks"
 _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
 
 
+class InUseError(ConfigError):
+    """Another process has the directory."""
+
+    def __init__(self, problem: str, holder: str) -> None:
+        super().__init__(problem)
+        self.holder = holder or "unknown"
+        """Its id."""
+
+
 class StoreDirectory:
     """An owned directory. Calls are blocking and belong into a thread."""
 
@@ -196,7 +205,7 @@ class StoreDirectory:
         while not self._try_lock():
             if time.monotonic() >= end_s:
                 holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-                raise ConfigError(_in_use(self.path, holder or "unknown"))
+                raise InUseError(_in_use(self.path, holder or "unknown"), holder)
             time.sleep(_LOCK_TRY_S)
 
     def _try_lock(self) -> bool:
