@@ -184,9 +184,9 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
         return None
     learned = learned_load(status)
     found = only_model(status) if learned is None else learned.model
-    spaces = tables(status["namespaces"])
-    if found is None and spaces and (args.engine or args.prefill):
-        names = listed(of_status(spaces).values())
+    known = tables(status["namespaces"])
+    if found is None and known and (args.engine or args.prefill):
+        names = listed(of_status(known).values())
         raise ConfigError(f"tierd knows several models, give --namespace: {names}")
     return found
 
