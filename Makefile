@@ -11,7 +11,7 @@ say := @printf '== %s\n'
 
 # tierd as an engine gets it, named by what goes into it: a time stamp would not see a
 # file that is gone.
-wheel_id := $(shell find tierd backends connectors pyproject.toml README.md LICENSE -type f \
+wheel_id := $(shell find tierd backends connectors ops systemd pyproject.toml *.md LICENSE -type f \
 	-not -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-12)
 engine_site := build/engine-site/.complete-$(wheel_id)
 

@@ -114,6 +114,16 @@ class DaemonProcess:
         self.process = None
         return status
 
+    def reload(self) -> None:
+        """SIGHUP, and wait until the configuration has been read."""
+        before = self._reloads()
+        assert self.process is not None
+        self.process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + READY_S
+        while self._reloads() == before:
+            assert time.monotonic() < end, self.log.read_text()[-4000:]
+            time.sleep(0.01)
+
     def client(self, name: str = "test") -> Client:
         """A new client of this daemon; the caller closes it."""
         return Client(self.socket, name=name, call_timeout_ms=5000)
@@ -158,6 +168,12 @@ class DaemonProcess:
         finally:
             client.close()
         return {tier["name"]: tier for tier in status["storage"]}
+
+    def _reloads(self) -> int:
+        counters = self.status()["counters"]
+        return sum(
+            counters.get(f"reloads_{outcome}_total", 0) for outcome in ("applied", "refused")
+        )
 
     def _answers(self) -> bool:
         probe = Client(self.socket, name="test-probe", map_segments=False, call_timeout_ms=500)

@@ -296,7 +296,7 @@ class FakeClient:
     def epoch(self) -> bytes:
         return self.daemon.epoch if self.connected else b""
 
-    def register(self, namespace: Namespace) -> FakeHandle:
+    def begin_register(self, namespace: Namespace) -> FakeHandle:
         handle = FakeHandle(namespace)
         self.handles.append(handle)
         return handle

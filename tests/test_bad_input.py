@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -51,7 +52,7 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         ("", r"host\.capacity is missing"),
         ("[host]\n", r"host\.capacity is missing: .*8GiB"),
         ("host = 5\n", r"\[host\] must be a table"),
-        ("[host]\ncapacity = '8G'\n", r"host\.capacity: '8G' is not a size; .*GiB"),
+        ("[host]\ncapacity = '8G'\n", r"host\.capacity: '8G' is not a size: .*GiB"),
         ("[host]\ncapacity = '-1GiB'\n", r"host\.capacity: '-1GiB' is not a size"),
         ("[host]\ncapacity = -1\n", r"host\.capacity: -1 is not a size"),
         ("[host]\ncapacity = 0\n", r"host\.capacity must be more than 0"),
@@ -71,12 +72,12 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         (GOOD + "[[storage]]\npath = '/x'\n", r"storage\.type is missing"),
         (GOOD + 2 * "[[storage]]\ntype = 'file'\n", r"two storage tiers are named 'file'"),
         (GOOD + "[[storage]]\ntype = 'file'\nname = 3\n", r"storage\[0\]\.name: Expected `str`"),
-        (GOOD + FILE + "deadline_ms = 5\n", r"storage\[0\]\.deadline_ms: Expected `int` >= 10"),
-        (GOOD + FILE + "deadline_ms = '2s'\n", r"storage\[0\]\.deadline_ms: Expected `int`"),
-        (GOOD + FILE + "read_batches = 0\n", r"storage\[0\]\.read_batches: Expected `int` >= 1"),
-        (GOOD + FILE + "write_queue = '1G'\n", r"storage\[0\]\.write_queue: '1G' is not a size"),
+        (GOOD + FILE + "deadline_ms = 5\n", r"storage \(file\)\.deadline_ms: Expected `int` >= 10"),
+        (GOOD + FILE + "deadline_ms = '2s'\n", r"storage \(file\)\.deadline_ms: Expected `int`"),
+        (GOOD + FILE + "read_batches = 0\n", r"storage \(file\)\.read_batches: Expected `int` >="),
+        (GOOD + FILE + "write_queue = '1G'\n", r"\(file\)\.write_queue: '1G' is not a size"),
         (GOOD + FILE + "write_queue = 0\n", r"storage \(file\)\.write_queue must be more than 0"),
-        (GOOD + FILE + "fill_from_lower = 1\n", r"storage\[0\]\.fill_from_lower: Expected `bool`"),
+        (GOOD + FILE + "fill_from_lower = 1\n", r"\(file\)\.fill_from_lower: Expected `bool`"),
         (
             GOOD + "".join(f"[[storage]]\ntype = 'file'\nname = 'f{n}'\n" for n in range(9)),
             "9 storage tiers are configured; at most 8 can be",
@@ -111,7 +112,6 @@ def test_environment_overrides_the_file(tmp_path: Path) -> None:
         "TIERD_DRAIN_TIMEOUT_MS": "5",
         "TIERD_HOST_CAPACITY": "1GiB",
         "TIERD_HOST_LEASE_TTL_MS": "2000",
-        "TIERD_STORAGE": "ignored: a table",
         "HOME": "/",
     }
     got = config("drain_timeout_ms = 7\n" + GOOD, environ, at=tmp_path)
@@ -132,7 +132,6 @@ def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
         "TIERD_STORAGE_FILE_PATH": "/data",
         "TIERD_STORAGE_FILE_THREADS": "7",
         "TIERD_STORAGE_FILE_SLOW_DISK_PATH": "/slow",
-        "TIERD_STORAGE_NOBODY_PATH": "/",
     }
     text = GOOD + FILE + "path = '/x'\ncapacity = '1GiB'\n" + FILE + "name = 'file-slow.disk'\n"
     first, second = config(text, environ, at=tmp_path).storage
@@ -149,7 +148,8 @@ def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
         ("FILL_FROM_LOWER", "2", "is neither true nor false"),
         ("TYPE", "s3", "TIERD_STORAGE_FILE_TYPE in the environment: this key is not"),
         ("THREADS", "many", "TIERD_STORAGE_FILE_THREADS=many in the environment"),
-        ("PAHT", "/x", "storage (file).paht is not a key; did you mean storage (file).path?"),
+        ("PAHT", "/x", "did you mean TIERD_STORAGE_FILE_PATH?"),
+        ("SLOW_SM", "1", "did you mean TIERD_STORAGE_FILE_SLOW_MS?"),
         ("WRITE_QUEUE", "much", "'much' is not a size"),
     ],
 )
@@ -170,6 +170,10 @@ def test_wrong_overrides_of_a_tier_are_refused(name: str, value: str, says: str)
         ("TIERD_DRAIN_TIMEOUT_MS", "-1", "drain_timeout_ms"),
         ("TIERD_HOST_CAPACITY", "lots", "host.capacity: 'lots'"),
         ("TIERD_HOST_LEASE_TTL_MS", "1", "host.lease_ttl_ms"),
+        ("TIERD_HOST_CAPACTY", "1GiB", "is not a key; did you mean TIERD_HOST_CAPACITY?"),
+        ("TIERD_HOST", "1GiB", "TIERD_HOST in the environment is not a key"),
+        ("TIERD_ZZZ", "1", "TIERD_ZZZ in the environment is not a key; `tierd config docs`"),
+        ("TIERD_STORAGE_NOBODY_PATH", "/", "begin with: none, as there is no tier"),
     ],
 )
 def test_wrong_overrides_are_refused(name: str, value: str, says: str) -> None:
@@ -212,13 +216,13 @@ def serve(text: str, at: Path, **environ: str) -> subprocess.CompletedProcess[st
             "socket = '{at}/s'\n"
             + GOOD
             + "[[storage]]\ntype = 'file'\npath = '{at}/tierd.toml/x'\ncapacity = '1GiB'\n",
-            "tierd: storage tier file: {at}/tierd.toml/x cannot be used",
+            "storage (file): {at}/tierd.toml/x cannot be used",
         ),
         (
             "socket = '{at}/s'\n"
             + GOOD
             + "[[storage]]\ntype = 'file'\npath = '{at}/f'\ncapacity = 'much'\n",
-            "storage (file): 'much' is not a size",
+            "storage (file): capacity: 'much' is not a size",
         ),
     ],
     ids=["key", "memory", "unwritable", "long", "type", "option", "store", "option size"],
@@ -450,13 +454,23 @@ def test_the_client_refuses_a_wrong_namespace_itself(tmp_path: Path) -> None:
 STRANGER = """
 import os, sys
 from tests import blocks
-from tierd.client import Client
+from tierd.client import Client, RefusedError
 # Not before the imports: this user may not be able to read the interpreter's files.
 os.setgid(65534)
 os.setuid(65534)
 client = Client(sys.argv[1], name="stranger", call_timeout_ms=5000)
-handle = client.register(blocks.namespace())
-print(client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]), client.last_error)
+handle = client.begin_register(blocks.namespace())
+told = []
+for call in (
+    lambda: client.register(blocks.namespace()) and "",
+    lambda: client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]),
+    lambda: client.get(handle, [bytes(32)], 0),
+):
+    try:
+        told.append(str(call()))
+    except RefusedError as error:
+        told.append(str(error))
+print(*told, sep="; ")
 """
 
 
@@ -466,8 +480,6 @@ def test_a_user_who_is_not_allowed_is_refused() -> None:
     """Any user of the node could read the KV, and so the prompts, of all engines."""
 
     def stranger(process: DaemonProcess) -> str:
-        # The file's mode alone would keep this user out; it is the daemon that must.
-        Path(process.socket).chmod(0o666)
         done = subprocess.run(
             [sys.executable, "-c", STRANGER, process.socket],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -487,9 +499,11 @@ def test_a_user_who_is_not_allowed_is_refused() -> None:
 
 def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str]) -> None:
     with DaemonProcess(directory / "closed", capacity="64MiB", storage="") as process:
+        assert stranger(process).count("refuses this process: Permission denied") == 3
+        # The file's mode is not all that keeps this user out.
+        Path(process.socket).chmod(0o666)
         said = stranger(process)
-        assert said.startswith("[False]")
-        assert "uid 65534 may not connect: see allow_uids" in said
+        assert said.count("this process: uid 65534 may not connect: see allow_uids") == 3
         assert "uid 65534" in process.log.read_text()
         client = process.client()
         counters = client.status()["counters"]
@@ -498,7 +512,32 @@ def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str])
         assert counters["clients_refused_total"] == 1
     extra = "allow_uids = [0, 65534]"
     with DaemonProcess(directory / "open", capacity="64MiB", storage="", extra=extra) as process:
-        assert stranger(process).startswith("[True]")
+        assert stranger(process).startswith("; [True]; [<memory")
+        closed = process.config.read_text()
+        process.config.write_text(closed.replace(extra, "allow_uids = [0]"))
+        process.reload()
+        assert "Permission denied" in stranger(process)
+        process.config.write_text(closed)
+        process.reload()
+        assert stranger(process).startswith("; [True]; [<memory")
+        assert (
+            doctor(process, "65534") == doctor(process, "nobody") == doctor(process, "root") == {}
+        )
+        assert doctor(process, "2000") == {
+            "user_not_allowed": "user 2000 has uid 2000, which is not in allow_uids"
+        }
+        directory.chmod(0o700)
+        assert list(doctor(process, "65534")) == ["user_denied"]
+
+
+def doctor(process: DaemonProcess, user: str) -> dict[str, str]:
+    """What is said of a user, by code."""
+    words = ["doctor", "--json", "--config", str(process.config), "--user", user]
+    done = subprocess.run(
+        [sys.executable, "-m", "tierd.cli.main", *words], capture_output=True, text=True, timeout=60
+    )
+    found = {each["code"]: each["what"] for each in json.loads(done.stdout)["findings"]}
+    return {code: what for code, what in found.items() if code.startswith("user_")}
 
 
 @pytest.mark.slow

@@ -252,15 +252,53 @@ def test_a_model_by_its_shape_or_by_its_namespace(
     assert told["block_bytes"] == 2 << 20
 
     space = blocks.namespace(4096)
-    shown = {**space.to_fields(), "hash_root": "", "digest": space.digest.hex()}
+    shown = {
+        **space.to_fields(),
+        "hash_root": "",
+        "digest": space.digest.hex(),
+        "sessions": 0,
+    }
     with FakeDaemon(tmp_path / "d.sock", {"namespaces": [shown], "demand": []}):
         words = ["--socket", str(tmp_path / "d.sock"), "--prefill", "8000", "--json"]
         assert run(*words, "--namespace", space.digest.hex()) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["break_even"]["kv_bytes_per_token"] == 256
         assert told["block_bytes"] == 4096
-        assert run(*words, "--namespace", "00") == 2
-        assert "knows no such namespace" in capsys.readouterr().err
+        for more in ((), ("--namespace", space.digest.hex()[:4])):
+            assert run(*words, *more) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert told["break_even"]["kv_bytes_per_token"] == 256
+        assert run(*words, "--namespace", "0000") == 2
+        said = f"knows no namespace 0000; it knows {space.digest.hex()} (test-model, rank 0)"
+        assert said in capsys.readouterr().err
+
+
+def test_the_only_model_is_meant(
+    run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A digest would have to be copied though there is nothing to choose; or one of two models be
+    taken, whichever comes first."""
+    spaces = [blocks.namespace(8192, tp_size=2, tp_rank=rank) for rank in (0, 1)]
+    spaces.append(blocks.namespace(8192, weights="w+lora:sql=1", tp_size=2))
+    spaces.append(blocks.namespace(4096, model="other"))
+    shown = [
+        {**space.to_fields(), "hash_root": "", "digest": space.digest.hex(), "sessions": 1}
+        for space in spaces
+    ]
+    path = tmp_path / "d.sock"
+    words = ["--socket", str(path), "--json"]
+    for some in (shown[:3], [*shown[:3], {**shown[3], "sessions": 0}], shown):
+        with FakeDaemon(path, {"namespaces": some, "demand": []}):
+            status = run(*words, "--prefill", "8000")
+        path.unlink()
+        out, said = capsys.readouterr()
+        if some is shown:
+            assert status == 2
+            assert "give --namespace: " in said
+            assert all(space.digest.hex() in said for space in spaces)
+        else:
+            assert status == 0
+            assert json.loads(out)["break_even"]["kv_bytes_per_token"] == 2 * 8192 / 16
 
 
 def test_the_speed_of_an_engine_is_measured_without_what_any_request_takes() -> None:

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.daemon_process import DaemonProcess
 from tierd.cli.main import main
+from tierd.config import OTHER_VARIABLES, load
+from tierd.errors import ConfigError
 
-FILE = """
+GOOD = """socket = "{at}/s"
+[host]
+capacity = "64MiB"
+"""
+DISK = """[[storage]]
+type = "file"
+name = "disk"
+path = "{at}/kv"
+capacity = "1GiB"
+"""
+FILE = """socket = "{at}/s"
 [host]
 capacity = "64MiB"
 [[storage]]
@@ -27,8 +44,14 @@ secret_key = "hunter3"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     made = tmp_path / "tierd.toml"
-    made.write_text(FILE)
+    made.write_text(FILE.replace("{at}", str(tmp_path)))
     return made
+
+
+def tierd(*words: str, files: int = 4096) -> subprocess.CompletedProcess[str]:
+    """The command, as an operator gives it, with a limit of open files."""
+    limit = ["prlimit", f"--nofile={files}:{files}", sys.executable, "-m", "tierd.cli.main"]
+    return subprocess.run([*limit, *words], capture_output=True, text=True, timeout=60)
 
 
 def settings(
@@ -78,44 +101,171 @@ def test_secrets_are_not_shown(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert values["storage (s3).secret_key"] == "(not shown)"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("", "", ""),
-        ("capacity", "capacty", "did you mean host.capacity?"),
-        ("kv-blocks", "Not A Bucket", "storage (s3): bucket is"),
-        ("bucket =", "bukket =", "did you mean storage (s3).bucket?"),
-        ("[host]", 'admin.listen = "0.0.0.0:9464"\n[host]', "which other machines may reach"),
-        ("[host]", f'socket = "/{"x" * 200}"\n[host]', "longer than the 107 bytes"),
-        ('type = "s3"', 'type = "tape"', "installed: "),
-    ],
-)
-def test_check_says_what_serve_would(
-    file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
-) -> None:
+WRONG = {
+    "key": ("capacity", "capacty", "did you mean host.capacity?"),
+    "bucket": ("kv-blocks", "Not A Bucket", "storage (s3): bucket is"),
+    "option": ("bucket =", "bukket =", "did you mean storage (s3).bucket?"),
+    "open port": ("[host]", 'admin.listen = "0.0.0.0:9464"\n[host]', "other machines may reach"),
+    "port": (
+        "[host]",
+        'admin.listen = "192.0.2.1:9464"\nadmin.allow_remote = true\n[host]',
+        "cannot",
+    ),
+    "long": ("{at}/s", f"/{'x' * 200}", "longer than the 107 bytes"),
+    "file": ("{at}/s", "{at}/tierd.toml", "is not a socket"),
+    "below a file": ("{at}/s", "{at}/tierd.toml/s", "tierd.toml is not a directory"),
+    "one socket": ("[host]", 'admin.listen = "{at}/s"\n[host]', "socket and admin.listen are both"),
+    "type": ('type = "s3"', 'type = "tape"', "installed: "),
+    "memory": ("64MiB", "900TiB", "host.capacity is 900 TiB, but "),
+    "node": ("[host]", '[host]\nnuma_node = "999"', "host.numa_node is 999"),
+    "case": ("[host]", '[host]\neviction = "LRU"', 'matter: write "lru"'),
+    "choice": ("[host]", '[host]\neviction = "hazzard"', 'did you mean "hazard"?'),
+    "option case": ('type = "s3"', 'type = "s3"\nsse = "aes256"', 'matter: write "AES256"'),
+    "unit": ("64MiB", "1G", 'write "1GiB" for units of 1,073,741,824 bytes'),
+    "one path": ("[[storage]]", DISK + DISK.replace("disk", "other") + "[[storage]]", "at {at}/kv"),
+    "one link": (
+        "[[storage]]",
+        DISK + DISK.replace("disk", "other").replace("{at}/kv", "{at}/link") + "[[storage]]",
+        "storage (disk) and storage (other) are both at",
+    ),
+    "below": ("[[storage]]", DISK.replace("{at}", "{at}/tierd.toml") + "[[storage]]", "directory"),
+    "format": ("[[storage]]", DISK.replace("/kv", "/old") + "[[storage]]", "this tierd writes"),
+    "files": ("[[storage]]", f'{DISK}slab = "1KiB"\n[[storage]]', "raise LimitNOFILE, or `slab`"),
+    "sizes": (
+        "[[storage]]",
+        DISK.replace("1GiB", "much") + 'reserve_free = "101%"\n[[storage]]',
+        "storage (disk): capacity: 'much' is not a size",
+    ),
+    "policy": ("[[storage]]", f'{DISK}eviction = "LFU"\n[[storage]]', 'matter: write "lfu"'),
+}
+"""What `serve` refuses: a text of the file, another one in its place, and what is said."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", *WRONG])
+def test_check_says_what_serve_does(file: Path, name: str) -> None:
     """A mistake would be found by the restart that it was to be found before."""
-    file.write_text(FILE.replace(old, new, 1))
-    status = main(["config", "check", "--config", str(file)])
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert status == (2 if said else 0)
-    assert bool(said) != ("all is well" in printed.out)
-    assert main(["config", "check", "--json", "--config", str(file)]) == status
+    old, new, said = WRONG.get(name, ("", "", ""))
+    text, at = FILE.replace(old, new, 1), str(file.parent)
+    file.write_text(text.replace("{at}", at))
+    (file.parent / "old").mkdir()
+    (file.parent / "old" / "FORMAT").write_text("tierd file store 0\n")
+    (file.parent / "link").symlink_to("kv")
+    before = sorted(file.parent.rglob("*"))
+    checked = tierd("config", "check", "--config", str(file), files=1000)
+    assert said.replace("{at}", at) in checked.stderr
+    assert checked.returncode == (2 if said else 0)
+    assert ("all is well" in checked.stdout) is not bool(said)
+    assert sorted(file.parent.rglob("*")) == before, "a check leaves something"
+    if said:
+        served = tierd("serve", "--config", str(file), files=1000)
+        assert (served.returncode, served.stderr) == (2, checked.stderr)
+        assert sorted(file.parent.rglob("*")) == before, "what cannot serve leaves something"
+
+
+def test_everything_is_said_at_once(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with five mistakes would take five restarts."""
+    monkeypatch.setenv("TIERD_HOST_PIN_SHAER", "0.1")
+    monkeypatch.setenv("TIERD_DRAIN_TIMEOUT_MS", "soon")
+    text = FILE.replace("64MiB", "900TiB").replace("[host]", 'lisen = ""\n[host]\neviction = "LRU"')
+    text = text.replace("slow_ms = 300", 'slow_ms = "300ms"\nttl_s = -1').replace("kv-", "KV-")
+    file.write_text(text.replace("{at}", str(file.parent)) + "sse = 1\nprefiks = 2\n")
+    assert main(["config", "check", "--json", "--config", str(file)]) == 2
     report = json.loads(capsys.readouterr().out)
-    assert report["ok"] is not bool(said)
-    assert said in report["problem"]
+    assert not report["ok"]
+    told = report["problems"]
+    for said in (
+        "lisen is not a key",
+        "host.eviction: 'LRU'",
+        "TIERD_DRAIN_TIMEOUT_MS=soon",
+        "TIERD_HOST_PIN_SHAER in the environment is not a key; did you mean TIERD_HOST_PIN_SHARE?",
+        "storage (redis).slow_ms: Expected `int`",
+        "storage (redis).ttl_s: Expected `int` >= 0",
+        "storage (s3).sse: ",
+        "storage (s3).prefiks is not a key; did you mean storage (s3).prefix?",
+        "host.capacity is 900 TiB",
+    ):
+        [problem] = [problem for problem in told if said in problem]
+        assert problem.startswith(f"{file}: ")
+    assert len(told) == 9
+    assert main(["config", "check", "--config", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"tierd: {problem}" for problem in told]
 
 
-def test_check_warns_of_what_may_be_right_elsewhere(
+def test_check_of_a_file_for_another_machine(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file for a large machine could not be checked on a small one, or nothing would be said on
-    the machine that it does not fit."""
-    file.write_text(FILE.replace("64MiB", "900TiB").replace("[host]", '[host]\nnuma_node = "999"'))
-    assert main(["config", "check", "--config", str(file)]) == 0
-    printed = capsys.readouterr()
-    assert "warning: host.capacity is" in printed.err
-    assert "warning: host.numa_node is 999" in printed.err
+    """A file for a large machine could not be checked on a small one."""
+    text = FILE.replace("64MiB", "900TiB").replace("[host]", '[host]\nnuma_node = "999"')
+    file.write_text(text)
+    assert main(["config", "check", "--elsewhere", "--config", str(file)]) == 0
+    file.write_text(text.replace("bucket", "bukket"))
+    assert main(["config", "check", "--elsewhere", "--config", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.slow
+def test_check_beside_a_running_tierd(tmp_path: Path) -> None:
+    """The check before a reload would call a file wrong because tierd runs with it, or one right
+    that another tierd's directory, port or socket stands against."""
+    admin = '[admin]\nlisten = "127.0.0.1:0"\n'
+    with DaemonProcess(tmp_path / "tierd", extra=admin) as daemon:
+        daemon.wait_tier("file", "ready")
+        assert tierd("config", "check", "--config", str(daemon.config)).returncode == 0
+        text = daemon.config.read_text()
+        other = tmp_path / "other.toml"
+        other.write_text(text.replace(daemon.socket, str(tmp_path / "other.sock")))
+        for words in (("config", "check"), ("serve",)):
+            done = tierd(*words, "--config", str(other))
+            assert done.returncode == 2
+            assert f"storage (file): {daemon.store} is in use by process" in done.stderr
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            listen = f"127.0.0.1:{taken.getsockname()[1]}"
+            other.write_text(
+                GOOD.replace("{at}", str(tmp_path)) + f'[admin]\nlisten = "{listen}"\n'
+            )
+            done = tierd("config", "check", "--config", str(other))
+            assert (done.returncode, done.stderr.count(listen)) == (2, 1)
+        again = tierd("serve", "--config", str(daemon.config))
+        assert again.returncode == 2
+        assert f"another tierd (pid {daemon.pid}) serves on {daemon.socket}" in again.stderr
+
+
+def test_variables_that_are_no_keys_and_no_mistakes(file: Path) -> None:
+    """In a pod beside a Service named tierd, or in its own tests, tierd would not start."""
+    environ = {
+        "TIERD_SERVICE_HOST": "10.0.0.1",
+        "TIERD_SERVICE_PORT": "9464",
+        "TIERD_SERVICE_PORT_METRICS": "9464",
+        "TIERD_PORT": "tcp://10.0.0.1:9464",
+        "TIERD_PORT_9464_TCP": "tcp://10.0.0.1:9464",
+        "TIERD_PORT_9464_TCP_ADDR": "10.0.0.1",
+        "TIERD_METRICS_SERVICE_HOST": "10.0.0.1",
+        "TIERDOWN": "1",
+        **dict.fromkeys(OTHER_VARIABLES, "x"),
+    }
+    load(file, environ)
+    with pytest.raises(ConfigError, match="TIERD_SERVICE"):
+        load(file, {"TIERD_SERVICE": "1"})
+
+
+def test_all_variables_of_our_own_are_known() -> None:
+    """A variable of the tests would keep the daemons that they start from starting."""
+    root = Path(__file__).parent.parent
+    read = re.compile(
+        r"(?:environ(?:\.get\(|\[|\.setdefault\()|getenv\(|\$\{?|^)\W{0,2}(TIERD_[A-Z_]+[A-Z])",
+        re.MULTILINE,
+    )
+    named = set()
+    for path in [root / "Makefile", *root.glob("*/**/*.py"), *root.glob("*/**/*.sh")]:
+        if ".venv" not in path.parts and "build" not in path.parts:
+            named |= set(read.findall(path.read_text()))
+    named -= {"TIERD_SOCKET"}
+    assert named
+    assert named <= OTHER_VARIABLES
 
 
 def test_every_key_is_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from tierd.daemon.ending import SPACES_MAX
 from tierd.daemon.node import Node
 from tierd.daemon.promotion import Waiter
 from tierd.daemon.tier import StorageTier, opened
-from tierd.errors import DisconnectedError
+from tierd.errors import DisconnectedError, RefusedError
 from tierd.testing.backend import MemoryBackend
 from tierd.types import BlockKey
 from tierd.wire import messages as m
@@ -336,14 +336,44 @@ def test_a_block_larger_than_the_arena_is_refused_at_registration(tmp_path: Path
     with small(tmp_path) as process, connected(process) as client:
         good = client.register(blocks.namespace(MIB))
         hashes = store(client, good, 3)
-        large = client.register(blocks.namespace(17 * MIB))
-        assert client.put(large, [(h, h, bytes(17 * MIB)) for h in hashes[:1]]) == [False]
-        assert not large.ready
-        assert large.refusal is not None
-        assert "host.capacity" in large.refusal
-        assert str(17 * MIB) in large.refusal
+        with pytest.raises(RefusedError, match=rf"the namespace: .*{17 * MIB}.*host\.capacity"):
+            client.register(blocks.namespace(17 * MIB))
+        # A connector asks without waiting, and never gets an error.
+        large = client.begin_register(blocks.namespace(17 * MIB))
+
+        def refused() -> bool:
+            client.poll()
+            return large.refusal is not None
+
+        eventually(refused, "it is not refused")
+        assert "host.capacity" in (large.refusal or "")
+        assert client.acquire([large], hashes, 0) is None
+        assert client.reserve(large, hashes[:1], hashes[:1]) is None
+        # The simple calls have no other way to say why they do nothing.
+        with pytest.raises(RefusedError, match=r"host\.capacity"):
+            client.put(large, [(h, h, bytes(17 * MIB)) for h in hashes[:1]])
+        with pytest.raises(RefusedError, match=r"host\.capacity"):
+            client.get(large, hashes[:1], 0)
         assert served(client, good, hashes) == 3
         assert "host.capacity" in process.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is short would be lost once it has left host memory, and nobody know why."""
+    with DaemonProcess(tmp_path / "tierd", prefetch={"min_tokens": 100}) as process:
+        process.wait_tier("file", "ready")
+        client = process.client()
+        handle = client.register(blocks.namespace(4096))
+        hashes, _ = blocks.chain(7)
+        assert client.get(handle, hashes, 0) == []
+        assert client.last_error == "", "that was long enough"
+        assert client.get(handle, hashes[:6], 0) == []
+        said = "96 tokens are missing in host memory, and storage tiers are not asked for less "
+        assert said in client.last_error
+        assert client.get(handle, hashes[:1], 0) == []
+        assert [said in record.getMessage() for record in caplog.records] == [True], "once"
+        client.close()
 
 
 def test_calls_at_and_beyond_the_key_limit(l2_daemon: DaemonProcess) -> None:

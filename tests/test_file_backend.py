@@ -212,8 +212,6 @@ class TestRamfs(FileSuite):
         ({"reserve_free": "200%"}, "200%"),
         ({"threads": 0}, "threads"),
         ({"threads": 1000}, "threads"),
-        ({"eviction": "fifo"}, "'fifo'"),
-        ({"eviction": "hazard"}, "storage tier has credit, lru"),
     ],
 )
 def test_wrong_options(tmp_path, wrong, named):

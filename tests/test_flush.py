@@ -704,7 +704,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
     with daemon:
         scene = Scene(daemon)
         scene.fill()
-        assert scene.flush("--namespace", SPACE.digest.hex()[:10], "--yes") == 0
+        assert scene.flush("--namespace", SPACE.digest.hex()[:4], "--yes") == 0
         out = capsys.readouterr().out
         assert "host: 40 blocks dropped" in out
         assert "disk: 40 blocks dropped" in out
@@ -732,11 +732,17 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
 
         for words, named in (
             (("--all", "--yes", "--tier", "tape"), "host, disk"),
-            (("--namespace", "abc", "--yes"), "8 to 32 digits"),
-            (("--namespace", "../../etc", "--yes"), "8 to 32 digits"),
+            (("--namespace", "abc", "--yes"), "4 to 32 digits"),
+            (("--namespace", "0123", "--yes"), "8 to 32 digits"),
+            (("--namespace", "../../etc", "--yes"), "4 to 32 digits"),
         ):
             assert scene.flush(*words) == 2
             assert named in capsys.readouterr().err
+        assert scene.flush("--namespace", "01234567", "--yes") == 1
+        said = capsys.readouterr().err
+        assert "nothing matches 01234567" in said
+        assert f"{SPACE.digest.hex()} ({SPACE.model}, rank 0)" in said
+        assert scene.flush("--namespace", SPACE.digest.hex(), "--yes") == 0, "it is known"
         assert scene.flush("--all", "--yes", "--timeout", "0") == 1
         assert "the flush goes on" in capsys.readouterr().err
         daemon.stop()

@@ -258,7 +258,8 @@ async def test_one_that_is_in_use(tmp_path, monkeypatch):
     """A check beside a running tierd would take blocks that are being written for damage."""
     monkeypatch.setattr(_directory, "LOCK_S", 0.0)
     async with running(tmp_path / "tier"):
-        with pytest.raises(ConfigError, match=str(os.getpid())):
+        said = f"in use by process {os.getpid()}: stop tierd first"
+        with pytest.raises(ConfigError, match=said):
             check(tmp_path / "tier")
 
 

@@ -130,7 +130,7 @@ def test_export(
     ("words", "said"),
     [
         (["export", "--from", "nowhere"], "no tier is named 'nowhere'; there are file"),
-        (["export", "--namespace", "12"], "--namespace takes 8 to 32 digits"),
+        (["export", "--namespace", "12"], "'12' is no digest, of which 4 to 32 digits"),
         (["export", "--namespace", "1" * 32], f"it knows {RANKS[0].digest.hex()} (test-model"),
         (["export", "--size", "8G"], "'8G' is not a size"),
         (["export", "-o", "/nowhere/hot.jsonl"], "cannot write /nowhere/hot.jsonl"),

@@ -478,8 +478,34 @@ async def test_memory_goes_back_to_the_machine(
         await until(lambda: node.host.allocated_bytes == 4 * MIB, "the capacity is not kept")
         assert memory_files() == 4 * MIB
         assert caplog.text.count("memory is short") == 1
+        said = re.search(r"shrinks from 32 MiB to (\S+) MiB, to host\.min \(8 MiB\)", caplog.text)
+        assert said is not None
+        assert 8 <= float(said[1]) < 32
 
     await node.run(scene)
+    node.memory.arena.close()
+
+
+def test_a_shortage_that_changes_nothing_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The log would tell of memory that shrinks from 0.50 to 0.50 GiB."""
+    caplog.set_level(logging.INFO, "tierd")
+    machine = Given(GIB // 2)
+    node = Node(
+        capacity_bytes=32 * MIB,
+        min_bytes=32 * MIB,
+        lease_ttl_ms=1000,
+        tiers=[],
+        clock=SystemClock(),
+        epoch=bytes(8),
+        machine=machine,
+        segment_bytes=2 * MIB,
+    )
+    space = node.register(namespace(MIB // 4))
+    hashes, parents = chain(8)
+    node.reserve(1, space, hashes, parents)
+    node.watch.look(0.0)
+    assert "(512 MiB of 64 GiB available" in caplog.text
+    assert "host memory stays at 2 MiB, as host.min (32 MiB) says" in caplog.text
     node.memory.arena.close()
 
 

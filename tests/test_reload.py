@@ -298,7 +298,6 @@ def reload(
     async def test(bench: Bench) -> None:
         server = Server(bench.node, SystemClock(), frozenset())
         reloader = Reloader(running, load, bench.node, server)
-        reloader._read = load  # type: ignore[method-assign]  # its tiers are of no installed type
         refused.append(await reloader.reload())
 
     run(test, *running.storage, raw=[Tier() for _ in running.storage])
@@ -381,7 +380,6 @@ def test_a_reload_has_tiers_read_their_keys_anew(caplog: pytest.LogCaptureFixtur
         reloader = Reloader(
             running, configured, bench.node, Server(bench.node, SystemClock(), frozenset())
         )
-        reloader._read = configured  # type: ignore[method-assign]  # its tiers are of no installed type
         assert [await reloader.reload() for _ in range(2)] == ["", ""]
 
     run(test, *running.storage, raw=[raw, *(Tier() for _ in running.storage[1:])])

@@ -98,7 +98,8 @@ def test_a_passed_socket_is_used_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "tierd.sock"
     other, ours = passed_listener(tmp_path / "other.sock"), passed_listener(path)
     manager = ServiceManager(passed=[other, ours])
-    with engine_socket(path, manager) as listener:
+    with engine_socket(path, manager) as (listener, own):
+        assert own is None, "its mode is the unit's"
         assert listener.getsockname() == str(path)
         with pytest.raises(ConfigError, match="another tierd"), engine_socket(path, manager):
             pass
@@ -132,11 +133,11 @@ def test_the_line_of_status() -> None:
     """`systemctl status` would not say what an operator looks for first."""
     line = status_line(Phase.SERVING, STATUS, 0, "")
     assert line == (
-        "serving: L2 41.2 of 64 GiB (312 hits of 400 blocks = 78 %), file ready, s3 failing"
+        "serving: L2 41.2 GiB of 64 GiB (312 hits of 400 blocks = 78 %), file ready, s3 failing"
     )
     assert status_line(Phase.STOPPING, STATUS, 7, "").startswith("stopping: 7 blocks wait")
     quiet = {**STATUS, "counters": {}, "storage": []}
-    assert status_line(Phase.STARTING, quiet, 0, "") == "starting: L2 41.2 of 64 GiB"
+    assert status_line(Phase.STARTING, quiet, 0, "") == "starting: L2 41.2 GiB of 64 GiB"
     refused = status_line(Phase.SERVING, STATUS, 0, "bad\nkey " + "x" * 10_000)
     assert refused.startswith("serving: RELOAD REFUSED (bad key")
     assert "\n" not in refused

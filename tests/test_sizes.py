@@ -3,7 +3,7 @@
 import pytest
 
 from tierd.errors import ConfigError
-from tierd.sizes import parse_size, parse_size_of
+from tierd.sizes import change, parse_size, parse_size_of
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,26 @@ def test_parse_size_of():
     for wrong in ("101%", "%", "-1%", "5%%"):
         with pytest.raises(ConfigError, match="%"):
             parse_size_of(wrong, 1000)
+
+
+def test_what_one_letter_means():
+    """An operator would not know which of the two to write."""
+    with pytest.raises(ConfigError) as raised:
+        parse_size("1.5g")
+    assert 'write "1.5GiB" for units of 1,073,741,824 bytes' in str(raised.value)
+    assert '"1.5GB" for units of 1,000,000,000 bytes' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (512 << 20, 508 << 20, "from 512 MiB to 508 MiB"),
+        (64 << 30, 40 << 30, "from 64 GiB to 40 GiB"),
+        (64 << 30, (64 << 30) - (16 << 20), "from 64 GiB to 63.98 GiB"),
+        (64 << 30, (64 << 30) - 4096, "from 64 GiB to 63.999996 GiB"),
+        (5, 5, "from 5 B to 5 B"),
+    ],
+)
+def test_a_change_is_seen(before, after, said):
+    """The log would say that memory shrinks from 0.50 to 0.50 GiB."""
+    assert change(before, after) == said

@@ -190,7 +190,7 @@ def test_an_adapter_is_registered_when_it_is_used(monkeypatch: pytest.MonkeyPatc
     be stored."""
     rig = Rig(loras=LORAS)
     assert [handle.namespace for handle in rig.client.handles] == [rig.namespace]
-    register, handles = rig.client.register, rig.client.handles
+    register, handles = rig.client.begin_register, rig.client.handles
 
     def unanswered(asked: Namespace) -> FakeHandle:
         handle = register(asked)
@@ -200,7 +200,7 @@ def test_an_adapter_is_registered_when_it_is_used(monkeypatch: pytest.MonkeyPatc
     def answer(timeout_s: float) -> None:
         handles[-1].ready = True
 
-    monkeypatch.setattr(rig.client, "register", unanswered)
+    monkeypatch.setattr(rig.client, "begin_register", unanswered)
     monkeypatch.setattr(rig.client, "wait", answer)
     content = rig.write(1)
     rig.mover.submit_stores([rig.item(1, adapter="sql")])

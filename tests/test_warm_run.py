@@ -11,7 +11,7 @@ from tierd.cli import warm_run
 from tierd.cli.engine import Engine
 from tierd.cli.namespaces import Namespaces
 from tierd.cli.warm_report import Report
-from tierd.cli.warm_run import AHEAD_BLOCKS, FULL_CALLS, Order, Replays, Warmer
+from tierd.cli.warm_run import AHEAD_BLOCKS, CALL_BLOCKS_MAX, FULL_CALLS, Order, Replays, Warmer
 from tierd.cli.warm_sources import Want
 from tierd.errors import ConfigError
 from tierd.types import Namespace
@@ -135,6 +135,25 @@ def test_no_more_is_read_than_the_engine_gets_done(monkeypatch) -> None:
     assert run.report.late
     run.give_up()
     assert run.report.blocks == 4 * len(read)
+
+
+def test_progress_is_told_of_all_blocks() -> None:
+    """The bar of one long prompt would say "0 of 0 blocks" until it is there, and that of several
+    always that all are."""
+    run = warmer(Daemon(lambda _: Warmth.BROUGHT))
+    count = 4 * CALL_BLOCKS_MAX
+    told: list[tuple[float | None, str]] = []
+    run.on_progress = lambda: told.append(run.report.progress(*run.under_way(), 1.0))
+    run.run(iter([want(count - 4), want(0)]))
+    parts = [part for part, _ in told]
+    assert parts == sorted(parts)  # type: ignore[type-var]  # none is None
+    assert told[0] == (0.0, told[0][1])
+    assert len({*parts}) > 4
+    assert {text.split(", ")[0].partition(" of ")[2] for _, text in told[1:]} == {"2.05 k blocks"}
+    assert told[-1][0] == 1.0
+    assert told[-1][1].startswith("2.05 k of 2.05 k blocks, ")
+    part, text = run.report.progress(0, 0, 0.5)
+    assert (part, "blocks so far, " in text) == (0.5, True)
 
 
 class Known:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -271,6 +271,14 @@ class Backend(ABC):
         raise ConfigError(
             "such a tier is checked by its server; `tierd scrub` reads all it has and verifies it"
         )
+
+    def refusals(self, is_own: Callable[[int], bool]) -> Iterable[str]:
+        """What open() would raise ConfigError for here, found without opening or changing
+        anything. Blocking.
+
+        `is_own` says whether a process that has the tier open may be ignored.
+        """
+        return ()
 
     @abstractmethod
     async def open(self) -> None:

@@ -8,7 +8,9 @@ socket: they are copied to and from slots that both sides have mapped.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
 import os
 import select
 import socket
@@ -23,7 +25,7 @@ import numpy as np
 
 from tierd import __version__
 from tierd.attaching import Attachment, Attachments, PendingCopy, Probe
-from tierd.errors import DisconnectedError, NamespaceError, RemoteProtocolError
+from tierd.errors import DisconnectedError, NamespaceError, RefusedError, RemoteProtocolError
 from tierd.exports import NO_EVENT, Export, PageLayout
 from tierd.mapping import SharedMapping
 from tierd.types import HASH_BYTES, Namespace
@@ -32,6 +34,8 @@ from tierd.wire.session import Role, WireSession, encode
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+log = logging.getLogger("tierd.client")
 
 DEFAULT_SOCKET: Final = "/run/tierd/tierd.sock"
 
@@ -60,7 +64,15 @@ _PLAIN_REPLIES: Final = frozenset({m.Reserved, m.Committed, m.StatusReply})
 class _Life:
     """What belongs to one life of the daemon and is worthless in the next."""
 
-    __slots__ = ("epoch", "lease_ttl_s", "segments", "slots_per_segment", "usable_until")
+    __slots__ = (
+        "epoch",
+        "lease_ttl_s",
+        "min_tokens",
+        "segments",
+        "slots_per_segment",
+        "told_too_short",
+        "usable_until",
+    )
 
     def __init__(self, epoch: bytes, lease_ttl_s: float) -> None:
         self.epoch = epoch
@@ -68,6 +80,9 @@ class _Life:
         self.segments: dict[tuple[Handle, int], SharedMapping] = {}
         self.slots_per_segment: dict[Handle, int] = {}
         self.usable_until = float("inf")
+        self.min_tokens: int | None = None
+        """Fewer missing tokens are not brought from tiers; None until it has been asked for."""
+        self.told_too_short = False
 
     def forget(self, handle: Handle) -> None:
         """Have nothing of a handle mapped any more."""
@@ -188,6 +203,8 @@ class Client:
         self._past: _Life | None = None
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._receive_timeout_s: float | None = None
+        self._turned_away = ""
+        """Why the daemon that was last met wants no session with this process."""
         self.last_error = ""
 
     # --- session --------------------------------------------------------------------
@@ -207,9 +224,25 @@ class Client:
         return self._sock.fileno() if self._sock is not None else -1
 
     def register(self, namespace: Namespace) -> Handle:
-        """A handle for a namespace, registered now and after every reconnect. Never blocks.
+        """A handle for a namespace, once the daemon has accepted it; while there is no daemon at
+        once, and it is registered as soon as there is one.
 
-        Raises NamespaceError for a namespace that no daemon would accept.
+        Raises NamespaceError for a namespace that no daemon would accept, and RefusedError if
+        this one refuses it, or this process.
+        """
+        with self._lock:
+            handle = self.begin_register(namespace)
+            try:
+                self._check_allowed(handle)
+            except RefusedError:
+                self._handles.remove(handle)
+                raise
+            return handle
+
+    def begin_register(self, namespace: Namespace) -> Handle:
+        """`register` without waiting for the answer: `Handle.ready` and `refusal` have it later.
+
+        Raises NamespaceError for a namespace that no daemon would accept. Never blocks.
         """
         namespace.validate()
         with self._lock:
@@ -614,8 +647,11 @@ class Client:
     def put(self, handle: Handle, blocks: Sequence[tuple[bytes, bytes, Buffer]]) -> list[bool]:
         """Store blocks given as (hash, parent, buffer); per block whether the daemon has it now.
 
-        Every buffer must hold exactly the namespace's `block_bytes`; ValueError otherwise.
+        False: there is no daemon, no room, or another session is storing it. Every buffer must
+        hold exactly the namespace's `block_bytes`; ValueError otherwise. Raises RefusedError if
+        the daemon refuses the namespace, or this process.
         """
+        self._check_allowed(handle)
         size = handle.namespace.block_bytes
         sources = [_flat(buffer, size) for _, _, buffer in blocks]
         done: list[bool] = []
@@ -645,7 +681,23 @@ class Client:
         """Copies of the longest prefix of `hashes` to be had by the deadline.
 
         `into` gives the buffers to fill, of `block_bytes` each; new ones are made otherwise.
+        Raises RefusedError if the daemon refuses the namespace, or this process. Where storage
+        tiers were not asked because too few tokens are missing (`prefetch.min_tokens`), the log
+        and `last_error` say so.
         """
+        self._check_allowed(handle)
+        found = self._get(handle, hashes, deadline_ms, into)
+        if len(found) < len(hashes):
+            self._note_too_short(handle, len(hashes) - len(found))
+        return found
+
+    def _get(
+        self,
+        handle: Handle,
+        hashes: Sequence[bytes],
+        deadline_ms: int,
+        into: Sequence[Buffer] | None,
+    ) -> list[memoryview]:
         size = handle.namespace.block_bytes
         targets = [_flat(buffer, size) for buffer in into] if into is not None else None
         with self._lock:
@@ -666,6 +718,40 @@ class Client:
                 return filled
             finally:
                 self.release(lease)
+
+    def _check_allowed(self, handle: Handle) -> None:
+        """Raise RefusedError if the daemon that is there will have none of it."""
+        with self._lock:
+            self._ensure_ready([handle])
+            if handle.refusal is not None:
+                raise RefusedError(f"{self._path} refuses the namespace: {handle.refusal}")
+            if self._turned_away:
+                raise RefusedError(f"{self._path} refuses this process: {self._turned_away}")
+
+    def _note_too_short(self, handle: Handle, missing: int) -> None:
+        """Say, once a life of the daemon, that so few blocks are never brought from a tier."""
+        with self._lock:
+            life = self._life
+            if life is None or life.told_too_short:
+                return
+            if life.min_tokens is None:
+                life.min_tokens = self._min_tokens()
+            tokens = missing * handle.namespace.block_tokens
+            if life.min_tokens is not None and tokens < life.min_tokens:
+                life.told_too_short = True
+                self.last_error = (
+                    f"{tokens} tokens are missing in host memory, and storage tiers are not asked "
+                    f"for less than {life.min_tokens} (prefetch.min_tokens of the daemon)"
+                )
+                log.warning("%s: %s", self._path, self.last_error)
+
+    def _min_tokens(self) -> int | None:
+        try:
+            prefetch = self.status().get("prefetch")
+        except DisconnectedError:
+            return None
+        found = prefetch.get("min_tokens") if isinstance(prefetch, dict) else None
+        return found if isinstance(found, int) else None
 
     def populate(self, budget_bytes: int = _POPULATE_BYTES_MAX) -> bool:
         """Fault mapped segments in ahead of use, without the GIL; True while more remains.
@@ -709,6 +795,8 @@ class Client:
             sock.setblocking(True)
         except OSError as error:
             sock.close()
+            # A file's mode says no as a daemon would.
+            self._turned_away = os.strerror(error.errno) if error.errno == errno.EACCES else ""
             self._back_off(f"cannot connect: {error.strerror or error}")
             return False
         self._sock = sock
@@ -756,6 +844,7 @@ class Client:
 
     def _send_register(self, handle: Handle) -> None:
         call = self._next_call()
+        handle.refusal = None
         self._registering[call] = handle
         self._send(m.Register(call, handle.namespace.to_fields(), self._map_segments))
 
@@ -917,7 +1006,7 @@ class Client:
             self._life = life or _Life(message.epoch, message.lease_ttl_ms / 1000)
             self._life.usable_until = float("inf")
             self._retry_pause = RECONNECT_FIRST_S
-            self.last_error = ""
+            self.last_error = self._turned_away = ""
         elif isinstance(message, m.Registered):
             self._registered(message)
         elif isinstance(message, (m.Attached, m.Detached, m.Copied)):
@@ -945,6 +1034,8 @@ class Client:
     def _refused(self, message: m.Error) -> None:
         if message.call == 0:
             self.last_error = message.reason
+            if self._life is None:
+                self._turned_away = message.reason
         elif message.call in self._registering:
             handle = self._registering.pop(message.call)
             handle.refusal = message.reason
@@ -1077,6 +1168,7 @@ __all__ = [
     "NamespaceError",
     "PendingAcquire",
     "PendingCopy",
+    "RefusedError",
     "Reservation",
     "request_number",
 ]

@@ -12,15 +12,17 @@ import difflib
 import enum
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final, TypeVar, get_args
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from tierd.errors import ConfigError
-from tierd.sizes import parse_size
+from tierd.sizes import Size as Size
+from tierd.sizes import size_text
+from tierd.tables import field_names, from_text, values_of
 
 DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
 
@@ -31,10 +33,6 @@ TIERS_MAX: Final = 8
 
 LEASE_TTL_MS_MAX: Final = 600_000
 """Long enough for any load; after a crash slots whose leases nobody knows are kept as long."""
-
-
-class Size(int):
-    """Bytes, written in the file as a number or as text like "8GiB"."""
 
 
 class WritePolicy(enum.Enum):
@@ -371,7 +369,11 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = DEFAULT_SOCKET
     allow_uids: Annotated[
         list[Annotated[int, Meta(ge=0)]],
-        Meta(description="Users that may connect; empty: root and the daemon's own user."),
+        Meta(
+            description="Numeric ids of the users that may connect; empty: root and the daemon's "
+            "own user. The socket's file is open to all as soon as another user is named: the "
+            "daemon has each client's id from the kernel."
+        ),
     ] = []
     drain_timeout_ms: Annotated[
         int,
@@ -393,12 +395,18 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def load(path: Path, environ: Mapping[str, str]) -> Config:
-    """Read and check the file; raises ConfigError that names file, key and remedy."""
-    raw = decode(path)
-    try:
-        return parse(raw, environ)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    """Read and check the file; raises ConfigError with every mistake in it."""
+    config, problems = read(path, environ)
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def read(path: Path, environ: Mapping[str, str]) -> tuple[Config, list[str]]:
+    """The file as far as it can be used, and every mistake in it. Raises ConfigError for a file
+    that is no TOML, or cannot be read."""
+    config, problems = parse_all(decode(path), environ)
+    return config, [f"{path}: {problem}" for problem in problems]
 
 
 def decode(path: Path) -> dict[str, object]:
@@ -411,44 +419,29 @@ def decode(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse(raw: dict[str, object], environ: Mapping[str, str]) -> Config:
-    """A checked Config from decoded TOML and the environment's overrides."""
-    _check_keys(raw, _field_names(Config), "")
-    _override(raw, Config, "TIERD_", environ)
-    host = _table(raw, "host", HostConfig, environ)
-    _table(raw, "admin", AdminConfig, environ)
-    _table(raw, "hotset", HotsetConfig, environ)
-    _table(raw, "prefetch", PrefetchConfig, environ)
-    _table(raw, "copy", CopyConfig, environ)
-    _table(raw, "log", LogConfig, environ)
-    tables = raw.get("storage", [])
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise ConfigError("storage must be written as [[storage]] tables")
-    storage = [_split_storage(table) for table in tables]
-    _override_storage(storage, environ)
-    raw["storage"] = storage
-    if "capacity" not in host:
-        raise ConfigError('host.capacity is missing: say how much memory, as in capacity = "8GiB"')
-    config = convert(raw, Config, "")
-    names = [tier.name for tier in config.storage]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two storage tiers are named {name!r}: set storage.name")
-    if len(names) > TIERS_MAX:
-        raise ConfigError(f"{len(names)} storage tiers are configured; at most {TIERS_MAX} can be")
-    for tier in config.storage:
-        if tier.write_queue <= 0:
-            raise ConfigError(f"storage ({tier.name}).write_queue must be more than 0")
-        check_budget(tier)
-    if config.prefetch.bytes_in_flight <= 0:
-        raise ConfigError("prefetch.bytes_in_flight must be more than 0")
-    if config.host.capacity <= 0:
-        raise ConfigError("host.capacity must be more than 0")
-    if not 0 < config.host.min_bytes <= config.host.capacity:
-        raise ConfigError(
-            f"host.min must be more than 0 and at most host.capacity ({config.host.capacity} bytes)"
-        )
+def parse(raw: Mapping[str, object], environ: Mapping[str, str]) -> Config:
+    """A checked Config from decoded TOML and the environment's overrides. Raises ConfigError."""
+    config, problems = parse_all(raw, environ)
+    if problems:
+        raise ConfigError(*problems)
     return config
+
+
+def parse_all(raw: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Config, list[str]]:
+    """What `raw` and the environment come to, and every mistake in them.
+
+    With mistakes the Config has defaults in their place: good for finding more, and to be
+    dropped.
+    """
+    problems: list[str] = []
+    found = _values(raw, Config, "", "TIERD_", environ, problems)
+    found |= {name: _table(raw, name, environ, problems) for name in _TABLES}
+    found["storage"] = _tiers(raw.get("storage", []), environ, problems)
+    config = Config(**found)  # type: ignore[arg-type]  # each value has been converted
+    if not problems:
+        problems += _contradictions(config)
+    problems += _unknown_variables(config, environ)
+    return config, problems
 
 
 def check_budget(tier: StorageConfig) -> None:
@@ -461,113 +454,95 @@ def check_budget(tier: StorageConfig) -> None:
         )
 
 
+def _contradictions(config: Config) -> Iterator[str]:
+    """What is wrong though each value alone could be right."""
+    names = [tier.name for tier in config.storage]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"two storage tiers are named {name!r}: set storage.name"
+    if len(names) > TIERS_MAX:
+        yield f"{len(names)} storage tiers are configured; at most {TIERS_MAX} can be"
+    for tier in config.storage:
+        if tier.write_queue <= 0:
+            yield f"storage ({tier.name}).write_queue must be more than 0"
+        try:
+            check_budget(tier)
+        except ConfigError as error:
+            yield str(error)
+    if config.prefetch.bytes_in_flight <= 0:
+        yield "prefetch.bytes_in_flight must be more than 0"
+    if config.host.capacity <= 0:
+        yield "host.capacity must be more than 0"
+    elif not 0 < config.host.min_bytes <= config.host.capacity:
+        most = size_text(config.host.capacity)
+        yield f"host.min must be more than 0 and at most host.capacity ({most})"
+
+
 _STORAGE_PREFIX: Final = "TIERD_STORAGE_"
-NOT_SCALARS: Final = (
-    "host",
-    "prefetch",
-    "copy",
-    "admin",
-    "hotset",
-    "log",
-    "storage",
-    "options",
-    "overrides",
-)
+_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Config)
+    if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+}
+"""The tables of the file by name, without [[storage]]."""
+
+NOT_SCALARS: Final = (*_TABLES, "storage", "options", "overrides")
 """Fields of the configuration's structs that are not keys with a value."""
 
-_T = TypeVar("_T")
+OTHER_VARIABLES: Final = frozenset(
+    {
+        "TIERD_CACHE",
+        "TIERD_CHILD_LOG_FORMAT",
+        "TIERD_CHILD_LOG_LEVEL",
+        "TIERD_ENGINE_OVERLAY",
+        "TIERD_ENGINE_PYTHON",
+        "TIERD_GPU_ENGINE_PYTHON",
+        "TIERD_RACE_ROUNDS",
+        "TIERD_REQUIRE_SYSTEMD",
+        "TIERD_SIM_SEED",
+    }
+)
+"""Variables that are no keys: of tierd's own processes, of its build and its tests."""
+
+_SERVICE_VARIABLE: Final = re.compile(
+    r"TIERD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
+    r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes sets in every pod beside a Service whose name begins with "tierd"."""
+
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def convert(raw: object, cls: type[_T], where: str) -> _T:
-    """`raw` as a `cls`; raises ConfigError with the key's path below `where`."""
-    try:
-        return msgspec.convert(raw, cls, dec_hook=_decode_size)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$.")
-        key = f"{where}{place.rstrip('`')}" if place else where.rstrip(".") or "the configuration"
-        raise ConfigError(f"{key}: {message}") from error
+def convert(raw: Mapping[str, object], cls: type[_T], where: str) -> _T:
+    """`raw` as a `cls`; raises ConfigError with each wrong key's path below `where`."""
+    problems: list[str] = []
+    values = values_of(raw, cls, where, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return cls(**values)
 
 
-_Options = TypeVar("_Options", bound=msgspec.Struct)
-
-
-def backend_options(tier: StorageConfig, cls: type[_Options]) -> _Options:
+def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
     """The keys of a tier that belong to its type, the environment's included, checked.
 
-    Raises ConfigError with the key's path.
+    Raises ConfigError with the keys' paths.
     """
     where = f"storage ({tier.name})."
     prefix = f"{_STORAGE_PREFIX}{_capitals(tier.name)}_"
     kinds = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
+    problems: list[str] = []
     table = dict(tier.options)
     for key, text in tier.overrides.items():
-        table[key] = _parse_text(kinds[key], prefix + key.upper(), text) if key in kinds else text
-    _check_keys(table, list(kinds), where)
-    return convert(table, cls, where)
-
-
-def _table(
-    raw: dict[str, object], name: str, cls: type[msgspec.Struct], environ: Mapping[str, str]
-) -> dict[str, object]:
-    """The table `name` of the file, made if missing, with the environment's overrides."""
-    table = raw.setdefault(name, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"[{name}] must be a table")
-    _check_keys(table, _field_names(cls), f"{name}.")
-    _override(table, cls, f"TIERD_{name.upper()}_", environ)
-    return table
-
-
-def _split_storage(table: dict[str, object]) -> dict[str, object]:
-    kind = table.get("type")
-    if not isinstance(kind, str):
-        raise ConfigError('storage.type is missing: say which backend, as in type = "file"')
-    known = _field_names(StorageConfig)
-    own = {key: value for key, value in table.items() if key in known and key not in NOT_SCALARS}
-    own.setdefault("name", kind)
-    return {**own, "options": {k: v for k, v in table.items() if k not in own}}
-
-
-def _field_names(cls: type[msgspec.Struct]) -> list[str]:
-    return [field.encode_name for field in msgspec.structs.fields(cls)]
-
-
-def _check_keys(table: Mapping[str, object], known: list[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {where}{near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{where}{key} is not a key{hint}")
-
-
-def _override(
-    table: dict[str, object], cls: type[msgspec.Struct], prefix: str, environ: Mapping[str, str]
-) -> None:
-    for field in msgspec.structs.fields(cls):
-        name = prefix + field.encode_name.upper()
-        if name in environ and field.encode_name not in NOT_SCALARS:
-            table[field.encode_name] = _parse_text(field.type, name, environ[name])
-
-
-def _override_storage(tables: list[dict[str, object]], environ: Mapping[str, str]) -> None:
-    """Give each tier its variables; those that are no common key are its type's to check."""
-    common = {name.upper(): name for name in _field_names(StorageConfig)}
-    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(StorageConfig)}
-    prefixes = {f"{_STORAGE_PREFIX}{_capitals(str(t['name']))}_": t for t in tables}
-    for name, text in environ.items():
-        # With tiers "s3" and "s3_cold", TIERD_STORAGE_S3_COLD_BUCKET is the second one's.
-        prefix = max((p for p in prefixes if name.startswith(p)), key=len, default=None)
-        if prefix is None:
-            continue
-        table, key = prefixes[prefix], name.removeprefix(prefix)
-        if key in ("TYPE", "NAME", *map(str.upper, NOT_SCALARS)):
-            raise ConfigError(f"{name} in the environment: this key is not to be overridden")
-        if key in common:
-            table[common[key]] = _parse_text(kinds[common[key]], name, text)
+        if key not in kinds:
+            near = difflib.get_close_matches(key, [*kinds, *field_names(StorageConfig)], 1, 0.5)
+            hint = f"; did you mean {prefix}{near[0].upper()}?" if near else ""
+            problems.append(f"{prefix}{key.upper()} in the environment is no key of it{hint}")
         else:
-            overrides = table.setdefault("overrides", {})
-            assert isinstance(overrides, dict)
-            overrides[key.lower()] = text
+            _set(table, key, kinds[key], prefix + key.upper(), text, problems)
+    values = values_of(table, cls, where, problems)
+    if problems:
+        raise ConfigError(*problems)
+    return cls(**values)
 
 
 def variable(path: str) -> str:
@@ -580,45 +555,132 @@ def _capitals(name: str) -> str:
     return re.sub(r"[^A-Z0-9]", "_", name.upper())
 
 
-def _parse_text(kind: object, name: str, text: str) -> object:
-    """The variable `name`'s text as a value of `kind`, which is still to be checked."""
-    kinds = set(_plain_types(kind))
-    if str in kinds or Size in kinds:
-        return text
-    if bool in kinds:
-        if text.lower() not in ("true", "false"):
-            raise ConfigError(f"{name}={text} in the environment is neither true nor false")
-        return text.lower() == "true"
-    parts = [part.strip() for part in text.split(",")] if list in kinds else [text]
-    if int in kinds:
-        try:
-            numbers = [int(part) for part in parts if part]
-        except ValueError as error:
-            what = "a whole number" if list not in kinds else "a list of whole numbers"
-            raise ConfigError(f"{name}={text} in the environment is not {what}") from error
-        return numbers if list in kinds else numbers[0] if numbers else text
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError as error:
-            raise ConfigError(f"{name}={text} in the environment is not a number") from error
-    return parts if list in kinds else text
+def _table(
+    raw: Mapping[str, object], name: str, environ: Mapping[str, str], problems: list[str]
+) -> msgspec.Struct:
+    """The table `name` of the file with the environment's overrides."""
+    cls, table = _TABLES[name], raw.get(name, {})
+    if not isinstance(table, dict):
+        problems.append(f"[{name}] must be a table")
+        table = {}
+    before = len(problems)
+    values = _values(table, cls, f"{name}.", f"TIERD_{name.upper()}_", environ, problems)
+    if cls is HostConfig and "capacity" not in values:
+        missing = "host.capacity is missing"
+        if missing in problems[before:]:
+            hint = ': say how much memory, as in capacity = "8GiB"'
+            problems[problems.index(missing)] += hint
+        # So that nothing else is wrong with it.
+        values["capacity"] = values.get("min") or Size(1)
+    return cls(**values)
 
 
-def _plain_types(kind: object) -> Iterator[object]:
-    """`kind` and what it is made of: of a list its items too, of a union its members."""
-    inner = get_args(kind)
-    yield getattr(kind, "__origin__", kind)
-    for part in inner:
-        yield from _plain_types(part)
+def _tiers(tables: object, environ: Mapping[str, str], problems: list[str]) -> list[StorageConfig]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        problems.append("storage must be written as [[storage]] tables")
+        return []
+    found = []
+    common = [name for name in field_names(StorageConfig) if name not in NOT_SCALARS]
+    for number, table in enumerate(tables):
+        kind, name = table.get("type"), table.get("name", table.get("type"))
+        if not isinstance(kind, str):
+            problems.append('storage.type is missing: say which backend, as in type = "file"')
+        elif not isinstance(name, str):
+            problems.append(f"storage[{number}].name: Expected `str`, got {name!r}")
+        else:
+            own = {key: value for key, value in table.items() if key in common}
+            options = {key: value for key, value in table.items() if key not in common}
+            found.append((own | {"name": name}, options))
+    overrides = _tier_overrides([str(own["name"]) for own, _ in found], environ, problems)
+    tiers = []
+    kinds = {field.encode_name: field.type for field in msgspec.structs.fields(StorageConfig)}
+    for (own, options), variables in zip(found, overrides, strict=True):
+        for key in [key for key in variables if key in common]:
+            name, text = variables.pop(key)
+            _set(own, key, kinds[key], name, text, problems)
+        where = f"storage ({own['name']})."
+        values = values_of(own, StorageConfig, where, problems)
+        others = {key: text for key, (_, text) in variables.items()}
+        tiers.append(StorageConfig(**values, options=options, overrides=others))  # type: ignore[arg-type]  # converted
+    return tiers
 
 
-def _decode_size(cls: type, value: object) -> object:
-    if cls is not Size:
-        return value  # A backend's option, whose own class checks it.
-    if not isinstance(value, int | str) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a size")
+def _tier_overrides(
+    names: Sequence[str], environ: Mapping[str, str], problems: list[str]
+) -> list[dict[str, tuple[str, str]]]:
+    """For each tier the variables that are its own, with their texts, by key."""
+    found: list[dict[str, tuple[str, str]]] = [{} for _ in names]
+    prefixes = {_tier_prefix(name): at for at, name in enumerate(names)}
+    for name, text in environ.items():
+        # With tiers "s3" and "s3_cold", TIERD_STORAGE_S3_COLD_BUCKET is the second one's.
+        prefix = max((p for p in prefixes if name.startswith(p)), key=len, default=None)
+        if prefix is None:
+            continue
+        key = name.removeprefix(prefix)
+        if key in ("TYPE", "NAME", *map(str.upper, NOT_SCALARS)):
+            problems.append(f"{name} in the environment: this key is not to be overridden")
+        else:
+            found[prefixes[prefix]][key.lower()] = name, text
+    return found
+
+
+def _tier_prefix(name: str) -> str:
+    return f"{_STORAGE_PREFIX}{_capitals(name)}_"
+
+
+def _unknown_variables(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    """Variables that look like a key of tierd's, and are none: they would change nothing."""
+    known = [variable(key) for key in field_names(Config) if key not in NOT_SCALARS]
+    for name, cls in _TABLES.items():
+        known += [variable(f"{name}.{key}") for key in field_names(cls)]
+    prefixes = [_tier_prefix(tier.name) for tier in config.storage]
+    for name in environ:
+        if (
+            not name.startswith("TIERD_")
+            or name in known
+            or name in OTHER_VARIABLES
+            or name.startswith(tuple(prefixes))
+            or _SERVICE_VARIABLE.fullmatch(name)
+        ):
+            continue
+        if name.startswith(_STORAGE_PREFIX):
+            names = ", ".join(prefixes) or "none, as there is no tier"
+            hint = f"; those of tiers begin with: {names}"
+        elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+            hint = f"; did you mean {near[0]}?"
+        else:
+            hint = "; `tierd config docs` has all"
+        yield f"{name} in the environment is not a key{hint}"
+
+
+def _values(
+    table: Mapping[str, object],
+    cls: type[msgspec.Struct],
+    where: str,
+    prefix: str,
+    environ: Mapping[str, str],
+    problems: list[str],
+) -> dict[str, object]:
+    """The values of a table that are right, with the environment's overrides."""
+    found = dict(table)
+    scalars = [field for field in msgspec.structs.fields(cls) if field.name not in NOT_SCALARS]
+    for field in scalars:
+        name = prefix + field.encode_name.upper()
+        if name in environ:
+            _set(found, field.encode_name, field.type, name, environ[name], problems)
+    return values_of(found, cls, where, problems, without=NOT_SCALARS)
+
+
+def _set(
+    table: dict[str, object],
+    key: str,
+    kind: object,
+    name: str,
+    text: str,
+    problems: list[str],
+) -> None:
+    """Have the variable `name` override a key of a table."""
     try:
-        return Size(parse_size(value))
+        table[key] = from_text(kind, name, text)
     except ConfigError as error:
-        raise ValueError(str(error)) from error  # msgspec adds the key's path to this one.
+        problems.append(str(error))

@@ -11,7 +11,12 @@ class TierdError(Exception):
 
 
 class ConfigError(TierdError):
-    """The operator's input is wrong; the message names the key and the remedy."""
+    """The operator's input is wrong; each message names the key and the remedy."""
+
+    def __init__(self, *problems: str) -> None:
+        """Every problem that was found; with several, the text has them one after another."""
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class NamespaceError(ConfigError):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tierd.sizes import about
+
 GIB: Final = 1 << 30
 
 DESCRIPTORS_A_SEGMENT: Final = 4
@@ -147,9 +149,9 @@ def shortfalls(
 def pinning_limits() -> str:
     """What may stand in the way of page-locking memory, for the message of a failure."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else about(soft)
     memory = memory_limit()
     return (
         f"RLIMIT_MEMLOCK is {locked} (LimitMEMLOCK= of the unit, --ulimit memlock of a container), "
-        f"{memory.by} is {memory.size_bytes / (1 << 30):.1f} GiB (host.capacity must fit it)"
+        f"{memory.by} is {about(memory.size_bytes)} (host.capacity must fit it)"
     )

@@ -25,6 +25,7 @@ from tierd.config import (
     StorageConfig,
     variable,
 )
+from tierd.sizes import size_text
 
 TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "": Config,
@@ -114,14 +115,6 @@ def shown(key: str, value: object) -> object:
     if isinstance(value, list | tuple):
         return [shown(key, part) for part in value]
     return value
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes as a size in the file, exactly."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes and size_bytes % (1 << power) == 0:
-            return f"{size_bytes >> power}{unit}"
-    return str(size_bytes)
 
 
 def _described(prefix: str, cls: type[msgspec.Struct]) -> Iterator[Key]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from tierd.errors import ConfigError
+
+
+class Size(int):
+    """Bytes, written in the configuration as a number or as text like "8GiB"."""
+
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
@@ -28,7 +34,18 @@ def parse_size(value: int | str) -> int:
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{value!r} is not a size; write bytes, or a number with MiB, GiB, GB")
+        if match is not None and f"{match[2].lower()}ib" in _UNITS:
+            number, letter = match[1], match[2].upper()
+            power = "kmgtp".index(letter.lower()) + 1
+            small = "k" if letter == "K" else letter
+            raise ConfigError(
+                f"{value!r} is not a size: {letter} alone may mean either; write "
+                f'"{number}{letter}iB" for units of {1024**power:,} bytes, as memory is counted, '
+                f'or "{number}{small}B" for units of {1000**power:,} bytes'
+            )
+        raise ConfigError(
+            f'{value!r} is not a size; write bytes, or a number with a unit, as in "8GiB" or "8GB"'
+        )
     return int(Fraction(match[1]) * unit)
 
 
@@ -49,3 +66,36 @@ def parse_time(value: str) -> float:
     if match is None:
         raise ConfigError(f"{value!r} is not a time; write seconds, or a number with s, m, h or d")
     return float(Fraction(match[1]) * _SECONDS[match[2]])
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes as a size in the configuration, exactly."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes and size_bytes % (1 << power) == 0:
+            return f"{size_bytes >> power}{unit}"
+    return str(size_bytes)
+
+
+def about(size_bytes: float, digits: int = 3) -> str:
+    """Bytes as people say them: 1.5 GiB."""
+    return scaled(size_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"), digits)
+
+
+def change(before_bytes: int, after_bytes: int) -> str:
+    """As in "from 512 MiB to 500 MiB", with as many digits as tell the two apart."""
+    for digits in range(3, 20):
+        texts = about(before_bytes, digits), about(after_bytes, digits)
+        if texts[0] != texts[1] or before_bytes == after_bytes:
+            break
+    return f"from {texts[0]} to {texts[1]}"
+
+
+def scaled(value: float, base: int, units: Sequence[str], digits: int = 3) -> str:
+    """A number with the unit of its size, and so many digits."""
+    for unit in units[:-1]:
+        if value < base - 0.5:  # It would be rounded up to the next unit.
+            if value >= 999.5 and digits < 5:
+                return f"{value:.0f}{unit}"
+            return f"{round(value, digits - 1):.{digits}g}{unit}"
+        value /= base
+    return f"{value:.{digits}g}{units[-1]}"

@@ -19,10 +19,11 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tierd.errors import BackendError, ConfigError
+from tierd.locks import holder_of
 from tierd.types import PAGE_BYTES, SCOPE_BYTES
 
 _UNBOUNDED_BYTES = 1 << 62
@@ -37,6 +38,15 @@ _FORMAT = "tierd file store 2\n"
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * SCOPE_BYTES}}}", re.ASCII)
 _MARKS = "marks"
 _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
+
+
+class InUseError(ConfigError):
+    """Another process has the directory."""
+
+    def __init__(self, problem: str, holder: str) -> None:
+        super().__init__(problem)
+        self.holder = holder or "unknown"
+        """Its id."""
 
 
 class StoreDirectory:
@@ -71,6 +81,27 @@ class StoreDirectory:
         except BaseException:
             self.close()
             raise
+
+    def refusals(self, is_own: Callable[[int], bool], *, direct: bool) -> Iterator[str]:
+        """Why open() would raise ConfigError, or O_DIRECT not work if it is asked for. Nothing is
+        changed."""
+        there = next(p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p))
+        needed = os.R_OK | os.W_OK | os.X_OK
+        if not there.is_dir():
+            yield f"{self.path} cannot be used: {there} is not a directory"
+            return
+        if not os.access(there, needed) and not os.statvfs(there).f_flag & os.ST_RDONLY:
+            yield f"{self.path} cannot be used: this user may not read and write {there}"
+            return
+        holder = holder_of(self.path / "LOCK")
+        if holder and not is_own(holder):
+            yield _in_use(self.path, str(holder))
+        with contextlib.suppress(OSError):
+            found = (self.path / "FORMAT").read_bytes()
+            if found != _FORMAT.encode():
+                yield _other_format(self.path / "FORMAT", found)
+        if direct and not _takes_direct(there):
+            yield no_direct(self.path)
 
     def close(self) -> None:
         """Give the directory up; idempotent."""
@@ -191,10 +222,7 @@ class StoreDirectory:
         while not self._try_lock():
             if time.monotonic() >= end_s:
                 holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-                raise ConfigError(
-                    f"{self.path} is in use by process {holder or 'unknown'}; "
-                    "each tierd needs a directory of its own"
-                )
+                raise InUseError(_in_use(self.path, holder or "unknown"), holder)
             time.sleep(_LOCK_TRY_S)
 
     def _try_lock(self) -> bool:
@@ -224,14 +252,44 @@ class StoreDirectory:
             self.formatted = True
             return
         if found != _FORMAT.encode():
-            raise ConfigError(
-                f"{path} says {found[:64]!r}, this tierd writes {_FORMAT!r}; "
-                "name another directory or remove this one"
-            )
+            raise ConfigError(_other_format(path, found))
         self.formatted = True
         if make and not self.read_only:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
+
+
+def no_direct(path: Path) -> str:
+    """What to say where O_DIRECT is asked for and does not work."""
+    return f"{path} does not take O_DIRECT; set direct to 'auto'"
+
+
+def _in_use(path: Path, holder: str) -> str:
+    return f"{path} is in use by process {holder}; each tierd needs a directory of its own"
+
+
+def _other_format(path: Path, found: bytes) -> str:
+    return (
+        f"{path} says {found[:64]!r}, this tierd writes {_FORMAT!r}; "
+        "name another directory or remove this one"
+    )
+
+
+def _takes_direct(folder: Path) -> bool:
+    """Whether O_DIRECT works in a directory, tried on a file without a name."""
+    try:
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+    except OSError as error:
+        return error.errno != errno.EINVAL
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.pwritev(fd, [page], 0)
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        return error.errno != errno.EINVAL
+    finally:
+        os.close(fd)
+    return True
 
 
 def _sync(folder: Path) -> None:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tierd.backend import BlockHeader, CheckReport, Findings, Tell, checksum, unpack_header
 from tierd.errors import ConfigError
 from tierd.types import HASH_BYTES, PAGE_BYTES
-from tierd_backends._directory import StoreDirectory
+from tierd_backends._directory import InUseError, StoreDirectory
 from tierd_backends._slab import Slab, data_path, remove_files
 from tierd_backends._slab_index import Entry
 
@@ -71,6 +71,11 @@ def check_store(path: Path, *, threads: int, repair: bool, quick: bool, tell: Te
         _give_to_owner(path, missing)
         check = _Check(directory, threads, repair, quick, tell)
         return check.run(unformatted="FORMAT" in missing)
+    except InUseError as error:
+        raise ConfigError(
+            f"{path} is in use by process {error.holder}: stop tierd first (systemctl stop tierd), "
+            "or have it verify the tier while it runs: tierd scrub"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be checked: {error}") from error
     finally:

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from tierd.errors import ConfigError
-from tierd.sizes import parse_size
+from tierd.sizes import about, parse_size
 
 COUNT_PAUSE_S: Final = 300.0
 """Shortest wait between two counts: what a fleet writes meanwhile may be over the lid."""
@@ -86,9 +86,9 @@ class Lid:
     def _tell(self, *, full: bool) -> None:
         if full and not self._full:
             _log.warning(
-                "%s is full: capacity is %d bytes; blocks are not stored until a count finds room",
+                "%s is full: capacity is %s; blocks are not stored until a count finds room",
                 self._what,
-                self.capacity_bytes,
+                about(self.capacity_bytes),
             )
         elif self._full and not full:
             _log.info("%s has room again", self._what)

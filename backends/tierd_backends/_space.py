@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
+from tierd.sizes import about
 from tierd_backends._directory import StoreDirectory
 from tierd_backends._shelf import Shelf
 from tierd_backends._slab import Slab, records_within, remove_files
@@ -183,9 +184,9 @@ class Space:
             if short > 0:
                 self._grow_after = asyncio.get_running_loop().time() + REST_S
                 _log.warning(
-                    "%s: others leave %d bytes less free than reserve_free: slabs are dropped",
+                    "%s: others leave %s less free than reserve_free: slabs are dropped",
                     self._directory.path,
-                    short,
+                    about(short),
                 )
             while self.writable and (short > 0 or self.used_bytes > self.capacity_bytes):
                 victim = _coldest(

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -35,11 +35,11 @@ from tierd.backend import (
     Tell,
 )
 from tierd.errors import BackendError, ConfigError
-from tierd.eviction import STORAGE_DEFAULT, STORAGE_POLICIES
-from tierd.sizes import parse_size, parse_size_of
+from tierd.eviction import STORAGE_POLICIES
+from tierd.sizes import about, parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
 from tierd_backends._again import COUNTERS, Fault
-from tierd_backends._directory import StoreDirectory
+from tierd_backends._directory import StoreDirectory, no_direct
 from tierd_backends._fsck import check_store
 from tierd_backends._restart import open_slabs, read_indexes
 from tierd_backends._shelf import Shelf
@@ -54,6 +54,9 @@ SLABS_MIN = 8
 
 THREADS_MAX = 64
 """Far above what a device gains from; a typing error should not start thousands."""
+
+FILES_BESIDE = 256
+"""Descriptors for all else that a process has open."""
 
 INDEXING_STEP_S = 0.1
 """How long one step of a scan waits until the indexes have been read."""
@@ -84,8 +87,9 @@ class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
         Meta(description="O_DIRECT: where it works; or refuse to start without; or never."),
     ] = "auto"
     eviction: Annotated[
-        str, Meta(description=f"Order in which blocks go: {', '.join(STORAGE_POLICIES)}.")
-    ] = STORAGE_DEFAULT
+        Literal["credit", "lru", "lfu", "s3fifo", "arc"],
+        Meta(description=f"Order in which blocks go: {', '.join(STORAGE_POLICIES)}."),
+    ] = "credit"
     threads: Annotated[int, Meta(description="I/O threads to read, and as many to write.")] = 4
 
 
@@ -100,13 +104,18 @@ class FileBackend(Backend):
     from it again."""
 
     def __init__(self, options: FileOptions) -> None:
-        """Raises ConfigError for an option of a wrong form; touches nothing."""
+        """Raises ConfigError for options of a wrong form, all of them; touches nothing."""
+        problems = []
         if not 1 <= options.threads <= THREADS_MAX:
-            raise ConfigError(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
-        if options.eviction not in STORAGE_POLICIES:
-            choices = ", ".join(STORAGE_POLICIES)
-            raise ConfigError(f"eviction is {options.eviction!r}; a storage tier has {choices}")
-        parse_size_of(options.reserve_free, 0)
+            problems.append(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
+        for name in ("capacity", "slab", "reserve_free"):
+            try:
+                parse = partial(parse_size_of, whole_bytes=0) if "_" in name else parse_size
+                parse(getattr(options, name))
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
+        if problems:
+            raise ConfigError(*problems)
         self._options = options
         self._capacity_bytes = parse_size(options.capacity)
         self._slab_bytes = max(
@@ -155,6 +164,11 @@ class FileBackend(Backend):
     @property
     def place(self) -> str:
         return str(self._directory.path)
+
+    def refusals(self, is_own: Callable[[int], bool]) -> Iterable[str]:
+        yield from self._directory.refusals(is_own, direct=self._options.direct == "on")
+        if problem := _too_many_files(self._slabs_max(), 0):
+            yield problem
 
     async def open(self) -> None:
         assert not self._opened
@@ -494,6 +508,10 @@ class FileBackend(Backend):
                     wanted,
                 )
 
+    def _slabs_max(self) -> int:
+        """Files that may be open at once, two a slab."""
+        return 2 * (self._capacity_bytes // max(1, self._slab_bytes) + SLABS_MIN)
+
     def _open_files(self) -> None:
         """In a thread, before anything else runs."""
         directory, space = self._directory, self._space
@@ -504,15 +522,15 @@ class FileBackend(Backend):
         if self._options.direct != "off":
             space.direct = directory.takes_direct()
             if not space.direct and self._options.direct == "on":
-                raise ConfigError(f"{directory.path} does not take O_DIRECT; set direct to 'auto'")
-        _allow_open_files(2 * (self._capacity_bytes // max(1, self._slab_bytes) + SLABS_MIN))
+                raise ConfigError(no_direct(directory.path))
+        _allow_open_files(self._slabs_max())
         open_slabs(directory, space, self.counters)
         _log.info(
-            "%s: %d slabs, %d of %d bytes, %s%s",
+            "%s: %d slabs, %s of %s, %s%s",
             directory.path,
             sum(len(shelf.slabs) for shelf in space.shelves.values()),
-            space.used_bytes,
-            space.capacity_bytes,
+            about(space.used_bytes),
+            about(space.capacity_bytes),
             "O_DIRECT" if space.direct else "through the page cache",
             ", read-only" if directory.read_only else "",
         )
@@ -592,13 +610,21 @@ def _clear(run: list[Job]) -> None:
 
 def _allow_open_files(count: int) -> None:
     """Raise this process's soft limit so that `count` more files can be opened."""
+    opened = len(os.listdir("/proc/self/fd"))
+    if problem := _too_many_files(count, opened):
+        raise ConfigError(problem)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + count + 256
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ConfigError(
-            f"{count} slab files may be open at once but the limit is {hard}: "
-            "raise LimitNOFILE, or `slab`"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = opened + count + FILES_BESIDE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _too_many_files(count: int, opened: int) -> str:
+    """Why so many more files cannot be opened, if they cannot."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= opened + count + FILES_BESIDE:
+        return ""
+    return (
+        f"{count} slab files may be open at once but the limit is {hard}: "
+        "raise LimitNOFILE, or `slab`"
+    )

@@ -82,7 +82,7 @@ class Mover(Queues):
         self._client = client
         self._loras = loras or {}
         self._namespaces = of_adapters(namespace, self._loras)
-        self._handles = {NO_ADAPTER: client.register(namespace)}
+        self._handles = {NO_ADAPTER: client.begin_register(namespace)}
         self._pages = pages
         self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
@@ -235,7 +235,7 @@ class Mover(Queues):
             return
         left = self._handles
         self._namespaces = of_adapters(namespace, self._loras)
-        self._handles = {NO_ADAPTER: self._client.register(namespace)}
+        self._handles = {NO_ADAPTER: self._client.begin_register(namespace)}
         if self._jobs is not None:
             self._jobs.attach(self._handles[NO_ADAPTER])
         for handle in left.values():
@@ -246,7 +246,7 @@ class Mover(Queues):
         """An adapter's, registered when it is first used: that takes memory of the daemon's."""
         handle = self._handles.get(adapter)
         if handle is None:
-            handle = self._handles[adapter] = self._client.register(self._namespaces[adapter])
+            handle = self._handles[adapter] = self._client.begin_register(self._namespaces[adapter])
             # Nothing can be stored before the daemon has answered.
             give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
             while not (handle.ready or handle.refusal) and time.monotonic() < give_up_s:

@@ -151,7 +151,7 @@ class SchedulerSide:
         handles: dict[str, list[Handle]] = {}
         for namespace in namespaces:
             for adapter, its_own in of_adapters(namespace, self._loras).items():
-                handles.setdefault(adapter, []).append(self._client.register(its_own))
+                handles.setdefault(adapter, []).append(self._client.begin_register(its_own))
         return handles
 
     # Lookups

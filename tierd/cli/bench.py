@@ -22,10 +22,12 @@ from tierd.cli.break_even import (
     first_paying,
     learned_load,
     model_of,
+    only_model,
 )
 from tierd.cli.checks.engine import noise
+from tierd.cli.digests import listed, of_status, resolve
 from tierd.cli.engine import Engine
-from tierd.cli.operator import Operator
+from tierd.cli.operator import Operator, tables
 from tierd.cli.progress import Progress
 from tierd.cli.speed import copy_bytes_per_s
 from tierd.cli.text import latency, number, printable, size
@@ -79,7 +81,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--block-bytes", metavar="SIZE", help="a block's size (default: the model's, else 2MiB)"
     )
     model = parser.add_argument_group("model, for the table; without any: what tierd serves now")
-    model.add_argument("--namespace", metavar="DIGEST", help="a model that tierd knows")
+    model.add_argument(
+        "--namespace", metavar="DIGEST", help="a model that tierd knows, by its first digits"
+    )
     model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of all ranks together")
     model.add_argument("--layers", type=int, metavar="N", help="with the next two: a model's shape")
     model.add_argument("--kv-heads", type=int, metavar="N", help="of all ranks together")
@@ -164,11 +168,10 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
     if any(each is not None and each < 1 for each in numbers):
         raise ConfigError("the numbers of a model are at least 1")
     if args.namespace is not None:
-        model = model_of(status, args.namespace) if status is not None else None
-        if model is None:
-            where = "knows no such namespace" if status is not None else "does not answer"
-            raise ConfigError(f"--namespace {args.namespace}: tierd {where}: see tierd status")
-        return model
+        if status is None:
+            raise ConfigError(f"--namespace {args.namespace}: tierd does not answer")
+        spaces = of_status(tables(status["namespaces"]))
+        return model_of(status, resolve(args.namespace, spaces))
     if args.kv_bytes_per_token is not None:
         return Model(args.kv_bytes_per_token, args.block_tokens)
     if any(shape):
@@ -177,8 +180,15 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
         layers, heads, dim = shape
         # A key and a value each.
         return Model(2 * layers * heads * dim * _DTYPE_BYTES[args.dtype], args.block_tokens)
-    learned = learned_load(status) if status is not None else None
-    return learned.model if learned is not None else None
+    if status is None:
+        return None
+    learned = learned_load(status)
+    found = only_model(status) if learned is None else learned.model
+    known = tables(status["namespaces"])
+    if found is None and known and (args.engine or args.prefill):
+        names = listed(of_status(known).values())
+        raise ConfigError(f"tierd knows several models, give --namespace: {names}")
+    return found
 
 
 def _prefill(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from tierd.cli.namespaces import ADAPTER_MARK
 from tierd.cli.operator import tables, whole
 from tierd.core.prefetch import pays
 
@@ -71,6 +72,20 @@ def model_of(status: Mapping[str, object], digest: str) -> Model | None:
     block_tokens = whole(mine["block_tokens"])
     size_bytes = sum(whole(space["block_bytes"]) for space in ranks)
     return Model(size_bytes / block_tokens, block_tokens, len(ranks))
+
+
+def only_model(status: Mapping[str, object]) -> Model | None:
+    """The model of the only engine whose namespaces the daemon knows; of several that of the only
+    one that is connected."""
+    spaces = [
+        space for space in tables(status["namespaces"]) if ADAPTER_MARK not in str(space["weights"])
+    ]
+    for some in (spaces, [space for space in spaces if space["sessions"]]):
+        families = {tuple(str(space[name]) for name in _FAMILY): space for space in some}
+        if len(families) == 1:
+            (space,) = families.values()
+            return model_of(status, str(space["digest"]))
+    return None
 
 
 def learned_load(status: Mapping[str, object]) -> Load | None:

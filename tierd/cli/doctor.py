@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
     )
-    parser.add_argument("--user", help="also say whether this user's engines may connect")
+    parser.add_argument(
+        "--user", metavar="NAME|UID", help="also say whether this user's engines may connect"
+    )
     parser.add_argument("--engine", metavar="URL", help="a vLLM to look at, http://HOST:PORT")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Look at everything; the exit status. Raises ConfigError for a wrong command line."""
     if args.user is not None:
         try:
-            pwd.getpwnam(args.user)
+            node.user_of(args.user)
         except KeyError:
             raise ConfigError(f"--user {args.user}: there is no such user") from None
     if args.engine is not None:

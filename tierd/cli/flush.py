@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
+from tierd.cli.digests import check_digits, listed, of_status, resolve
 from tierd.cli.operator import Operator, add_socket, table, tables, whole
 from tierd.cli.progress import Progress
 from tierd.cli.text import printable
 from tierd.errors import ConfigError, TierdError
-from tierd.types import DIGEST_BYTES
 
 HOST: Final = "host"
 """What host memory is called where tiers are named."""
 
-PREFIX_MIN: Final = 8
-"""Digits of a digest that are enough to mean one namespace."""
+UNKNOWN_MIN: Final = 8
+"""Digits of a digest that are enough to mean a namespace that only tiers may know."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,14 +31,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "takes 12 s. Then its blocks are deleted, which only makes room. What engines store "
         "meanwhile stays, and what an engine has in its own GPU cache it may store again: restart "
         "engines first if their blocks are wrong.",
-        epilog="Exit status: 0 nothing can be served again, 1 a tier may still serve blocks, or no "
-        "daemon answers, 2 wrong usage.",
+        epilog="Exit status: 0 nothing can be served again; 1 a tier may still serve blocks, there "
+        "was nothing to flush, or no daemon answers; 2 wrong usage.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--namespace",
         metavar="DIGEST",
-        help=f"namespaces whose digest begins so (at least {PREFIX_MIN} digits); see tierd status",
+        help="the namespace whose digest begins so, see tierd status; "
+        f"{UNKNOWN_MIN} digits or more of one that only tiers have",
     )
     which.add_argument("--all", action="store_true", help="all namespaces")
     parser.add_argument(
@@ -59,20 +59,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Flush and wait; the exit status."""
-    prefix = "" if args.all else args.namespace.lower()
-    if not args.all and not re.fullmatch(
-        rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", prefix, re.ASCII
-    ):
-        raise ConfigError(
-            f"--namespace takes {PREFIX_MIN} to {2 * DIGEST_BYTES} digits of a digest"
-        )
+    prefix = "" if args.all else check_digits(args.namespace)
     try:
         with Operator(args.socket, "tierd flush") as operator:
             status = operator.status()
+            known = of_status(tables(status["namespaces"]))
+            if any(digest.startswith(prefix) for digest in known) and not args.all:
+                prefix = resolve(prefix, known)
+            elif not args.all:
+                check_digits(prefix, UNKNOWN_MIN)
             host, numbers = _chosen(args.tier, status)
             if not args.yes and not _confirmed(prefix, host, numbers, status):
                 return 1
-            return _flush(args, operator, prefix, host, numbers)
+            return _flush(args, operator, prefix, host, numbers, known)
     except ConfigError:
         raise
     except TierdError as error:
@@ -81,8 +80,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flush(
-    args: argparse.Namespace, operator: Operator, prefix: str, host: bool, numbers: list[int]
+    args: argparse.Namespace,
+    operator: Operator,
+    prefix: str,
+    host: bool,
+    numbers: list[int],
+    known: Mapping[str, str],
 ) -> int:
+    """Flush and tell; the exit status. `known` has the namespaces that the daemon knows."""
     progress = Progress()
     result: dict[str, object] = {}
     late = False
@@ -114,7 +119,21 @@ def _flush(
             )
     if late:
         print("tierd: nothing can be served again; deleting goes on", file=sys.stderr)
+    if not late and prefix and prefix not in known and _matches_nothing(result):
+        print(
+            f"tierd: nothing matches {prefix}: no tier has blocks of it, and tierd knows "
+            f"{listed(known.values())}",
+            file=sys.stderr,
+        )
+        return 1
     return 0 if result["complete"] else 1
+
+
+def _matches_nothing(result: dict[str, object]) -> bool:
+    """Whether a flush found no block, and has seen all that there is."""
+    tiers = tables(result["tiers"])
+    unseen = any(tier["garbage"] or tier["left"] for tier in tiers)
+    return not (unseen or any(map(whole, table(result["namespaces"]).values())))
 
 
 def _chosen(names: list[str] | None, status: dict[str, object]) -> tuple[bool, list[int]]:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from tierd import __version__
-from tierd.cli.namespaces import PREFIX_MIN
+from tierd.cli.digests import DIGITS_MIN, of_status, resolve
 from tierd.cli.operator import Operator, add_socket, tables
 from tierd.cli.text import duration, printable, size
 from tierd.errors import ConfigError, TierdError
 from tierd.hotset import Gathered, Hot, HotSet, merged, pieces
 from tierd.sizes import parse_size
-from tierd.types import DIGEST_BYTES, NEVER
+from tierd.types import NEVER
 from tierd.wire import messages as m
 
 SHOWN: Final = 20
@@ -87,7 +86,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "--namespace",
         action="append",
         metavar="DIGEST",
-        help=f"only those whose digest begins so (at least {PREFIX_MIN} digits); may be repeated",
+        help=f"only this one, by the first digits of its digest ({DIGITS_MIN} or more); may be "
+        "repeated",
     )
     parser.add_argument("--from", dest="tier", metavar="TIER", help="of this tier, not host memory")
 
@@ -159,25 +159,10 @@ def _source(name: str | None, status: dict[str, object]) -> int:
 
 def _chosen(prefixes: Sequence[str] | None, status: dict[str, object]) -> list[bytes]:
     """Digests of the namespaces that a daemon knows and that are wanted."""
-    known = {str(space["digest"]): space for space in tables(status["namespaces"])}
-    for prefix in prefixes or ():
-        if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", prefix, re.ASCII):
-            raise ConfigError(
-                f"--namespace takes {PREFIX_MIN} to {2 * DIGEST_BYTES} digits of a digest"
-            )
-        if not any(digest.startswith(prefix) for digest in known):
-            told = [
-                f"{digest} ({printable(space['model'])}, rank {space['tp_rank']})"
-                for digest, space in known.items()
-            ]
-            raise ConfigError(
-                f"tierd knows no namespace {prefix}; it knows {', '.join(told) or 'none'}"
-            )
-    return [
-        bytes.fromhex(digest)
-        for digest in known
-        if prefixes is None or digest.startswith(tuple(prefixes))
-    ]
+    known = of_status(tables(status["namespaces"]))
+    if prefixes is None:
+        return [*map(bytes.fromhex, known)]
+    return [bytes.fromhex(digest) for digest in {resolve(prefix, known): 0 for prefix in prefixes}]
 
 
 # --- import -----------------------------------------------------------------------------

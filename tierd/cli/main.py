@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tierd {chosen}: needs {error.name}: pip install 'tierd[daemon]'", file=sys.stderr)
         return 2
     except ConfigError as error:
-        print(f"tierd: {error}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"tierd: {problem}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader has gone (`| head`). Python flushes once more at exit and would complain.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from tierd.cli.digests import check_digits, listed, resolve
 from tierd.cli.operator import Operator, tables
 from tierd.cli.text import printable
 from tierd.errors import ConfigError, RefusedError
@@ -22,9 +22,6 @@ from tierd.types import DIGEST_BYTES, Namespace
 
 ADAPTER_MARK: Final = "+lora:"
 """In the weights of an adapter's namespace, after those of the base model."""
-
-PREFIX_MIN: Final = 8
-"""Digits of a digest that are enough, if only one namespace begins with them."""
 
 Ranks = tuple[Namespace, ...]
 """The namespaces of an engine's ranks on this node, each rank once."""
@@ -54,22 +51,16 @@ class Namespaces:
             raise ConfigError(
                 f"a namespace is an object of its fields or a digest, not {given!r:.40}"
             )
-        if not re.fullmatch(rf"[0-9a-f]{{{PREFIX_MIN},{2 * DIGEST_BYTES}}}", given, re.ASCII):
-            raise ConfigError(
-                f"{given!r:.80} is neither a file nor a digest, of which {PREFIX_MIN} to "
-                f"{2 * DIGEST_BYTES} digits are needed"
-            )
-        found = self._beginning(given)
-        if not found:
+        try:
+            check_digits(given)
+        except ConfigError as error:
+            raise ConfigError(f"{given!r:.80} is neither a file nor a digest: {error}") from error
+        # Another one that begins alike may have come since, so it is asked in any case.
+        whole = len(given) == 2 * DIGEST_BYTES and bytes.fromhex(given) in self._known
+        if not whole:
             self._ask()
-            found = self._beginning(given)
-        if len(found) != 1:
-            many = "several namespaces that begin with" if found else "no namespace"
-            raise ConfigError(f"tierd knows {many} {given}; it knows {self._listed()}")
-        return found[0]
-
-    def _beginning(self, digits: str) -> list[Namespace]:
-        return [known for digest, known in self._known.items() if digest.hex().startswith(digits)]
+        known = {digest.hex(): shown(each) for digest, each in self._known.items()}
+        return self._known[bytes.fromhex(resolve(given, known))]
 
     def given(self, words: Iterable[str]) -> Ranks:
         """Those of --namespace: a file of its fields or a digest, for each rank."""
@@ -129,7 +120,7 @@ class Namespaces:
                     continue  # It has just gone.
 
     def _listed(self) -> str:
-        return ", ".join(shown(known) for known in self._known.values()) or "none"
+        return listed(map(shown, self._known.values()))
 
 
 def add_namespace(group: argparse._ArgumentGroup) -> None:

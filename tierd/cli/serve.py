@@ -8,7 +8,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tierd.config import DEFAULT_CONFIG, load
+from tierd.config import DEFAULT_CONFIG
+from tierd.daemon.checking import checked
 from tierd.daemon.serve import serve
 from tierd.errors import ConfigError
 from tierd.logs import stderr_is_journal
@@ -20,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "serve",
         help="run the daemon",
         description="Run the daemon in the foreground until SIGTERM. "
-        "Exit status 2: the configuration is wrong, and the message says what to change.",
+        "Exit status 2: the configuration is wrong, and each line says what to change.",
     )
     parser.add_argument(
         "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
@@ -31,9 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Serve; the exit status."""
     try:
-        return serve(partial(load, args.config, os.environ), os.environ)
+        return serve(partial(checked, args.config, os.environ), os.environ)
     except ConfigError as error:
         # With its priority, as sd-daemon(3) has it, so that the journal shows it in red.
         priority = "<3>" if stderr_is_journal() else ""
-        print(f"{priority}tierd: {error}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"{priority}tierd: {problem}", file=sys.stderr)
         return 2

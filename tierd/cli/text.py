@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import Final
 
-_BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+from tierd.sizes import about, scaled
+
 _DECIMAL: Final = ("", " k", " M", " G", " T")
 
 
 def size(size_bytes: object) -> str:
     """As in 1.5 GiB."""
-    return _scaled(size_bytes, 1024, tuple(f" {unit}" for unit in _BINARY))
+    return about(_real(size_bytes))
 
 
 def number(value: object) -> str:
     """As in 12.3 k."""
-    return _scaled(value, 1000, _DECIMAL)
+    return scaled(_real(value), 1000, _DECIMAL)
 
 
 def percent(share: object) -> str:
@@ -59,12 +60,3 @@ def _real(value: object) -> float:
     """What a status has as a number."""
     assert isinstance(value, int | float)
     return value
-
-
-def _scaled(found: object, base: int, units: tuple[str, ...]) -> str:
-    value = _real(found)
-    for unit in units[:-1]:
-        if value < base - 0.5:  # It would be rounded up to the next unit.
-            return f"{value:.0f}{unit}" if value >= 999.5 else f"{round(value, 2):.3g}{unit}"
-        value /= base
-    return f"{value:.3g}{units[-1]}"

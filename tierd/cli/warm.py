@@ -284,7 +284,8 @@ class _Run:
         now_s = time.monotonic()
         if now_s - self._shown_s >= SHOW_S:
             self._shown_s = now_s
-            self.progress.bar(sources.share, self.report.progress())
+            under_way = (0, 0) if self._warmer is None else self._warmer.under_way()
+            self.progress.bar(*self.report.progress(*under_way, sources.share))
 
 
 def wait_for_tiers(operator: Operator, say: Callable[[str], None]) -> None:

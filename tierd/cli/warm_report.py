@@ -121,10 +121,16 @@ class Report:
         """Bytes that were brought a second."""
         return self.bytes_read / max(1e-3, time.monotonic() - self.began_s)
 
-    def progress(self) -> str:
-        """In a few words."""
-        done = f"{number(self.had)} of {number(self.blocks)} blocks"
-        return f"{done}, {size(self.speed())}/s"
+    def progress(self, under_way: int, warm: int, share: float | None) -> tuple[float | None, str]:
+        """What part is done, None if nobody knows, and a few words.
+
+        Of `under_way` blocks, whose unit has not come to its end, `warm` are there already; the
+        input has been read up to `share`.
+        """
+        done, known = self.had + warm, self.blocks + under_way
+        part = None if share is None else share * (self.blocks + warm) / max(1, known)
+        more = "" if share == 1 else " so far"
+        return part, f"{number(done)} of {number(known)} blocks{more}, {size(self.speed())}/s"
 
     def lines(self, target: str) -> Iterator[str]:
         """For people."""

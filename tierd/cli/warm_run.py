@@ -81,6 +81,8 @@ class _Unit:
     """Blocks, from the first on, that the daemon is asked for; for the others there is no room."""
     left: int
     """Answers to come: one for each piece and rank."""
+    warm: int = 0
+    """Blocks that are there, by the answers so far."""
     before: bytes | None = None
     """Its outcomes when an engine was asked to compute it."""
     store_end_s: float = 0.0
@@ -190,6 +192,11 @@ class Warmer:
             self.wrong = error
             return None
 
+    def under_way(self) -> tuple[int, int]:
+        """Blocks of which not all is known yet, and how many of them are there already."""
+        units = self._open.values()
+        return sum(len(unit.outcomes) for unit in units), sum(unit.warm for unit in units)
+
     def give_up(self) -> None:
         """Count what is not known of as too late."""
         for unit in self._open.values():
@@ -239,6 +246,7 @@ class Warmer:
 
     def _ask(self, unit: _Unit) -> None:
         size = self._blocks_per_call(unit.want.ranks)
+        unit.warm = 0
         unit.outcomes[:] = bytes([Warmth.NO_ROOM]) * len(unit.outcomes)
         unit.outcomes[: unit.asked] = bytes([Warmth.HERE]) * unit.asked
         for start in range(0, unit.asked, size):
@@ -334,6 +342,8 @@ class Warmer:
             some = [fates[block_hash] for block_hash in unit.want.hashes[start:stop]]
             # HERE and BROUGHT come first: a block is as warm as it is in the coldest rank.
             unit.outcomes[start:stop] = bytes(map(max, unit.outcomes[start:stop], some))
+            if call.namespace == unit.want.ranks[-1]:
+                unit.warm += sum(each <= Warmth.BROUGHT for each in unit.outcomes[start:stop])
             unit.left -= 1
             if not unit.left:
                 self._answered(unit)

@@ -34,4 +34,6 @@ def make_backend(entry: StorageConfig) -> Backend:
     try:
         return WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
     except ConfigError as error:
-        raise ConfigError(f"storage ({entry.name}): {error}") from error
+        raise ConfigError(
+            *(f"storage ({entry.name}): {each}" for each in error.problems)
+        ) from error

@@ -21,6 +21,7 @@ from tierd.child import Stream, start_child
 from tierd.device.frames import Ask, Bring, Map, Pin, Reply, Request, Unmap, Unpin
 from tierd.exports import device_text
 from tierd.memory.arena import Segment
+from tierd.sizes import about
 
 END_S: Final = 1.0
 """How long a process that has closed its socket may take to end."""
@@ -167,10 +168,10 @@ class CopyProcess:
         if whole or self._loop.time() >= self._pin_told_s + PIN_LOG_S:
             self._pin_told_s = 0.0 if whole else self._loop.time()
             log.info(
-                "%s: %.1f of %.1f GiB of host memory pinned",
+                "%s: %s of %s of host memory pinned",
                 self.name,
-                self.pinned_bytes / (1 << 30),
-                self.mapped_bytes / (1 << 30),
+                about(self.pinned_bytes),
+                about(self.mapped_bytes),
             )
 
     def _answer(self, reply: Reply) -> None:

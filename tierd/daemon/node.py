@@ -585,6 +585,7 @@ class Node:
                 "pinned_bytes": host.hints.kept_bytes,
                 "backlog_blocks": self.backlog(),
             },
+            "prefetch": {"min_tokens": self.prefetch.min_tokens},
             "hotset": {} if self.snapshots is None else self.snapshots.status(),
             "copies": self.copies.status(),
             "storage": [

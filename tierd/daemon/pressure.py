@@ -15,6 +15,7 @@ from tierd.clock import Clock
 from tierd.core.pressure import Pressure, Sample
 from tierd.daemon.memory import HostMemory
 from tierd.limits import memory_cgroups
+from tierd.sizes import about, change
 
 log = logging.getLogger("tierd")
 
@@ -25,8 +26,6 @@ L2 itself takes no more than was there at the last look."""
 PAUSE_SHARE: Final = 1.0
 """Pause after a segment that was given back, to the time that it took: what stays of it is copied,
 0.6 ms a MiB, and requests need the loop as well."""
-
-GIB: Final = 1 << 30
 
 
 class Machine(Protocol):
@@ -142,22 +141,27 @@ class MemoryWatch:
             self._told = True
             self._memory.counters["pressure_shrinks_total"] += 1
             log.warning(
-                "memory is short (%.2f of %.2f GiB available, tasks stalled %.0f %% of the time): "
-                "host memory shrinks from %.2f to %.2f GiB, to host.min (%.2f GiB) at least",
-                sample.available_bytes / GIB,
-                sample.total_bytes / GIB,
+                "memory is short (%s of %s available, tasks stalled %.0f %% of the time): %s",
+                about(sample.available_bytes),
+                about(sample.total_bytes),
                 100 * pressure.stalled_share,
-                host.allocated_bytes / GIB,
-                limit / GIB,
-                pressure.min_bytes / GIB,
+                _consequence(host.allocated_bytes, limit, pressure.min_bytes),
             )
         elif self._told and pressure.is_calm(now_s) and limit <= before:
             self._told = False
             log.info(
-                "memory is no longer short: host memory may have %.2f of %.2f GiB",
-                limit / GIB,
-                pressure.capacity_bytes / GIB,
+                "memory is no longer short: host memory may have %s of %s",
+                about(limit),
+                about(pressure.capacity_bytes),
             )
+
+
+def _consequence(allocated_bytes: int, limit_bytes: int, min_bytes: int) -> str:
+    """What becomes of host memory while the machine is short of it."""
+    least = f"host.min ({about(min_bytes)})"
+    if limit_bytes < allocated_bytes:
+        return f"host memory shrinks {change(allocated_bytes, limit_bytes)}, to {least} at least"
+    return f"host memory stays at {about(allocated_bytes)}, as {least} says"
 
 
 def _fields(file: Path) -> dict[bytes, int]:

@@ -18,12 +18,9 @@ import msgspec
 
 from tierd import logs
 from tierd.config import NOT_SCALARS, Config
-from tierd.daemon.backends import make_backend
-from tierd.daemon.listening import check_sockets
 from tierd.daemon.node import Node
-from tierd.daemon.server import Server, default_allow_uids
+from tierd.daemon.server import Server
 from tierd.errors import ConfigError
-from tierd.memory.arena import check_capacity
 from tierd.reference import shown
 
 log = logging.getLogger("tierd")
@@ -107,7 +104,7 @@ class Reloader:
     async def reload(self) -> str:
         """Read the file, change what can be changed, and log it; why nothing was, if it is bad."""
         try:
-            new = await asyncio.to_thread(self._read)
+            new = await asyncio.to_thread(self._load)
         except ConfigError as error:
             self._node.counters["reloads_refused_total"] += 1
             log.error("the configuration is not reloaded, all stays as it is: %s", error)
@@ -125,14 +122,6 @@ class Reloader:
         else:
             log.info("reloaded; %d keys have changed", len(changes))
         return ""
-
-    def _read(self) -> Config:
-        config = self._load()
-        check_capacity(config.host.capacity)
-        check_sockets(config)
-        for tier in config.storage:
-            make_backend(tier)
-        return config
 
 
 def differences(running: Config, new: Config) -> list[Change]:
@@ -168,7 +157,7 @@ def take_over(running: Config, new: Config) -> None:
 def take_effect(config: Config, node: Node, server: Server) -> None:
     """Tell those who keep a copy of live keys. All others read `config` each time."""
     logs.set_level(config.log.level)
-    server.allow_uids = frozenset(config.allow_uids) or default_allow_uids()
+    server.allow(config.allow_uids)
     node.configure(config.host, config.prefetch)
     for queue in node.backups.queues:
         queue.tier.configure()

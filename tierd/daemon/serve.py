@@ -31,7 +31,7 @@ from tierd.daemon.backends import make_backend
 from tierd.daemon.epochs import MarksFile, Times
 from tierd.daemon.health import STUCK_S, Health
 from tierd.daemon.hotset import Snapshots, state_directory
-from tierd.daemon.listening import admin_socket, engine_socket
+from tierd.daemon.listening import EngineSocket, admin_socket, engine_socket
 from tierd.daemon.node import Node
 from tierd.daemon.pressure import ThisMachine
 from tierd.daemon.reload import Reloader
@@ -41,8 +41,8 @@ from tierd.daemon.telling import Teller, extension
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import ConfigError
 from tierd.limits import shortfalls
-from tierd.memory.arena import check_capacity
 from tierd.memory.placement import Placement, find_node
+from tierd.sizes import about
 
 log = logging.getLogger("tierd")
 
@@ -83,8 +83,8 @@ class Signals:
 def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
     """Run until SIGTERM or SIGINT; the exit status. Raises ConfigError before it has started.
 
-    `load` reads the configuration, and again at each SIGHUP. `environ` loses what a service
-    manager has put into it for this process alone.
+    `load` reads the configuration and judges it, and again at each SIGHUP. `environ` loses what a
+    service manager has put into it for this process alone.
     """
     signals = Signals()
     manager = ServiceManager.from_environ(environ)
@@ -108,7 +108,6 @@ def _serve(
     state: Path | None,
 ) -> int:
     logs.configure(config.log)
-    check_capacity(config.host.capacity)
     placement = Placement(huge_pages=config.host.huge_pages, node=find_node(config.host.numa_node))
     # Four descriptors a segment (two files, which Python's mmap duplicates): the usual soft
     # limit of 1024 would end at 64 GiB.
@@ -116,12 +115,12 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     tiers = [_make_tier(entry, state) for entry in config.storage]
     with (
-        engine_socket(Path(config.socket), manager) as listener,
+        engine_socket(Path(config.socket), manager) as where,
         admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         life = _Life(config, signals, manager, load, state)
-        return runner.run(life.run(placement, tiers, listener, admin_listener))
+        return runner.run(life.run(placement, tiers, where, admin_listener))
 
 
 class _Life:
@@ -149,7 +148,7 @@ class _Life:
         self,
         placement: Placement,
         tiers: list[StorageTier],
-        listener: socket.socket,
+        where: EngineSocket,
         admin_listener: socket.socket | None,
     ) -> int:
         """Open, serve and close; the exit status."""
@@ -188,6 +187,7 @@ class _Life:
                 node.snapshots.open()
             allowed = frozenset(config.allow_uids) or default_allow_uids()
             self._server = Server(node, clock, allowed)
+            where.open_to(allowed)
             health = Health(node.memory, _patience_s(self._manager.watchdog_us))
             self._admin = Admin(node, health)
             self._teller = Teller(self._manager, node, self._admin, health)
@@ -197,7 +197,7 @@ class _Life:
                     self._admin.serving(admin_listener),
                     opened(tiers),
                 ):
-                    await node.run(lambda: self._serve(listener))
+                    await node.run(lambda: self._serve(where))
             finally:
                 node.lives.close()
                 node.memory.arena.close()
@@ -205,18 +205,18 @@ class _Life:
                     node.snapshots.close()
         return 0
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, where: EngineSocket) -> None:
         node, config = self._node, self._config
-        self._server.listen(listener)
+        self._server.listen(where)
         self._admin.phase = Phase.SERVING
         # What exists now lives as long as the process: the collector need not walk it again.
         gc.collect()
         gc.freeze()
         log.info(
-            "tierd %s serves on %s: host capacity %.2f GiB, storage: %s",
+            "tierd %s serves on %s: host capacity %s, storage: %s",
             __version__,
             config.socket,
-            config.host.capacity / (1 << 30),
+            about(config.host.capacity),
             ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
         )
         self._teller.ready()

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from tierd.core.hints import Hint, Priority
 from tierd.core.space import Lease, Refusal, Space
 from tierd.daemon.copying import SessionCopies
 from tierd.daemon.inventory import Inventory
+from tierd.daemon.listening import EngineSocket
 from tierd.daemon.node import Node, Patience
 from tierd.daemon.orders import Orders
 from tierd.daemon.transport import SocketTransport, Transport
@@ -418,13 +419,20 @@ class Server:
         self._owners = itertools.count(1)
         self._transports: set[SocketTransport] = set()
         self._refused: set[SocketTransport] = set()
+        self._socket: EngineSocket | None = None
         self._listener: socket.socket | None = None
 
-    def listen(self, listener: socket.socket) -> None:
+    def listen(self, where: EngineSocket) -> None:
         """Start accepting; the listener is this object's from now on."""
-        listener.setblocking(False)
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        where.listener.setblocking(False)
+        self._socket, self._listener = where, where.listener
+        asyncio.get_running_loop().add_reader(where.listener.fileno(), self._accept)
+
+    def allow(self, uids: Collection[int]) -> None:
+        """Let these users in from now on, root and the daemon's own if none is named."""
+        self.allow_uids = frozenset(uids) or default_allow_uids()
+        if self._socket is not None:
+            self._socket.open_to(self.allow_uids)
 
     def stop_listening(self) -> None:
         """Accept nobody any more; idempotent."""

@@ -15,6 +15,7 @@ from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
 from tierd.daemon.node import Node
 from tierd.daemon.service import ServiceManager
+from tierd.sizes import about
 
 log = logging.getLogger("tierd")
 
@@ -128,8 +129,7 @@ def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refuse
     assert isinstance(host, Mapping)
     assert isinstance(counters, Mapping)
     assert isinstance(tiers, list)
-    used, capacity = host["used_bytes"] / (1 << 30), host["capacity_bytes"] / (1 << 30)
-    parts = [f"L2 {used:.1f} of {capacity:.4g} GiB"]
+    parts = [f"L2 {about(host['used_bytes'])} of {about(host['capacity_bytes'])}"]
     if asked := counters.get("requested_blocks_total", 0):
         hits = counters.get("acquired_blocks_total", 0)
         parts[0] += f" ({hits} hits of {asked} blocks = {100 * hits / asked:.0f} %)"

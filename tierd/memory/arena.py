@@ -18,6 +18,7 @@ from tierd.limits import descriptors_limit, memory_limit
 from tierd.mapping import SharedMapping
 from tierd.memory.ledger import Ledger, LedgerError
 from tierd.memory.placement import Placement
+from tierd.sizes import about
 from tierd.types import Namespace
 
 _F_ADD_SEALS = 1033
@@ -185,6 +186,6 @@ def check_capacity(capacity_bytes: int) -> None:
     limit = memory_limit()
     if capacity_bytes > limit.size_bytes * 0.95:
         raise ConfigError(
-            f"host.capacity is {capacity_bytes} bytes, but {limit.by} is {limit.size_bytes} bytes: "
-            "lower host.capacity, and leave room for the engine"
+            f"host.capacity is {about(capacity_bytes)}, but {limit.by} is "
+            f"{about(limit.size_bytes)}: lower host.capacity, and leave room for the engine"
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Final, TypeVar
 
 import msgspec
@@ -103,6 +103,9 @@ class WorkerBackend(Backend):
     @property
     def place(self) -> str:
         return self._unopened.place
+
+    def refusals(self, is_own: Callable[[int], bool]) -> Iterable[str]:
+        return self._unopened.refusals(is_own)
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> WorkerBackend:

@@ -237,31 +237,44 @@ def _user(scene: Scene, found: os.stat_result) -> Iterator[Finding]:
     """Whether `--user` may connect, by the socket's mode and allow_uids."""
     if scene.user is None:
         return
-    who = pwd.getpwnam(scene.user)
-    groups = set(os.getgrouplist(scene.user, who.pw_gid))
+    uid, groups = user_of(scene.user)
     path = Path(scene.socket)
-    closed = [parent for parent in path.parents if not _may(parent.stat(), who.pw_uid, groups, 0o1)]
-    if closed or not _may(found, who.pw_uid, groups, 0o2):
+    closed = [parent for parent in path.parents if not _may(parent.stat(), uid, groups, 0o1)]
+    if closed or not _may(found, uid, groups, 0o2):
         yield Finding(
             Level.FAULT,
             "daemon",
             "user_denied",
             f"user {scene.user} may not reach {path}: see the mode of {(closed or [path])[-1]}",
             "an engine of this user runs without tierd",
-            "add the user to the group that the socket has, or start the engine as another user",
+            "let the user into that directory: chmod o+x"
+            if closed
+            else "add its uid to allow_uids, and reload tierd: that opens the socket",
         )
     daemon_uid = scene.daemon_uid
     allowed = set(scene.config.allow_uids if scene.config else [])
     own = {0, found.st_uid if daemon_uid is None else daemon_uid}
-    if scene.config is not None and who.pw_uid not in (allowed or own):
+    if scene.config is not None and uid not in (allowed or own):
         yield Finding(
             Level.FAULT,
             "daemon",
             "user_not_allowed",
-            f"user {scene.user} has uid {who.pw_uid}, which is not in allow_uids",
+            f"user {scene.user} has uid {uid}, which is not in allow_uids",
             "tierd turns this user's engines away",
-            f"set allow_uids to {sorted((allowed or own) | {who.pw_uid})}, and reload tierd",
+            f"set allow_uids to {sorted((allowed or own) | {uid})}, and reload tierd",
         )
+
+
+def user_of(text: str) -> tuple[int, set[int]]:
+    """The id and groups of a user given by name or number, which may be one that only a container
+    knows. Raises KeyError."""
+    try:
+        who = pwd.getpwuid(int(text)) if text.isdecimal() else pwd.getpwnam(text)
+    except KeyError:
+        if not text.isdecimal():
+            raise
+        return int(text), set()
+    return who.pw_uid, set(os.getgrouplist(who.pw_name, who.pw_gid))
 
 
 def _may(found: os.stat_result, uid: int, groups: set[int], bit: int) -> bool:
