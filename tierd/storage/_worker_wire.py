@@ -135,7 +135,14 @@ class DropMarks(msgspec.Struct, array_like=True, tag=14):
     marks: list[str]
 
 
-Call = Open | Close | Contains | Get | Put | Delete | Scan | Marks | AddMark | DropMarks
+class Use(msgspec.Struct, array_like=True, tag=15):
+    """Call: use_many; answered by a byte a hash."""
+
+    namespace: bytes
+    hashes: bytes
+
+
+Call = Open | Close | Contains | Use | Get | Put | Delete | Scan | Marks | AddMark | DropMarks
 Ask = Call | EndScan | Cancel | Map | Unmap
 
 
