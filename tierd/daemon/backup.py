@@ -18,7 +18,7 @@ from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.config import TIERS_MAX
 from tierd.core.space import Space
-from tierd.core.writes import MISSED_MAX, Miss, Moment, Writes
+from tierd.core.writes import LAST, MISSED_MAX, Miss, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.renewal import Covers as Covers
 from tierd.daemon.renewal import Renewal, asked_bit
@@ -119,7 +119,7 @@ class WriteQueue:
         places = self.writes.choose(
             moment, space.digest, hashes, space.reuse, space.slot_bytes, now_ns
         )
-        if moment is Moment.LEAVING:
+        if moment in LAST:
             self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
         return [lacking[place] for place in places]
 
@@ -366,7 +366,7 @@ class Backups:
         if not lacking:
             return []
         if self.stopping:
-            moment = Moment.LEAVING
+            moment = Moment.STOPPING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
     def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
@@ -402,7 +402,7 @@ class Backups:
             while todo and queue.room(todo[0][0]):
                 space, slot, block_hash = todo.popleft()
                 if space.chain.items.get(block_hash) == slot:
-                    wanted = self._wanted(queue, space, [slot], Moment.LEAVING)
+                    wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
         for queue, renewal in zip(self.queues, self.renewals, strict=True):
