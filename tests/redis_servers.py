@@ -32,6 +32,7 @@ USER = "tierd"
 PASSWORD = "open-sesame"
 LEAST_RIGHTS = (
     "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers "
+    "+touch +pexpire "
     "+cluster|slots +cluster|nodes +asking"
 )
 """All that the tier needs, on its prefix."""

@@ -111,6 +111,16 @@ async def test_an_outage_costs_one_deadline(rig: Rig) -> None:
 
 
 @simulated
+async def test_uses_are_not_answered_for_a_tier_that_takes_no_reads(rig: Rig) -> None:
+    """All that a tier has would be taken for lost in an outage, and be written again after it."""
+    rig.tier.reads = HUNG
+    await rig.fail(rig.get)
+    with pytest.raises(BackendError, match="takes no reads"):
+        await rig.breaker.use_many(NAMESPACE, HASHES)
+    assert await rig.breaker.use_many(NAMESPACE, []) == []
+
+
+@simulated
 async def test_deletes_are_bounded_and_never_refused(rig: Rig) -> None:
     """A flush would hang, or be reported as done when it was not even tried."""
     rig.tier.writes = rig.tier.reads = HUNG

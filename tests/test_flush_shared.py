@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.tier_bench import PAGE, SPACE, Bench, Tier, config
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark
-from tierd.daemon.epochs import MARGIN_S, REFRESH_S, MarksFile
+from tierd.daemon.epochs import MARGIN_S, REFRESH_S, MarksFile, News
 from tierd.daemon.flush import OTHERS_S
 from tierd.daemon.node import Node
 from tierd.daemon.tier import StorageTier, opened
@@ -50,6 +51,9 @@ class Shared(Tier):
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         await super().contains_many(namespace, hashes)
         return [BlockKey(namespace, block_hash) in self.blocks for block_hash in hashes]
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return await self.contains_many(namespace, hashes)
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         self._find_all()
@@ -102,6 +106,7 @@ def fleet(
     *,
     state: Path | None = None,
     more: Sequence[StorageConfig] = (),
+    seed: int = 0,
 ) -> None:
     """Run a test on two nodes with L2s of their own and a tier that they share."""
     server = server or Server()
@@ -140,7 +145,7 @@ def fleet(
 
             await start("first", both)
 
-    run_simulation(0, scenario)
+    run_simulation(seed, scenario)
 
 
 def test_after_complete_no_other_node_finds_anything() -> None:
@@ -350,6 +355,38 @@ def test_a_server_that_restarts_empty_gets_again_what_nodes_have() -> None:
     fleet(test, server)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_uses_do_not_bring_back_what_another_node_has_flushed(seed: int) -> None:
+    """Host memory's blocks would be found missing in the tier, and be written to it again."""
+
+    async def test(first: Bench, second: Bench) -> None:
+        hashes = first.store(20)
+        await first.backed_up()
+        assert await second.acquire(hashes) == 20
+        chance = Random(seed)
+
+        async def use() -> None:
+            second.node.learning.note([second.space], hashes, 0)
+            await asyncio.sleep(chance.expovariate(2.0))
+
+        for _ in range(20):
+            await use()
+        flushing = asyncio.create_task(flush(first))
+        while not flushing.done():
+            await use()
+        for _ in range(20):
+            await use()
+        second.forget()
+        await second.backed_up()
+        assert await second.node.drain(10) == 0
+        assert second.raw[0].calls("contains") > 4, "uses were told"
+        assert not first.raw[0].blocks
+        assert await first.acquire(hashes) == 0
+        second.node.check()
+
+    fleet(test, seed=seed)
+
+
 def test_a_write_that_learns_of_a_flush_is_none() -> None:
     """A block that waited to be written would be the first of the new epoch."""
 
@@ -361,8 +398,13 @@ def test_a_write_that_learns_of_a_flush_is_none() -> None:
         payload = memoryview(bytes(PAGE))
         request = PutRequest(hashes[0], hashes[1], checksum(payload), payload, PAGE)
         tier = second.tiers[0]
+        # L2 is to hear of it after the write has begun, however the loop orders them.
+        news: list[tuple[News, tuple[str, ...]]] = []
+        tier.epochs.on_news = lambda *what: news.append(what)
         assert await tier.put(SPACE.digest, [request]) == [Outcome.ERROR]
         assert not first.raw[0].blocks
+        for what in news:
+            second.node.flushes.risen(tier, *what)
         await until(lambda: not tier.epochs.unheeded(SPACE.digest))
         assert await tier.put(SPACE.digest, [request]) == [Outcome.STORED]
 

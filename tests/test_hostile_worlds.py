@@ -20,6 +20,7 @@ import pytest
 
 from tests.sim_tables import run_tables, simulate_everything
 from tierd.core.epochs import Epochs
+from tierd.daemon.renewal import Renewal
 from tierd.memory.past import LifePage
 from tierd.testing.loop import SimulationError
 from tierd.testing.simulation import simulate
@@ -133,11 +134,11 @@ def test_no_descriptor_is_left() -> None:
 # --- proof that the worlds see --------------------------------------------------------------
 
 
-def caught(seeds: Sequence[int], *, tables: bool = True) -> str:
+def caught(seeds: Sequence[int], *, tables: bool = True, hostile: bool = True) -> str:
     """What the first of these worlds says that notices; fails if none does."""
     for seed in seeds:
         try:
-            simulate(seed, [run_tables] if tables else [], hostile=True)
+            simulate(seed, [run_tables] if tables else [], hostile=hostile)
         except (Violation, SimulationError, ExceptionGroup) as error:
             return f"{seed}: {error}"
     pytest.fail(f"no world of {len(seeds)} noticed")
@@ -197,3 +198,10 @@ def test_flushes_that_bar_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     """Blocks that a flush did not find, or that land after it, would be served again."""
     monkeypatch.setattr(Epochs, "of", lambda self, digest: 1)
     assert "flush" in caught(range(1, 1 + MUTANT_SEEDS), tables=False)
+
+
+@pytest.mark.slow
+def test_a_stop_that_asks_tiers_for_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is used most would be lost by a stop if its tier has dropped it before."""
+    monkeypatch.setattr(Renewal, "recheck", lambda self, stored_blocks: None)
+    assert "used often" in caught(range(20, 20 + MUTANT_SEEDS), tables=False, hostile=False)

@@ -246,6 +246,57 @@ async def test_ttl(server):
         assert await get(backend, blocks) == [Outcome.HIT] * 2
 
 
+async def test_uses_reach_the_servers_lru(server):
+    """The server would drop first what host memory answers for, and never reads from it."""
+    blocks = make_chain("lru", 3, BLOCK_BYTES)
+    hashes = [block.key.block_hash for block in blocks]
+    async with running(server.options(), prefix="lru") as backend:
+        await put(backend, blocks)
+        await backend.add_mark("0" * 16)
+        with server.client() as client:
+            keys = [*names(backend, blocks), "lru:marks"]
+
+            def idle_s():
+                return [client.object("idletime", name) for name in keys]
+
+            while min(idle_s()) < 2:
+                await asyncio.sleep(0.05)
+            assert await backend.use_many(NAMESPACE, hashes) == [True] * 3
+            assert max(idle_s()) < 2
+
+
+async def test_a_use_renews_the_ttl(server):
+    """What is used all day would be gone once a day, from every node's sight."""
+    blocks = make_chain("renewed", 3, BLOCK_BYTES)
+    hashes = [block.key.block_hash for block in blocks]
+    async with running(server.options(), prefix="renewed", ttl_s=1000) as backend:
+        await put(backend, blocks[:2])
+        await backend.add_mark("0" * 16)
+        with server.client() as client:
+            for name in names(backend, blocks[:2]):
+                client.pexpire(name, 60_000)
+            assert await backend.use_many(NAMESPACE, hashes) == [True, True, False]
+            assert all(client.pttl(name) > 900_000 for name in names(backend, blocks[:2]))
+            assert client.pttl("renewed:marks") == -1, "marks stay"
+
+
+@pytest.mark.parametrize("ttl_s", [0, 1000])
+async def test_a_user_who_may_not_tell_of_uses_still_asks(tmp_path, ttl_s, caplog):
+    """After an upgrade a tier whose user lacks a command would fail, or look empty."""
+    rights = LEAST_RIGHTS.replace("+touch +pexpire ", "")
+    blocks = make_chain("denied", 4, BLOCK_BYTES)
+    hashes = [block.key.block_hash for block in blocks]
+    with RedisServer(tmp_path / "redis", rights=f"~* {rights}") as server:
+        async with running(server.options(), ttl_s=ttl_s) as backend:
+            await put(backend, blocks[:3])
+            for _ in range(3):
+                assert await backend.use_many(NAMESPACE, hashes) == [True, True, True, False]
+            assert await get(backend, blocks[:3]) == [Outcome.HIT] * 3
+    lines = [line for line in caplog.messages if "may be evicted by the server" in line]
+    assert len(lines) == 1
+    assert "+touch" in lines[0]
+
+
 async def test_full(tmp_path):
     """A full server would look like a broken one, or take blocks that it does not keep."""
     with RedisServer(tmp_path, "--maxmemory", "8mb") as server:

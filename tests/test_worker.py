@@ -110,6 +110,7 @@ async def serving(backend):
     """Wait until calls are answered again."""
     await until(lambda: backend._life is not None and not backend._life.dying)
     assert await backend.contains_many(b"", HASHES) == ANSWERS
+    assert await backend.use_many(b"", HASHES) == [not answer for answer in ANSWERS]
 
 
 def gets(slots, length=PAGE_BYTES):

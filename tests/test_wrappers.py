@@ -326,7 +326,7 @@ async def test_latency_names_every_operation() -> None:
     none = [0] * (len(BOUNDS_S) + 1)
     assert backend.latency() == {
         op: {"count": 0, "sum_s": 0, "p50_ms": 0, "p99_ms": 0, "max_ms": 0, "buckets": none}
-        for op in ("lookup", "get", "put")
+        for op in ("lookup", "get", "put", "use")
     }
     await backend.close()
 

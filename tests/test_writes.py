@@ -318,3 +318,20 @@ def test_turns_are_told_from_documents_that_are_read_once() -> None:
     last = [talk[396], talk[0], *chain(64, 199)[:2]]
     writes = selective(0.2)
     assert writes.choose(Moment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
+
+
+def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> None:
+    """What everybody uses would be lost by a restart in a busy hour, and one-off prompts kept from
+    the hour before."""
+    writes, reuse = Writes(config(), L2_BYTES), Reuse()
+    used, once = chain(10, "used"), chain(10, "once")
+    for now_s in (0.0, 1.0):
+        reuse.use(Request(used, now_s))
+    reuse.use(Request(once, 1.0))
+
+    def chosen(moment: Moment) -> list[int]:
+        writes.budget.demand = DEMAND_MAX
+        return writes.choose(moment, SPACE, [*used, *once], reuse, BLOCK, 2 * S)
+
+    assert chosen(Moment.LEAVING) == []
+    assert chosen(Moment.STOPPING) == [*range(10)]

@@ -104,6 +104,9 @@ class OddBackend(Backend):
                 self._growing = asyncio.create_task(self._grow())
         return [block_hash[0] % 2 == 1 for block_hash in hashes]
 
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return [block_hash[0] % 2 == 0 for block_hash in hashes]
+
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         match namespace:
             case b"linger":

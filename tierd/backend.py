@@ -245,6 +245,12 @@ class Backend(ABC):
         return False
 
     @property
+    def use_every_s(self) -> float:
+        """How often at most the daemon tells of the same use: what a `use_many` costs. Above a
+        minute, nothing is asked when blocks leave host memory or the daemon stops."""
+        return 1.0
+
+    @property
     def place(self) -> str:
         """Which storage it is, so that another one is not taken for it; no secret is in it."""
         return ""
@@ -300,6 +306,15 @@ class Backend(ABC):
         answer a long list by bisecting it. A server that does not answer is a BackendError,
         never a False: that would be a fact about the block.
         """
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Requests use these blocks, in host memory: keep them as if they had been read here.
+
+        For each hash False only if the tier certainly lacks the block now, so that the daemon may
+        write it again. Hashes come in prefix order, parents first. Reads no block. This default
+        only asks, for a tier that orders nothing by use.
+        """
+        return await self.contains_many(namespace, hashes)
 
     @abstractmethod
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:

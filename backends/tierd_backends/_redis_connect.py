@@ -35,7 +35,10 @@ from tierd_backends._redis_wire import (
 PASSWORD_BYTES_MAX = 4096
 """A password file that is longer is some other file."""
 
-COMMANDS = "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers"
+COMMANDS = (
+    "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers "
+    "+touch +pexpire"
+)
 
 
 _MISPLACED = {
@@ -54,6 +57,9 @@ class UnreachableError(BackendError):
 
 class DeniedError(BackendError):
     """The server answers, but not to us: nothing will work until an operator acts."""
+
+    of_command = False
+    """Whether it is about the command; others may be allowed."""
 
 
 class _Connection(Protocol):
@@ -256,7 +262,9 @@ class Connector:
             ("DB index is out of range", "has no such database: check the number in url"),
         ):
             if part in text:
-                return DeniedError(f"{where} {told}")
+                denied = DeniedError(f"{where} {told}")
+                denied.of_command = part == "no permissions"
+                return denied
         if "closed" in text.lower() or "reset by peer" in text:
             return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
         return UnreachableError(f"{where} says: {text}")

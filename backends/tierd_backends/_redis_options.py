@@ -50,7 +50,11 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     capacity: Capacity = 0
     ttl_s: Annotated[
         int,
-        Meta(ge=0, le=1 << 31, description="Age at which the server drops a block; 0: none."),
+        Meta(
+            ge=0,
+            le=1 << 31,
+            description="How long after its last use the server drops a block; 0: never.",
+        ),
     ] = 0
     connections: Annotated[
         int, Meta(ge=1, le=64, description="Threads, and at most as many connections a server.")

@@ -7,7 +7,7 @@ touched only by `Link.get_many` and `Link.set_many`, inside the `turn.using` of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -96,6 +96,8 @@ class EachJob:
     verb: bytes
     keys: list[bytes]
     positions: list[int]
+    rest: Sequence[bytes] = ()
+    """What follows the key in each command."""
     replies: list[Reply] = field(default_factory=list)
     failure: BackendError | None = None
 
@@ -294,13 +296,13 @@ class Work:
                 self._nodes.refresh(turn)
 
     def _each(self, turn: Turn[EachJob], job: EachJob) -> list[Reply]:
-        sent, count = commands(job.verb, job.keys), len(job.keys)
+        sent, count = commands(job.verb, job.keys, *job.rest), len(job.keys)
         replies = self._nodes.ask(turn, job.node, lambda link: link.exchange(sent, count))
         for number, reply in enumerate(replies):
             if not isinstance(reply, ErrorReply):
                 continue
             if self._is_redirect(reply):
-                replies[number] = self._one(turn, job.verb, job.keys[number])
+                replies[number] = self._one(turn, job.verb, job.keys[number], *job.rest)
             else:
                 self._check(job.keys[number], reply)
         return replies

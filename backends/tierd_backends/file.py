@@ -218,6 +218,21 @@ class FileBackend(Backend):
             return [False] * len(hashes)
         return [block_hash in shelf.index for block_hash in hashes]
 
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Before the index is complete, what is not known yet may be there."""
+        self._check_open()
+        shelf = self._space.shelves.get(namespace)
+        if shelf is None:
+            return [not self._space.indexed] * len(hashes)
+        shelf.use(hashes)
+        found = list(map(shelf.find, hashes))
+        for item in found:
+            if item is not None:
+                self._space.uses += 1
+                shelf.slab_of(item).mark_used(item, self._space.uses)
+        self._space.save_uses_soon()
+        return [item is not None or not shelf.indexed for item in found]
+
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         self._check_open()
         results = [GetResult(Outcome.MISS)] * len(requests)

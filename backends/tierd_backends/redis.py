@@ -6,9 +6,10 @@ needs redis-py is imported when the tier is opened: options are checked without 
 
 Making room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
 (allkeys-lru); with `noeviction` a full server refuses blocks. `capacity` only says when to
-stop storing: see _lid.py. `ttl_s` bounds the age of a
-block and is not renewed by a hit: it says how long prompts are kept, and reads stay reads,
-which replicas and append-only files never see. What is used least the server's LRU knows.
+stop storing: see _lid.py. The server's LRU knows what is read, and hears by TOUCH what is used in
+host memory. `ttl_s` counts from the last use that the daemon has told, by PEXPIRE: reads stay
+reads, which replicas and append-only files never see, and a use is told at most every quarter of
+`ttl_s`, or minute.
 
 The address is to lead to a master. A server that says that it is another one, such as READONLY, has
 its links closed, and the address is resolved anew. Marks are read and written over new links only,
@@ -16,6 +17,8 @@ and at a server that takes writes: the address may lead to another server than o
 
 A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
 prefix's keys, and +multi +exec; of a cluster also +cluster|slots, +cluster|nodes and +asking.
+Without +touch and +pexpire the server does not hear of uses; blocks that it drops are still found
+missing, and written again.
 """
 
 from __future__ import annotations
@@ -73,6 +76,15 @@ ROOMS_MAX = 3
 ROOM_BLOCKS = 16
 """Tries to add a mark to a full server, and blocks dropped before the next one."""
 
+USE_EVERY_S = 1.0
+"""How often a use is told: the server's clock of its LRU has whole seconds."""
+
+DENIED_S = 60.0
+"""How long a command that this user may not give is not tried again."""
+
+RENEW_S_MIN, RENEW_S_MAX = 0.5, 60.0
+"""The same where there is a TTL, which replicas and append-only files hear of."""
+
 RECOUNT_S = 60.0
 """Wait before the blocks are counted again when a server failed meanwhile."""
 
@@ -108,6 +120,8 @@ class RedisBackend(Backend):
         self._opened = False
         self._silent_until: dict[str, float] = {}
         self._trouble = ""
+        self._touch_from_s = 0.0
+        """When to tell of uses again, after the server has said that this user may not."""
         self._calls = 0
         self._idle = asyncio.Event()
         self._threads: CallThreads
@@ -118,6 +132,12 @@ class RedisBackend(Backend):
     @property
     def shared(self) -> bool:
         return True
+
+    @property
+    def use_every_s(self) -> float:
+        if not self._options.ttl_s:
+            return USE_EVERY_S
+        return min(max(self._options.ttl_s / 4, RENEW_S_MIN), RENEW_S_MAX)
 
     @property
     def place(self) -> str:
@@ -200,6 +220,34 @@ class RedisBackend(Backend):
             if failed and (len(failed) == len(answers) or not self._options.cluster):
                 raise _as_backend_error(failed[0])
             return [answer == 1 for answer in answers]
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """A node of a cluster that is down has lost nothing as far as is known."""
+        from tierd_backends._redis_connect import DeniedError
+
+        with self._in_call():
+            keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
+            ttl_ms = 1000 * self._options.ttl_s
+            answers: list[Reply | BackendError] = []
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._touch_from_s:
+                try:
+                    # The marks are one more key that eviction may take; see tierd.core.epochs.
+                    touched = [self._work.marks_key, *([] if ttl_ms else keys)]
+                    _, *answers = await self._each(b"TOUCH", touched)
+                    if ttl_ms:
+                        answers = await self._each(b"PEXPIRE", keys, b"%d" % ttl_ms)
+                except DeniedError as error:
+                    if not error.of_command:
+                        raise
+                    self._touch_from_s = now_s + DENIED_S
+                    self._warn("touch", f"blocks in use may be evicted by the server: {error}")
+            if now_s < self._touch_from_s:
+                answers = await self._each(b"EXISTS", keys)
+            failed = [answer for answer in answers if isinstance(answer, BackendError)]
+            if failed and len(failed) == len(answers):
+                raise failed[0]
+            return [answer != 0 for answer in answers]
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         from tierd_backends._redis_work import GetJob
@@ -354,7 +402,9 @@ class RedisBackend(Backend):
             self._census.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
         )
 
-    async def _each(self, verb: bytes, keys: Sequence[bytes]) -> list[Reply | BackendError]:
+    async def _each(
+        self, verb: bytes, keys: Sequence[bytes], *rest: bytes
+    ) -> list[Reply | BackendError]:
         """`verb` for every key: the server's reply (it may be an error), or why there is none."""
         from tierd_backends._redis_work import EachJob
 
@@ -362,7 +412,7 @@ class RedisBackend(Backend):
         for position, key in enumerate(keys):
             by_node.setdefault(self._nodes.of(key), []).append(position)
         jobs = [
-            EachJob(node, verb, [keys[position] for position in part], part)
+            EachJob(node, verb, [keys[position] for position in part], part, rest)
             for node, positions in by_node.items()
             for part in _chunks(positions, PIPELINE_KEYS_MAX)
         ]

@@ -49,6 +49,10 @@ from tierd_backends._s3_usage import Usage
 ASK_EACH_MAX: Final = 32
 """Longest list of hashes that are asked for one by one: what one batch of the daemon brings."""
 
+USE_EVERY_S: Final = 6 * 3600.0
+"""How often blocks in use are looked for: at 0.4 dollars a million questions, 32,000 blocks cost 5
+cents a day."""
+
 INDEX_RETRY_S: Final = 30.0
 """Wait before a listing that failed goes on; only the statistics want it."""
 
@@ -112,6 +116,11 @@ class S3Backend(Backend):
     @property
     def shared(self) -> bool:
         return True
+
+    @property
+    def use_every_s(self) -> float:
+        """Each question costs money, and what drops objects is a rule that counts in days."""
+        return USE_EVERY_S
 
     @property
     def place(self) -> str:
@@ -189,6 +198,13 @@ class S3Backend(Backend):
                     low = place + 1
                 places = set()
             return [True] * high + [False] * (len(names) - high)
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Objects are ordered by nothing that a use could change. Each is asked for."""
+        answers: list[bool] = []
+        for at in range(0, len(hashes), ASK_EACH_MAX):
+            answers += await self.contains_many(namespace, hashes[at : at + ASK_EACH_MAX])
+        return answers
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         fetches = []

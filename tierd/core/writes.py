@@ -73,7 +73,13 @@ class Moment(enum.Enum):
     USED = "used"
     """A request asks for it, and it is in L2."""
     LEAVING = "leaving"
-    """It is about to leave L2, by eviction or because the daemon stops."""
+    """It is about to leave L2, by eviction."""
+    STOPPING = "stopping"
+    """The daemon stops, and L2 may be lost with it."""
+
+
+LAST: Final = (Moment.LEAVING, Moment.STOPPING)
+"""What is not written then is lost with L2's copy."""
 
 
 class Bucket:
@@ -315,12 +321,13 @@ class Writes:
 
         All are `size_bytes`, and in the order in which they are to be written: parents before
         children, but for those that leave. Spent are the bytes of those chosen; those that leave
-        and are not are missed.
+        and are not are missed. A stop writes what `write_uses` requests have used, whatever is
+        demanded: it comes all at once, and no later chance comes.
         """
         if self.policy is WritePolicy.WRITE_THROUGH:
             return [*range(len(hashes))]
         if self.policy is WritePolicy.WRITE_BACK:
-            return [*range(len(hashes))] if moment is Moment.LEAVING else []
+            return [*range(len(hashes))] if moment in LAST else []
         budget = self.budget
         budget.pass_time(now_ns)
         if moment is Moment.STORED:
@@ -330,7 +337,7 @@ class Writes:
         early = budget.demand <= DEMAND_EARLY
         if moment is Moment.STORED and not early:
             return []
-        demand = budget.demand if moment is Moment.LEAVING else budget.demand**STAYING
+        demand = budget.demand if moment in LAST else budget.demand**STAYING
         chosen = [*range(len(hashes))]
         if moment is Moment.USED and not early:
             chosen = [
@@ -338,9 +345,14 @@ class Writes:
             ]
         if not early:
             chances = reuse.chances([hashes[place] for place in chosen], budget.horizon_s)
-            chosen = [p for p, chance in zip(chosen, chances, strict=True) if chance >= demand]
+            last, uses_min = moment is Moment.STOPPING, self._config.write_uses
+            chosen = [
+                place
+                for place, chance in zip(chosen, chances, strict=True)
+                if chance >= demand or (last and reuse.uses(hashes[place]) >= uses_min)
+            ]
         chosen = chosen[: budget.spend_on(len(chosen), size_bytes)]
-        if moment is not Moment.LEAVING:
+        if moment not in LAST:
             return chosen
         if len(chosen) < len(hashes):
             taken = set(chosen)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
+from tierd.config import TIERS_MAX
 from tierd.core.space import Space
-from tierd.core.writes import MISSED_MAX, Miss, Moment, Writes
+from tierd.core.writes import LAST, MISSED_MAX, Miss, Moment, Writes
 from tierd.daemon.memory import HostMemory
+from tierd.daemon.renewal import Covers as Covers
+from tierd.daemon.renewal import Renewal, asked_bit
 from tierd.daemon.tier import StorageTier, batch_blocks
 from tierd.eviction.policy import Ghosts
 
@@ -38,8 +42,9 @@ CHECKSUM_PAUSE_S: Final = 0.005
 UNREAD: Final = 1
 """Bit of what is known of a block that a tier took: nobody has read it yet."""
 
-Covers = Callable[[bytes], bool]
-"""Whether a namespace, by its digest, is one that is meant."""
+REST_S: Final = 300
+"""A block that a tier drops sooner after it took or gave it is not written again for so long while
+it stays in L2: what uses it may be more than the tier can hold, and each use would be a write."""
 
 
 def nobody(digest: bytes) -> bool:
@@ -54,6 +59,7 @@ class WriteQueue:
         self.tier = tier
         self.writes = Writes(tier.config, l2_bytes)
         self.bit = bit
+        self.both = bit | asked_bit(bit)
         self.bytes_max = bytes_max
         self.pending_bytes = 0
         self.pending_blocks = 0
@@ -69,6 +75,8 @@ class WriteQueue:
         """What it is still to be offered before the daemon stops."""
         self.given_up = 0
         """Blocks that waited for it since then and were not written."""
+        self.resting: dict[bytes, int] = {}
+        """Keys of blocks that it dropped soon, and until when they are not written again."""
         self.ready = asyncio.Event()
         self._stopped_s: float | None = None
 
@@ -105,13 +113,29 @@ class WriteQueue:
         self, space: Space, lacking: Sequence[int], moment: Moment, now_ns: int
     ) -> list[int]:
         """Those of the slots, all of which the tier lacks, that its policy wants now."""
+        if self.resting and moment is Moment.USED:
+            lacking = [slot for slot in lacking if not self._rests(_key(space, slot))]
         hashes = [space.identity(slot)[0] for slot in lacking]
         places = self.writes.choose(
             moment, space.digest, hashes, space.reuse, space.slot_bytes, now_ns
         )
-        if moment is Moment.LEAVING:
+        if moment in LAST:
             self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
         return [lacking[place] for place in places]
+
+    def dropped(self, space: Space, slots: Iterable[int]) -> None:
+        """The tier has dropped these blocks by itself."""
+        now, had = _now(), self.had.records
+        for key in (_key(space, slot) for slot in slots):
+            until = (had.get(key, 0) >> 1) + REST_S
+            if key in had and now < until and len(self.resting) < MISSED_MAX:
+                self.resting[key] = until
+
+    def _rests(self, key: bytes) -> bool:
+        if self.resting.get(key, 0) > _now():
+            return True
+        self.resting.pop(key, None)
+        return False
 
     def lacks(self, space: Space, slots: Iterable[int], why: Miss) -> None:
         """Remember that the tier did not get these blocks, though its policy wanted them."""
@@ -213,7 +237,8 @@ class Backups:
     """The queues of all tiers, and the checksums before them.
 
     Bit i of `Space.backed_up` stands for tier i. It is set while the tier has the block, as
-    far as is known, while the block waits for it, and where the tier is not meant to get it.
+    far as is known, while the block waits for it, and where the tier is not meant to get it. Beside
+    it `asked_bit` is set in the first case alone: then the tier is asked now and then.
     """
 
     def __init__(self, memory: HostMemory, tiers: Sequence[StorageTier], clock: Clock) -> None:
@@ -232,6 +257,10 @@ class Backups:
         if tiers:
             self._host.claim = self.leaving
             self._host.claims_all = any(queue.writes.when_leaving for queue in self.queues)
+        self.renewals = [
+            Renewal(queue.tier, queue.bit, memory, partial(self._missing, queue))
+            for queue in self.queues
+        ]
         self._every = (1 << len(tiers)) - 1
         self._fresh: deque[_Fresh] = deque()
         self._fresh_ready = asyncio.Event()
@@ -252,23 +281,42 @@ class Backups:
         for queue in self.queues:
             if len(queue.writes.missed) and len(slots) < len(hashes):
                 queue.asked(space, (h for h in hashes if h not in items))
-        lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] != every]
+        lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] & every != every]
         if lacked:
             self.offer(space, lacked, Moment.USED)
+        if slots:
+            for renewal in self.renewals:
+                renewal.used(space, slots)
 
     def leaving(self, space: Space, slots: Sequence[int], count_max: int) -> None:
         """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
-        write them. What a budget or a queue has no room for is what lies deepest."""
-        lacked = [slot for slot in reversed(slots) if space.backed_up[slot] != self._every]
-        if lacked:
-            self.offer(space, lacked, Moment.LEAVING, count_max)
+        write them, and those of which tiers are asked whether they still have them. What a budget
+        or a queue has no room for is what lies deepest."""
+        every, upwards = self._every, slots[::-1]
+        lacked = [slot for slot in upwards if space.backed_up[slot] & every != every]
+        held = self.offer(space, lacked, Moment.LEAVING, count_max) if lacked else ()
+        if not self.barred(space.digest):
+            for renewal in self.renewals:
+                held = {*held, *renewal.leaving(space, upwards, held, count_max - len(held))}
+
+    def _missing(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
+        """A tier says that it does not have these blocks any more."""
+        self.lost(space, slots, queue.bit)
+        queue.dropped(space, slots)
+        if self.stopping:
+            todo = [(space, slot, space.identity(slot)[0]) for slot in slots]
+            queue.unflushed.extendleft(reversed(todo))
+            return
+        leaving = [slot for slot in slots if slot in space.leaving]
+        self.offer(space, [slot for slot in slots if slot not in space.leaving], Moment.USED)
+        self.offer(space, leaving, Moment.LEAVING)
 
     def offer(
         self, space: Space, slots: Sequence[int], moment: Moment, count_max: int | None = None
-    ) -> None:
+    ) -> Collection[int]:
         """Queue slots for the tiers that lack them and want them, as far as these take more.
 
-        At most `count_max` slots, whatever the number of tiers.
+        At most `count_max` slots, whatever the number of tiers; which they are.
         """
         tiers: dict[int, int] = {}
         for queue in self.queues:
@@ -277,6 +325,7 @@ class Backups:
             for slot in self._take(queue, space, wanted, tiers, more):
                 tiers[slot] = tiers.get(slot, 0) | queue.bit
         self._begin(space, tiers)
+        return tiers.keys()
 
     def _take(
         self,
@@ -308,12 +357,16 @@ class Backups:
         if self.barred(space.digest):
             return []
         backed_up, bit = space.backed_up, queue.bit
-        unproven = space.unproven
-        lacking = [slot for slot in slots if not backed_up[slot] & bit and slot not in unproven]
+        unproven, dropped = space.unproven, space.dropped
+        lacking = [
+            slot
+            for slot in slots
+            if not backed_up[slot] & bit and slot not in unproven and slot not in dropped
+        ]
         if not lacking:
             return []
         if self.stopping:
-            moment = Moment.LEAVING
+            moment = Moment.STOPPING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
     def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
@@ -341,23 +394,33 @@ class Backups:
         """
         if not self.stopping:
             self.stopping = True
-            for queue in self.queues:
-                queue.unflushed.extend(
-                    (space, slot, block_hash)
-                    for space in self._host.spaces.values()
-                    # Parents come before their children, or nearly so.
-                    for block_hash, slot in space.chain.items.items()
-                    if not space.backed_up[slot] & queue.bit
-                )
+            for queue, renewal in zip(self.queues, self.renewals, strict=True):
+                queue.unflushed.extend(self._unwritten(queue))
+                renewal.recheck(queue.stored_blocks)
         for queue in self.queues:
             todo = queue.unflushed
             while todo and queue.room(todo[0][0]):
                 space, slot, block_hash = todo.popleft()
                 if space.chain.items.get(block_hash) == slot:
-                    wanted = self._wanted(queue, space, [slot], Moment.LEAVING)
+                    wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
+        for queue, renewal in zip(self.queues, self.renewals, strict=True):
+            if not (queue.pending_blocks or queue.unflushed or renewal.busy):
+                renewal.recheck_after(queue.stored_blocks)
         return sum(len(queue.unflushed) + queue.given_up for queue in self.queues)
+
+    def _unwritten(self, queue: WriteQueue) -> list[tuple[Space, int, bytes]]:
+        """What a tier lacks of L2, what is used most first, and parents before their children, or
+        nearly so."""
+        lacking = [
+            (space, slot, block_hash)
+            for space in self._host.spaces.values()
+            for block_hash, slot in space.chain.items.items()
+            if not space.backed_up[slot] & queue.bit
+        ]
+        lacking.sort(key=lambda todo: -todo[0].reuse.uses(todo[2]))
+        return lacking
 
     def offer_again(self, space: Space, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         """Offer blocks that an engine presents and that are there already (`slots` < 0)."""
@@ -366,7 +429,7 @@ class Backups:
         for block_hash, slot in zip(hashes, slots, strict=True):
             if slot < 0:
                 resident = items.get(block_hash)
-                if resident is not None and backed_up[resident] != every:
+                if resident is not None and backed_up[resident] & every != every:
                     again[resident] = None
         if again:
             self.offer(space, list(again), Moment.USED)
@@ -376,10 +439,11 @@ class Backups:
 
         Those below count as having them, but for what they are known to have missed: a block
         goes to all tiers at once, and a lower one keeps it longer. To ask would cost a call
-        for each promotion.
+        for each promotion; the next use does.
         """
         self.queues[source].read(space, slots)
         bits = self._every & -(1 << source)
+        bits |= asked_bit(bits)
         for queue in self.queues[:source]:
             if not queue.tier.config.fill_from_lower:
                 bits |= queue.bit
@@ -387,10 +451,10 @@ class Backups:
             q for q in self.queues[source + 1 :] if len(q.writes.missed) and q.tier.writes_allowed
         ]
         for slot in slots:
-            lacking = sum(queue.bit for queue in below if queue.lacked(space, slot))
+            lacking = sum(queue.both for queue in below if queue.lacked(space, slot))
             space.backed_up[slot] = bits & ~lacking
             self._memory.note_tiers(space, [slot], add=bits & ~lacking)
-        if below or bits != self._every:
+        if below or bits & self._every != self._every:
             self.offer(space, slots, Moment.STORED)
 
     # --- what is not to be backed up any more ----------------------------------------
@@ -398,7 +462,10 @@ class Backups:
     def give_up(self, covers: Covers) -> None:
         """Blocks of these namespaces that wait for tiers wait no longer. Those that are being
         written, or summed, are `under_way`."""
+        for renewal in self.renewals:
+            renewal.give_up(covers)
         for queue in self.queues:
+            queue.resting.clear()
             given: dict[Space, list[int]] = {}
             kept: deque[tuple[Space, int]] = deque()
             for space, slot in queue.waiting:
@@ -419,7 +486,10 @@ class Backups:
                         self._leave_out(queue, block.space, [block.slot])
 
     def under_way(self, covers: Covers) -> bool:
-        """Whether blocks of these namespaces are being summed or written just now."""
+        """Whether blocks of these namespaces are being summed, written, or asked for on their way
+        out, just now."""
+        if any(renewal.under_way(covers) for renewal in self.renewals):
+            return True
         summing = any(fresh.tiers and covers(fresh.space.digest) for fresh in self._summing)
         return summing or any(
             covers(space.digest) for queue in self.queues for space, _ in queue.writing
@@ -427,15 +497,25 @@ class Backups:
 
     def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
         """Tiers, by their bits, do not have these blocks of L2 any more."""
+        bits |= asked_bit(bits)
         for slot in slots:
             space.backed_up[slot] &= ~bits
         self._memory.note_tiers(space, slots, remove=bits)
 
     def withhold(self, space: Space, slots: Sequence[int], bit: int) -> None:
-        """A tier is not to get these blocks of L2."""
+        """A tier is not to get these blocks of L2, nor to be asked for them."""
         for slot in slots:
-            space.backed_up[slot] |= bit
-        self._memory.note_tiers(space, slots, add=bit)
+            space.backed_up[slot] = space.backed_up[slot] & ~asked_bit(bit) | bit
+        self._memory.note_tiers(space, slots, add=bit, remove=asked_bit(bit))
+
+    def wrote(self, space: Space, slots: Sequence[int], number: int) -> None:
+        """Tier `number` has got these blocks from somebody else."""
+        queue = self.queues[number]
+        # One that waits for the tier counts as its own write ends.
+        fresh = [slot for slot in slots if not space.backed_up[slot] & queue.bit]
+        for slot in fresh:
+            space.backed_up[slot] |= queue.both
+        self._memory.note_tiers(space, fresh, add=queue.both)
 
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
         """Blocks that were to wait for a tier do not."""
@@ -455,6 +535,8 @@ class Backups:
     def drainable(self) -> bool:
         """Whether blocks wait for a checksum, or for a tier that takes writes."""
         if self._fresh or self._summing:
+            return True
+        if any(renewal.busy and renewal.tier.reads_allowed for renewal in self.renewals):
             return True
         return any((q.pending_blocks or q.unflushed) and q.tier.writes_allowed for q in self.queues)
 
@@ -540,7 +622,9 @@ class Backups:
         lost = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome not in kept]
         queue.got(space, slots, outcomes)
         got = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome in kept]
-        self._memory.note_tiers(space, got, add=queue.bit)
+        for slot in got:
+            space.backed_up[slot] |= queue.both
+        self._memory.note_tiers(space, got, add=queue.both)
         queue.lacks(space, lost, Miss.FAILED)
         self._unmark(space, lost, queue)
 
@@ -548,8 +632,8 @@ class Backups:
         if self.stopping:
             queue.given_up += len(slots)
         for slot in slots:
-            space.backed_up[slot] &= ~queue.bit
-        self._memory.note_tiers(space, slots, remove=queue.bit)
+            space.backed_up[slot] &= ~queue.both
+        self._memory.note_tiers(space, slots, remove=queue.both)
 
     # --- proof -----------------------------------------------------------------------
 
@@ -567,13 +651,16 @@ class Backups:
         for space in self._host.spaces.values():
             ready = {*space.chain.items.values(), *space.leaving}
             for slot, bits in enumerate(space.backed_up):
-                assert 0 <= bits <= self._every
+                assert not bits & ~(self._every | asked_bit(self._every))
+                assert not bits >> TIERS_MAX & ~bits, "a tier is asked for what it does not have"
                 assert slot in ready or not bits, "a slot without a block is backed up"
         for number, queue in enumerate(self.queues):
             pending = self._pending(number)
             for space, slot in pending:
                 assert space.refs[slot] > 0, "a block that waits for a tier is not held"
-                assert space.backed_up[slot] & queue.bit, "a block waits for a tier that has it"
+                assert space.backed_up[slot] & queue.both == queue.bit, (
+                    "a block waits for a tier that has it"
+                )
             assert len(set(pending)) == len(pending) == queue.pending_blocks
             assert queue.pending_bytes == sum(space.slot_bytes for space, _ in pending)
             assert queue.pending_bytes <= queue.bytes_max or queue.pending_blocks == 1

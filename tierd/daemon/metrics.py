@@ -35,7 +35,7 @@ _READ_OTHERWISE: Final = (
 )
 """Paths that rows read by themselves, or whose parts they read."""
 
-_OPERATIONS: Final = ("lookup", "get", "put")
+_OPERATIONS: Final = ("lookup", "get", "put", "use")
 _DIRECTIONS: Final = {"reads": "read", "writes": "write"}
 """Of the circuits in a status."""
 

@@ -195,6 +195,10 @@ class Node:
                 group.create_task(self._housekeeping_loop(), name="housekeeping"),
                 group.create_task(self.watch.run(self._clock), name="pressure"),
             ]
+            for renewal in self.backups.renewals:
+                name = renewal.tier.name
+                workers.append(group.create_task(renewal.tell(), name=f"uses-{name}"))
+                workers.append(group.create_task(renewal.check(), name=f"leaving-{name}"))
             for queue in self.backups.queues:
                 workers += [
                     group.create_task(

@@ -266,6 +266,22 @@ class StorageTier:
         scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
         return await self._backend.contains_many(scope, hashes)
 
+    async def use(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool] | None:
+        """Have the tier keep blocks that requests use in host memory; for each whether it may have
+        it still. None if that is not known now: it takes no reads, or fails."""
+        if not self.reads_allowed:
+            return None
+        failed = [True] * len(hashes)
+        answers = await self._guard("use", self._use(namespace, hashes), failed)
+        return None if answers is failed else answers
+
+    async def _use(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
+        answers = await self._backend.use_many(scope, hashes)
+        if self.epochs.now(namespace) != scope:
+            raise BackendError("the namespace was flushed while its blocks were asked for")
+        return answers
+
     async def get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         """Bring blocks into their slots. A HIT is the block that was asked for."""
         failed = [GetResult(Outcome.ERROR)] * len(requests)

@@ -381,11 +381,8 @@ class Warmings:
                     PutRequest(block_hash, space.identity(slot)[1], digest, view, length)
                 )
             stored = await self._put(warming, target, requests, "host memory")
-            bit = 1 << self._tiers.index(target)
-            for slot in (slots[h] for h in stored):
-                if slot not in space.dropped:
-                    space.backed_up[slot] |= bit
-                    memory.note_tiers(space, [slot], add=bit)
+            written = [slot for slot in map(slots.__getitem__, stored) if slot not in space.dropped]
+            self._backups.wrote(space, written, self._tiers.index(target))
         finally:
             memory.let_go(space, held)
 

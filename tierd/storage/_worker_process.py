@@ -45,6 +45,7 @@ from tierd.storage._worker_wire import (
     Request,
     Scan,
     Unmap,
+    Use,
     pack_outcomes,
     pack_results,
     pack_scanned,
@@ -125,6 +126,9 @@ class Worker:
         match call:
             case Contains(namespace, hashes):
                 answers = await backend.contains_many(namespace, unpack_hashes(hashes))
+                return bytes(answers)
+            case Use(namespace, hashes):
+                answers = await backend.use_many(namespace, unpack_hashes(hashes))
                 return bytes(answers)
             case Get(namespace, blocks):
                 gets = unpack_gets(blocks, self._mappings)

@@ -139,7 +139,16 @@ class Reload(msgspec.Struct, array_like=True, tag=15):
     """Call: reload."""
 
 
-Call = Open | Close | Contains | Get | Put | Delete | Scan | Marks | AddMark | DropMarks | Reload
+class Use(msgspec.Struct, array_like=True, tag=16):
+    """Call: use_many; answered by a byte a hash."""
+
+    namespace: bytes
+    hashes: bytes
+
+
+Call = (
+    Open | Close | Contains | Use | Get | Put | Delete | Scan | Marks | AddMark | DropMarks | Reload
+)
 Ask = Call | EndScan | Cancel | Map | Unmap
 
 

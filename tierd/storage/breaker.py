@@ -30,9 +30,10 @@ _T = TypeVar("_T")
 class BreakerBackend(Wrapper):
     """Bounds every call by `deadline_s` and makes none that is unlikely to succeed.
 
-    Reads (contains_many, get_into) and writes (put_many) have a circuit each; `Circuit`
+    Reads (contains_many, use_many, get_into) and writes (put_many) have a circuit each; `Circuit`
     says when it opens, stalls and closes. What it refuses is answered at once, without
-    touching `inner`: False, MISS, REFUSED. delete_many, scan and what is done with marks are
+    touching `inner`: False, MISS, REFUSED; but a use_many raises BackendError, since its False
+    says that a block is gone. delete_many, scan and what is done with marks are
     bounded, scan step by step, but not refused: they are an operator's, who must be told what
     came of them. So is reload. Only reading marks is judged, since every read may have to wait
     for it.
@@ -133,6 +134,19 @@ class BreakerBackend(Wrapper):
             self._reads,
             "breaker_read_deadlines_total",
             self.inner.contains_many(namespace, hashes),
+            _judge_lookup,
+            lookup=True,
+        )
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        if not hashes:
+            return []
+        if not self.reads_allowed:
+            raise BackendError("it takes no reads now")
+        return await self._judged(
+            self._reads,
+            "breaker_read_deadlines_total",
+            self.inner.use_many(namespace, hashes),
             _judge_lookup,
             lookup=True,
         )

@@ -23,7 +23,7 @@ DOUBTED: Final = 1e-6
 """Weight that is left to a speed in doubt: enough to be known until the next measurement, and
 nothing against it. Were it more, a tier that was far too slow would need many trials."""
 
-_LOOKUP, _GET, _PUT = "lookup", "get", "put"
+_LOOKUP, _GET, _PUT, _USE = "lookup", "get", "put", "use"
 _ENDINGS: Final = ("calls", "failed", "bugs", "cancelled")
 _GET_OUTCOMES: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR)
 _PUT_OUTCOMES: Final = (Outcome.STORED, Outcome.PRESENT, Outcome.REFUSED, Outcome.ERROR)
@@ -98,7 +98,7 @@ class Speed:
 
 
 class MeasuredBackend(Wrapper):
-    """Counts calls, blocks and bytes of lookups, gets and puts, and times the calls.
+    """Counts calls, blocks and bytes of lookups, uses, gets and puts, and times the calls.
 
     Calls that fail or are cancelled are timed like others, until they have let go: a
     histogram without them would look best in an outage. `OP_failed_total` counts BackendErrors,
@@ -109,7 +109,7 @@ class MeasuredBackend(Wrapper):
         """`now_s` is a clock finer than the loop's, whose time uvloop gives in whole ms."""
         super().__init__(inner)
         self._now_s = now_s or _loop_time
-        self.histograms = {op: Histogram() for op in (_LOOKUP, _GET, _PUT)}
+        self.histograms = {op: Histogram() for op in (_LOOKUP, _GET, _PUT, _USE)}
         self._read, self._written = Speed(), Speed()
         names = [f"{op}_{how}" for op in self.histograms for how in _ENDINGS]
         names += [f"{_GET}_{outcome.value}" for outcome in _GET_OUTCOMES]
@@ -149,6 +149,10 @@ class MeasuredBackend(Wrapper):
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         with self._timed(_LOOKUP):
             return await self.inner.contains_many(namespace, hashes)
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        with self._timed(_USE):
+            return await self.inner.use_many(namespace, hashes)
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         moved_bytes = 0

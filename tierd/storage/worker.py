@@ -43,6 +43,7 @@ from tierd.storage._worker_wire import (
     Reload,
     Report,
     Scan,
+    Use,
     pack_gets,
     pack_hashes,
     pack_puts,
@@ -101,6 +102,10 @@ class WorkerBackend(Backend):
         return self._unopened.shared
 
     @property
+    def use_every_s(self) -> float:
+        return self._unopened.use_every_s
+
+    @property
     def place(self) -> str:
         return self._unopened.place
 
@@ -129,9 +134,17 @@ class WorkerBackend(Backend):
             self._stats = self._unopened.stats()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return await self._ask(Contains, namespace, hashes)
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return await self._ask(Use, namespace, hashes)
+
+    async def _ask(
+        self, kind: type[Contains] | type[Use], namespace: bytes, hashes: Sequence[bytes]
+    ) -> list[bool]:
         answers: list[bool] = []
         for part in _parts(hashes, HASHES_PER_CALL_MAX):
-            packed = await self._serving().call(Contains(namespace, pack_hashes(part)))
+            packed = await self._serving().call(kind(namespace, pack_hashes(part)))
             answers += map(bool, _bytes(packed))
         return answers
 

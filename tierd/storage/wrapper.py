@@ -47,6 +47,10 @@ class Wrapper(Backend):
         return self.inner.shared
 
     @property
+    def use_every_s(self) -> float:
+        return self.inner.use_every_s
+
+    @property
     def place(self) -> str:
         return self.inner.place
 
@@ -62,6 +66,9 @@ class Wrapper(Backend):
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         return await self.inner.contains_many(namespace, hashes)
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        return await self.inner.use_many(namespace, hashes)
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         return await self.inner.get_into(namespace, requests)

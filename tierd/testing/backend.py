@@ -31,6 +31,7 @@ from tierd.backend import (
 )
 from tierd.chain import ChainIndex
 from tierd.errors import BackendError, ConfigError
+from tierd.eviction.policy import Request
 from tierd.testing.faulty import NO_FAULTS, Fault, FaultPlan, Faults
 from tierd.types import BlockKey
 
@@ -129,6 +130,12 @@ class MemoryBackend(Backend):
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         async with self._call():
             return [namespace + block_hash in self._index for block_hash in hashes]
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        async with self._call():
+            keys = [namespace + block_hash for block_hash in hashes]
+            self._index.use(Request(keys, 0.0))
+            return [key in self._index for key in keys]
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         async with self._call(gets=requests):

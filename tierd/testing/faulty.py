@@ -181,6 +181,12 @@ class FaultyBackend(Wrapper):
             await self._faults.delay()
             return answers
 
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        async with self._faults.call():
+            answers = await self.inner.use_many(namespace, hashes)
+            await self._faults.delay()
+            return answers
+
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         faults = self._faults
         async with faults.call(gets=requests):

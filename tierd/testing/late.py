@@ -76,7 +76,7 @@ class LateBackend(WatchedBackend):
         self._see_others()
         if self._late.random() < self.late_chance:
             keys = [BlockKey(namespace, block_hash) for block_hash in hashes]
-            await self._land(lambda server: server._forget(keys))
+            await self._land(lambda server: server.forget(keys))
         return await super().delete_many(namespace, hashes)
 
     async def add_mark(self, mark: str) -> None:
@@ -127,8 +127,8 @@ class LateBackend(WatchedBackend):
                 if self._opened:
                     self._admit(header.key, header.parent, size)
 
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
-        """What a deletion takes when the server is through with it."""
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """What the server drops by itself, or a deletion takes when it is through with it."""
         for key in keys:
             if not self._drop(key):
                 self.blocks.pop(key, None)

@@ -16,9 +16,10 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from tierd.config import PrefetchPolicy
+from tierd.config import PrefetchPolicy, WritePolicy
 from tierd.core.space import Space
 from tierd.daemon.node import Node
+from tierd.daemon.renewal import USED_AGAIN
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier, opened
 from tierd.daemon.warming import Pace, Want, Warming
@@ -165,8 +166,11 @@ class Life:
         await self._stop.wait()
         self.accepting = False
         if not self.dead:
+            often = self._used_often()
             self._left = await self.node.drain(self._drain_s)
             self.check()
+            if not self._left:
+                self._check_kept(often)
             self.dead = True
             self._check_evictable()
             for referee in self._referees:
@@ -275,6 +279,34 @@ class Life:
         if below and not self.plans[number].config.fill_from_lower:
             return True
         return self.node.backups.waits(number, self.node.host.spaces[key.namespace], slot)
+
+    def _used_often(self) -> list[tuple[Space, bytes]]:
+        """Blocks that are resident, and that several requests have used."""
+        return [
+            (space, block_hash)
+            for space in self.node.host.spaces.values()
+            for block_hash in space.chain.items
+            if space.reuse.uses(block_hash) >= USED_AGAIN
+        ]
+
+    def _check_kept(self, often: Sequence[tuple[Space, bytes]]) -> None:
+        """After an orderly stop, what was used often and is resident lies in the tiers as well,
+        whatever these have dropped by themselves before."""
+        for number, (plan, queue) in enumerate(
+            zip(self.plans, self.node.backups.queues, strict=True)
+        ):
+            if not plan.sound or plan.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+                continue
+            for space, block_hash in often:
+                slot = space.chain.items.get(block_hash)
+                if slot is None or slot in space.unproven:
+                    continue
+                # What the tier is kept from has only one of the bits.
+                if space.backed_up[slot] & queue.both == queue.bit:
+                    continue
+                self.world.counts["used_blocks_kept"] += 1
+                if not self.world.on_disk(number, BlockKey(space.digest, block_hash)):
+                    self.world.fail("a block that is used often was lost by a stop")
 
     def _check_evictable(self) -> None:
         """Nothing that clients said may keep a block for ever; this empties the index."""

@@ -31,7 +31,14 @@ from tierd.testing.passing import run_resets
 from tierd.testing.readers import run_readers
 from tierd.testing.succession import next_life
 from tierd.testing.world import ROOT, Account, Hostility, Plan, TierPlan, Violation, World
-from tierd.testing.worst import make_hostile, run_crashes, run_flushes
+from tierd.testing.worst import (
+    PATIENT_MS,
+    make_forgetful,
+    make_hostile,
+    run_crashes,
+    run_flushes,
+    run_forgetting,
+)
 from tierd.types import FORMAT_VERSION, HASH_BYTES, PAGE_BYTES, BlockKey, Namespace
 from tierd.wire import messages as m
 
@@ -48,9 +55,6 @@ SHARED_QUIET_S: Final = 20.0
 
 ROT_CHANCE: Final = 0.1
 """How much of what the audit has to find is damaged in one tier."""
-
-PATIENT_MS: Final = 60_000
-"""Deadline of storage calls that never pass it."""
 
 FLUSH_CHANCE: Final = 0.3
 """Worlds in which an operator flushes."""
@@ -226,6 +230,7 @@ async def run_world(
     if hostile:
         plan = make_hostile(plan, seed)
         world.hidden = [{} for _ in plan.tiers]
+    plan = make_forgetful(plan, seed)
     world.lossless = bool(plan.tiers) and all(tier.lossless for tier in plan.tiers)
     work = loop.create_task(_history(world, plan, leads), name="world")
     await world.supervise(work)
@@ -258,6 +263,7 @@ async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
             group.create_task(_flushes(world, plan, over))
         group.create_task(_warms(world, plan, over))
         group.create_task(run_resets(world, plan, over))
+        group.create_task(run_forgetting(world, plan, over))
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")

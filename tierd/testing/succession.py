@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 from tierd.testing.life import Life
 from tierd.testing.world import Plan, World
+
+
+def forget_some(world: World, plan: Plan, life: Life, random: Random) -> None:
+    """Forgetful tiers drop some of what they have, or all."""
+    for number, tier in enumerate(plan.tiers):
+        if tier.forgets and random.random() < 0.5:
+            share = random.choice((0.1, 0.5, 1.0))
+            keys = [key for key in sorted(world.disks[number]) if random.random() < share]
+            life.backends[number].forget(keys)
+            world.counts["forgotten_blocks"] += len(keys)
 
 
 async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
@@ -15,6 +26,7 @@ async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> No
     world.life = None
     world.counts["restarts"] += 1
     world.remark("the daemon is killed" if kill else "the daemon is stopped")
+    forget_some(world, plan, life, Random(f"forgotten before {world.now_ns()}"))
     if kill:
         await life.kill()
     elif await life.stop(drain_s=1.0) == 0:

@@ -323,9 +323,23 @@ class BackendSuite:
     async def test_empty_batch(self, backend: Backend) -> None:
         """An empty batch would be an error of the whole tier."""
         assert await backend.contains_many(NAMESPACE, []) == []
+        assert await backend.use_many(NAMESPACE, []) == []
         assert await backend.get_into(NAMESPACE, []) == []
         assert await backend.put_many(NAMESPACE, []) == []
         assert await backend.delete_many(NAMESPACE, []) == 0
+
+    async def test_use(self, backend: Backend) -> None:
+        """What the tier has lost would never be written again, or all the time what it has."""
+        blocks = self.chain("used", 40)
+        hashes = [block.key.block_hash for block in blocks]
+        assert await backend.use_many(NAMESPACE, hashes) == [False] * 40
+        await put(backend, blocks)
+        gone = hashes[3], hashes[35]
+        await backend.delete_many(NAMESPACE, gone)
+        assert await backend.use_many(NAMESPACE, hashes) == [h not in gone for h in hashes]
+        assert not any(await backend.use_many(OTHER_NAMESPACE, hashes))
+        kept = [block for block in blocks if block.key.block_hash not in gone]
+        assert await get(backend, kept) == [Outcome.HIT] * 38
 
     async def test_put_again(self, backend: Backend) -> None:
         """A block stored twice would be written twice, or lost."""
@@ -720,6 +734,17 @@ class BackendSuite:
                 assert again.stats().blocks >= self.bounded_blocks // 2
                 assert await put(again, self.chain("after", 8)) == [Outcome.STORED] * 8
                 self._check_bounds(again.stats())
+
+    async def test_what_is_used_stays(self, tmp_path: Path) -> None:
+        """What host memory answers for would be the first to go, as if nobody wanted it."""
+        async with self.bounded_backend(tmp_path) as backend:
+            used = self.chain("in host memory", 4)
+            await put(backend, used)
+            for turn in range(30):
+                assert await put(backend, self.chain(f"once {turn}", 8)) == [Outcome.STORED] * 8
+                hashes = [block.key.block_hash for block in used]
+                assert await backend.use_many(NAMESPACE, hashes) == [True] * 4
+            assert await get(backend, used) == [Outcome.HIT] * 4
 
     async def test_prefix_stays_whole(self, tmp_path: Path) -> None:
         """Eviction would tear a hole into a prefix and make all behind it useless."""

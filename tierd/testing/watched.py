@@ -53,6 +53,10 @@ class WatchedBackend(MemoryBackend):
         await self._reach("probe" if namespace == PROBE_NAMESPACE else "read")
         return await super().contains_many(namespace, hashes)
 
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        await self._reach("read")
+        return await super().use_many(namespace, hashes)
+
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         await self._reach("write")
         for when in ("before", "after"):

@@ -82,10 +82,17 @@ class TierPlan:
     """Chance, at each start, that a part of what it has cannot be read in this life."""
     shared: bool = False
     """Whether another node has the same blocks in it."""
+    forgets: bool = False
+    """Whether it drops blocks by itself, some or all, while it serves."""
 
     @property
     def lossless(self) -> bool:
         """Whether what it was given and has not refused is there for ever."""
+        return self.sound and not self.forgets
+
+    @property
+    def sound(self) -> bool:
+        """Whether it answers, has room, and only forgets, if at all."""
         harmful = set(self.faults.chances) - {Fault.LINGER}
         sound = not harmful and not self.outages and not self.late and not self.hides
         return self.disk_bytes is None and sound

@@ -17,8 +17,14 @@ from tierd.testing.engine import Habits
 from tierd.testing.faulty import FaultPlan
 from tierd.testing.life import Life
 from tierd.testing.readers import Asker, Filler
-from tierd.testing.succession import next_life
+from tierd.testing.succession import forget_some, next_life
 from tierd.testing.world import Hostility, Plan, TierPlan, World
+
+FORGET_CHANCE: Final = 0.5
+"""Worlds with tiers that drop blocks by themselves."""
+
+PATIENT_MS: Final = 60_000
+"""Deadline of storage calls that never pass it."""
 
 LIVES_IN_A_ROW_MAX: Final = 3
 """Lives of the daemon that one lease may see."""
@@ -143,6 +149,33 @@ async def _squeeze(world: World, random: Random) -> None:
     await asyncio.sleep(random.expovariate(1 / 0.02))
     if life.accepting:
         host.set_limit(host.capacity_bytes)
+
+
+def make_forgetful(plan: Plan, seed: int) -> Plan:
+    """The same world, or one whose tiers drop blocks by themselves, and mostly do nothing else."""
+    random = Random(f"forgetting of {seed}")
+    if random.random() > FORGET_CHANCE:
+        return plan
+    tiers = [replace(tier, forgets=True) for tier in plan.tiers]
+    if plan.hostility is Hostility.NONE and random.random() < 0.7:
+        tiers = [_sound(tier) for tier in tiers]
+    return replace(plan, tiers=tiers)
+
+
+def _sound(tier: TierPlan) -> TierPlan:
+    patient = msgspec.structs.replace(tier.config, deadline_ms=PATIENT_MS, slow_ms=PATIENT_MS)
+    calm = FaultPlan({}, min(tier.faults.latency_s, 0.002))
+    return replace(tier, disk_bytes=None, faults=calm, outages=[], config=patient)
+
+
+async def run_forgetting(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """Have tiers lose some of what they have, or all, without a word. Not during a stop: what goes
+    after the daemon has asked for the last time is nobody's fault."""
+    random = Random(f"what is forgotten of {world.seed}")
+    while any(tier.forgets for tier in plan.tiers) and not over.is_set():
+        await asyncio.sleep(random.expovariate(1 / 0.05))
+        if world.life is not None and world.life.accepting:
+            forget_some(world, plan, world.life, random)
 
 
 async def run_flushes(world: World, plan: Plan) -> None:
