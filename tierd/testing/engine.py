@@ -265,7 +265,7 @@ class Engine:
         call = link.next_call()
         deadline_ms = random.choice((0, 1, 5, 20, 100, 1000))
         about = (random.randrange(4), random.choice((0, 0, 5, 2000)), random.choice((0, 1, 10**6)))
-        own = self._own.randint(0, len(hashes) + 1) if self._own.random() < 0.2 else 0
+        own = self._own.randint(0, len(hashes) + 1) if self._own.random() < 0.05 else 0
         asked = link.ask(m.Acquire(call, handles, b"".join(hashes), deadline_ms, *about, own))
         if self._chance(0.1):
             link.send(m.Ready(call))
