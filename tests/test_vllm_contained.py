@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests import fake_vllm
-from tests.fake_client import FakeDaemon
+from tests.fake_client import FakeClient, FakeDaemon
 from tests.test_vllm_connector_unit import BLOCK_TOKENS, namespace
 from tests.token_engine import (
     ASYNC,
@@ -27,6 +27,7 @@ from tests.token_engine import (
     SYNC,
     Request,
     TokenEngine,
+    module,
     right_blocks,
     truth,
 )
@@ -164,6 +165,21 @@ def test_another_connector_s_handshake_is_told_from_its_own() -> None:
     engine.scheduler.set_xfer_handshake_metadata({0: object()})
     assert "another connector" in engine.scheduler.boundary.off
     assert engine.errors == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_external_launcher_says_why_it_is_off(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator would read "1 of 2 workers gave a namespace", and look for a broken worker."""
+    engine = TokenEngine(FakeDaemon())
+    config = engine.scheduler._vllm_config.parallel_config
+    monkeypatch.setattr(config, "distributed_executor_backend", "external_launcher", raising=False)
+    monkeypatch.setattr(config, "tensor_parallel_size", ranks)
+    info = engine.worker.get_handshake_metadata()
+    monkeypatch.setattr(module, "Client", lambda *_, **__: FakeClient(engine.daemon))
+    engine.scheduler.set_xfer_handshake_metadata({0: info})
+    assert ("distributed_executor_backend" in engine.scheduler.boundary.off) == (ranks > 1)
+    assert "'mp'" in engine.scheduler.boundary.off or ranks == 1
     engine.close()
 
 

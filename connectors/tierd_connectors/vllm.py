@@ -374,6 +374,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             namespaces.append(handshake.info.namespace)
         parallel = self._vllm_config.parallel_config
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        backend = getattr(parallel, "distributed_executor_backend", None)
+        if backend == "external_launcher" and ranks > 1:
+            # Answers that come at different times would have the schedulers decide differently.
+            self.boundary.switch_off(
+                f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each has "
+                "a scheduler of its own, and all must decide alike; start vLLM with 'mp' or 'ray'"
+            )
+            return
         if len(namespaces) != ranks:
             self.boundary.switch_off(f"{len(namespaces)} of {ranks} workers gave a namespace")
             return
