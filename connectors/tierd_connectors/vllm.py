@@ -378,8 +378,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if backend == "external_launcher" and ranks > 1:
             # Answers that come at different times would have the schedulers decide differently.
             self.boundary.switch_off(
-                f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each has "
-                "a scheduler of its own, and all must decide alike; start vLLM with 'mp' or 'ray'"
+                f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each "
+                "has a scheduler of its own, and all must decide alike; use 'mp' or 'ray'"
             )
             return
         if len(namespaces) != ranks:

@@ -425,6 +425,14 @@ class Backups:
             covers(space.digest) for queue in self.queues for space, _ in queue.writing
         )
 
+    def holds(self, space: Space) -> bool:
+        """Whether blocks of a space stay in L2 until they are summed up or written."""
+        if any(fresh.space is space for fresh in (*self._fresh, *self._summing)):
+            return True
+        return any(
+            each is space for queue in self.queues for each, _ in (*queue.writing, *queue.waiting)
+        )
+
     def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
         """Tiers, by their bits, do not have these blocks of L2 any more."""
         for slot in slots:
