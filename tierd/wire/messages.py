@@ -494,7 +494,7 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Teach: 24,
     Explain: 25,
     Inventory: 26,
-    Loaded: 27,
+    Loaded: 28,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -538,7 +538,7 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset(range(1, 28))
+FROM_CLIENT: Final = frozenset({*range(1, 27), 28})
 FROM_DAEMON: Final = frozenset(range(64, 82))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
