@@ -352,8 +352,9 @@ class Backups:
         for queue in self.queues:
             todo = queue.unflushed
             while todo and queue.room(todo[0][0]):
-                space, slot, block_hash = todo.popleft()
-                if space.chain.items.get(block_hash) == slot:
+                space, _, block_hash = todo.popleft()
+                # It may have moved since, or left.
+                if (slot := space.chain.items.get(block_hash)) is not None:
                     wanted = self._wanted(queue, space, [slot], Moment.LEAVING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
