@@ -57,6 +57,15 @@ def environment(settings: dict) -> None:
         os.environ.setdefault(name, value)
 
 
+VLLM_METRICS = {
+    "vllm:num_preemptions": "preemptions",
+    "vllm:prefix_cache_hits": "own_hits",
+    "vllm:external_prefix_cache_queries": "external_queries",
+    "vllm:external_prefix_cache_hits": "external_hits",
+}
+"""vLLM's own counters in `stats`, in tokens but for the first."""
+
+
 def make_engine(settings: dict):
     """The engine."""
     from vllm import LLM
@@ -169,8 +178,8 @@ def stats(llm) -> dict:
     found: dict = {"leases": 0, "off": "", "errors": 0, "blocks_in_use": _blocks_in_use(llm)}
     found["epochs"], found["attached"] = [], []
     for metric in llm.get_metrics():
-        if metric.name == "vllm:num_preemptions":
-            found["preemptions"] = metric.value
+        if metric.name in VLLM_METRICS:
+            found[VLLM_METRICS[metric.name]] = metric.value
         if metric.name.startswith("vllm:tierd_"):
             found[metric.name.removeprefix("vllm:tierd_")] = metric.value
     # Of the connectors themselves: the counter of that name is some steps behind.

@@ -35,6 +35,10 @@ class FakeLease:
     blocks: int
     slots: list[list[int]]
     expires_ns: int
+    sources: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.sources = self.sources or bytes(self.blocks)
 
 
 @dataclass(eq=False)
@@ -186,6 +190,10 @@ class FakeDaemon:
     about: list[dict[str, int]] = field(default_factory=list)
     ready: int = 0
     hints: list[tuple[list[FakeHandle], list[bytes], dict[str, int]]] = field(default_factory=list)
+    wanted: int = 0
+    loaded: int = 0
+    """Blocks that were said to be wanted, and loaded."""
+    prefill_us: int = 0
     commits: list[list[bytes]] = field(default_factory=list)
     aborts: int = 0
     double_releases: int = 0
@@ -403,17 +411,34 @@ class FakeClient:
         handles: Sequence[FakeHandle],
         hashes: Sequence[bytes],
         deadline_ms: int,
+        own: int = 0,
         **about: int,
     ) -> FakePending:
         pending = FakePending()
         with self.daemon.lock:
-            self.daemon.about.append(about)
+            self.daemon.about.append({"own": own, **about})
             self.daemon.lookups += 1
-            self.daemon.waiting.append((pending, list(handles), list(hashes)))
+            self.daemon.waiting.append((pending, list(handles), list(hashes[own:])))
         return pending
 
     def ready(self, pending: FakePending) -> None:
         self.daemon.ready += 1
+
+    def loaded(
+        self,
+        handles: Sequence[FakeHandle],
+        wanted: int,
+        sources: Sequence[int],
+        *,
+        prefill_us: int = 0,
+    ) -> bool:
+        if not self.connected:
+            return False
+        assert sum(sources) <= wanted
+        self.daemon.wanted += wanted
+        self.daemon.loaded += sum(sources)
+        self.daemon.prefill_us += prefill_us
+        return True
 
     def hint(self, handles: Sequence[FakeHandle], hashes: Sequence[bytes], **said: int) -> None:
         self.daemon.hints.append((list(handles), list(hashes), said))

@@ -205,6 +205,7 @@ class EngineProcess:
             workers.append(worker)
         scheduler = connector(config, KVConnectorRole.SCHEDULER, kv)
         scheduler._root_checked = True
+        scheduler.bind_gpu_block_pool(self._pool)
         handshakes = {rank: each.get_handshake_metadata() for rank, each in enumerate(workers)}
         scheduler.set_xfer_handshake_metadata(handshakes)
         self.clients.append(scheduler._scheduler._client)
@@ -386,11 +387,14 @@ class EngineProcess:
         if external:
             if not by_other:
                 self._world.counts["table_loads"] += 1
-            request.awaits_load = True
+            request.awaits_load, request.by_tierd, request.own = True, not by_other, local
             request.loading_since_s = self._world.loop.time()
 
     def _join(self, request: Request, count: int, step: Step) -> None:
         self._running.append(request)
+        if request.by_tierd:
+            self._world.counts["table_saved_tokens"] += max(0, request.computed - request.own)
+            request.by_tierd = False
         if request.known and request.preempted:
             step.resumed.add(request.request_id)
             step.cached.append((request.request_id, list(request.table), request.computed))

@@ -110,6 +110,9 @@ class Request:
         self.loading_since_s = 0.0
         self.load_failed = False
         self.aborted = False
+        self.own = 0
+        """Tokens that the engine had itself when tierd was asked to load what comes after them."""
+        self.by_tierd = False
         self._model = model
         for token in prompt:
             self.append(token)
@@ -156,6 +159,11 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[int] | None:
+        """As vLLM's pool has it, of its only group of layers."""
+        block = self._by_hash.get(block_hash)
+        return None if block is None else [block]
 
     def room_for(self, count: int, hits: Sequence[int]) -> bool:
         """Whether there are so many free blocks beside those that are hit."""

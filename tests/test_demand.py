@@ -1,4 +1,4 @@
-"""What engines ask for, by namespace and by what had it."""
+"""What engines ask for and load, by namespace and by what had it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ def test_tokens_are_counted_where_they_came_from() -> None:
         bench.forget()
         cold, _ = blocks.chain(8, "cold")
         warm = bench.store(4, "warm")
-        assert node.acquire_now(1, [space], warm).lease is not None
-        assert not node.acquire_now(1, [space], cold).settled
+        lease = node.acquire_now(1, [space], warm).lease
+        assert lease is not None
+        assert not scraped(bench)["tierd_saved_tokens_total"].value(), "leased, and not loaded"
+        bench.load(warm, lease)
         assert await bench.acquire(cold) == 6
-        assert not node.acquire_now(1, [space], blocks.chain(5, "none")[0]).settled
+        assert await bench.acquire(blocks.chain(5, "none")[0]) == 0
         found = scraped(bench)
         assert found["tierd_requested_tokens_total"].value() == (4 + 8 + 5) * TOKENS
         assert found["tierd_saved_tokens_total"].value() == 10 * TOKENS
-        assert found["tierd_host_acquired_tokens_total"].value() == 4 * TOKENS
-        by_tier = found["tierd_tier_acquired_tokens_total"]
+        assert found["tierd_host_loaded_tokens_total"].value() == 4 * TOKENS
+        by_tier = found["tierd_tier_loaded_tokens_total"]
         assert by_tier.value(tier="tier0") == 6 * TOKENS
         assert by_tier.value(tier="tier1") == 0
-        assert found["tierd_acquired_bytes_total"].value() == 10 * space.slot_bytes
+        assert found["tierd_loaded_bytes_total"].value() == 10 * space.slot_bytes
         assert found["tierd_stored_bytes_total"].value() == 10 * space.slot_bytes
         names = {"namespace": space.digest.hex(), "model": SPACE.model}
         assert found["tierd_namespace_requested_tokens_total"].value(**names) == 17 * TOKENS
-        assert found["tierd_namespace_acquired_tokens_total"].value(**names) == 10 * TOKENS
+        assert found["tierd_namespace_loaded_tokens_total"].value(**names) == 10 * TOKENS
 
     run(test)
 
@@ -74,9 +76,10 @@ def test_a_request_to_several_ranks_has_its_tokens_once() -> None:
         bench.store(4, space=other)
         answer = bench.node.acquire_now(1, [bench.space, other], hashes)
         assert answer.lease is not None
+        bench.load(hashes, answer.lease, [bench.space, other])
         found = scraped(bench)
         assert found["tierd_saved_tokens_total"].value() == 4 * TOKENS
-        assert found["tierd_acquired_bytes_total"].value() == 4 * (4096 + 8192)
+        assert found["tierd_loaded_bytes_total"].value() == 4 * (4096 + 8192)
 
     run(test)
 

@@ -46,6 +46,7 @@ async def ask(bench: Bench, hashes: list[bytes]) -> None:
     settled, lease, _ = node.acquire_now(1, spaces, hashes)
     node.learning.note(spaces, hashes, 0)
     if settled:
+        bench.load(hashes, lease)
         if lease is not None:
             node.host.release(lease.lease_id, 1)
     else:
@@ -73,7 +74,7 @@ def test_hits_are_told_by_the_tier_that_they_came_from() -> None:
         assert metrics["tierd_hit_ratio"].value() == round(20 / 24, 4)
         assert metrics["tierd_host_hit_ratio"].value() == 0.5
         assert metrics["tierd_tier_hit_ratio"].value(tier="tier1") == round(8 / 24, 4)
-        assert metrics["tierd_tier_acquired_blocks_total"].value(tier="tier1") == 8
+        assert metrics["tierd_tier_loaded_blocks_total"].value(tier="tier1") == 8
 
     run(test)
 

@@ -124,7 +124,7 @@ def test_a_passed_socket_of_another_path_is_refused(tmp_path: Path) -> None:
 
 STATUS: dict[str, object] = {
     "host": {"used_bytes": int(41.2 * (1 << 30)), "capacity_bytes": 64 << 30},
-    "counters": {"requested_blocks_total": 400, "acquired_blocks_total": 312},
+    "counters": {"requested_blocks_total": 400, "loaded_blocks_total": 312},
     "storage": [{"name": "file", "state": "ready"}, {"name": "s3", "state": "failing"}],
 }
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SCOPE, Bench, Tier, config, key, run
 from tierd.backend import GetRequest, GetResult, Outcome
-from tierd.config import TIERS_MAX, Size
+from tierd.config import TIERS_MAX, Size, WritePolicy
+from tierd.core.space import Effect
 from tierd.daemon.backup import PENDING_SHARE_MAX
 from tierd.daemon.tier import LOG_EVERY_S, StorageTier, opened
 from tierd.errors import BackendError
@@ -276,3 +277,24 @@ def test_the_drain_does_not_wait_for_a_tier_that_takes_no_writes() -> None:
         assert all(key(block_hash) in bench.raw[0].blocks for block_hash in hashes)
 
     run(test)
+
+
+def test_a_drain_writes_blocks_that_have_moved() -> None:
+    """A namespace that gives up memory as the daemon stops would lose what its slots held."""
+
+    async def test(bench: Bench) -> None:
+        raw, space = bench.raw[0], bench.space
+        hashes = bench.store(30)
+        raw.takes_s = 0.1
+        drain = asyncio.create_task(bench.node.drain(5.0))
+        await asyncio.sleep(0.05)
+        (queue,) = bench.node.backups.queues
+        assert any(block_hash == hashes[-1] for _, _, block_hash in queue.unflushed)
+        effects: list[Effect] = []
+        slot = space.chain.items[hashes[-1]]
+        bench.node.host._move(space, [(slot, space.free[0])], effects)
+        bench.node.memory._apply(effects)
+        assert await drain == 0
+        assert {each for each in hashes if key(each) in raw.blocks} == set(hashes)
+
+    run(test, config("tier", write_policy=WritePolicy.WRITE_BACK, write_batches=1), blocks_in_l2=64)

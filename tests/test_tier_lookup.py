@@ -414,3 +414,32 @@ def test_an_answer_long_after_its_deadline_is_counted() -> None:
             assert bench.node.counters["answers_late_total"] == counted
 
     run(test)
+
+
+@pytest.mark.parametrize("deadline_s", [2.0, 0.15])
+def test_a_request_waits_for_room_while_blocks_are_written(deadline_s: float) -> None:
+    """A request with seconds left would miss at once: the leaf of every chain in host memory was
+    waiting to be written, and so nothing could be evicted."""
+
+    async def test(bench: Bench) -> None:
+        raw, node = bench.raw[0], bench.node
+        hashes = bench.store(16)
+        await bench.backed_up()
+        bench.forget()
+        for count in (16, 32, 48):
+            bench.store(count, "fills")
+            await bench.backed_up()
+        raw.takes_s = 0.5
+        bench.store(64, "fills")
+        await asyncio.sleep(0.1)
+        raw.takes_s = 0.0
+        began_s = bench.loop.time()
+        got = await bench.acquire(hashes, deadline_s)
+        took_s = bench.loop.time() - began_s
+        assert got == (16 if deadline_s == 2.0 else 0)
+        assert took_s == pytest.approx(min(0.4, deadline_s), abs=0.02)
+        assert not node.counters["promotion_no_room_total"]
+        await bench.backed_up()
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_batches=1), blocks_in_l2=64)

@@ -45,17 +45,15 @@ def statuses() -> list[dict]:
         await bench.backed_up()
         bench.forget()
         bench.raw[0].takes_s = 0.5
-        node.acquire_now(1, [bench.space], blocks.chain(6, "cold")[0])
         assert await bench.acquire(blocks.chain(6, "cold")[0]) == 6
         bench.forget()
         found.append(copy.deepcopy(node.status()))
         began_ns = clock.now_ns
-        node.acquire_now(1, [bench.space], blocks.chain(8, "cold")[0])
         bench.raw[0].takes_s = 0.1
         assert await bench.acquire(blocks.chain(8, "cold")[0]) == 6
         bench.store(4, "new")
         other = bench.node.register(blocks.namespace(model="\x1b[31m模型"))
-        node.acquire_now(1, [other], blocks.chain(1, "new")[0])
+        assert await bench.acquire(blocks.chain(1, "new")[0], spaces=[other]) == 0
         clock.now_ns = began_ns + 2 * 10**9
         found.append(copy.deepcopy(node.status()))
 

@@ -19,14 +19,15 @@ from typing import Any
 import pytest
 
 from tests import fake_vllm
-from tests.fake_client import FakeDaemon
-from tests.test_vllm_connector_unit import namespace
+from tests.fake_client import FakeClient, FakeDaemon
+from tests.test_vllm_connector_unit import BLOCK_TOKENS, namespace
 from tests.token_engine import (
     ASYNC,
     BLOCK_BYTES,
     SYNC,
     Request,
     TokenEngine,
+    module,
     right_blocks,
     truth,
 )
@@ -47,6 +48,8 @@ class Life:
         self.seed, self.way = seed, way
         self.daemon = FakeDaemon(copying=way == "worker")
         self.asked: list[tuple[int, Request]] = []
+        self.saved_tokens = 0
+        """Tokens that no engine computed because tierd had loaded them."""
         shared = self.tokens(14)
         self.prompts = [
             shared[: self.chance.randrange(15)] + self.tokens(self.chance.randrange(3, 22))
@@ -84,6 +87,7 @@ class Life:
         first = self.engine()
         self.serve(first, 4, alone=True)
         first.close()
+        self.saved_tokens += first.saved_tokens
         with during:
             second = self.engine()
             self.serve(second, requests)
@@ -93,6 +97,7 @@ class Life:
         third = self.engine()
         self.serve(third, 4, alone=True)
         third.close()
+        self.saved_tokens += second.saved_tokens + third.saved_tokens
         self.check()
         return second
 
@@ -109,6 +114,8 @@ class Life:
         for (digest, name), slot in self.daemon.blocks.items():
             held = bytes(self.daemon.slots[slot][:BLOCK_BYTES])
             assert held == right[digest != first][name], "the daemon holds a wrong byte"
+        told = self.daemon.loaded * BLOCK_TOKENS
+        assert told <= self.saved_tokens, "more is said to be saved than was"
 
 
 @pytest.mark.slow
@@ -122,6 +129,9 @@ def test_tokens_are_right_whoever_fills_blocks(way: str) -> None:
         engine = life.run(contextlib.nullcontext())
         assert engine.errors == 0, seed
         assert engine.scheduler._scheduler.leases_held == 0
+        assert life.daemon.loaded * BLOCK_TOKENS == life.saved_tokens, seed
+        assert life.daemon.wanted >= life.daemon.loaded
+        assert engine.counted.get("loaded_tokens", 0) == engine.saved_tokens, seed
         loaded += engine.counted.get("loaded_tokens", 0)
         stored += engine.counted.get("store_blocks", 0)
         preemptions += engine.preemptions
@@ -155,6 +165,21 @@ def test_another_connector_s_handshake_is_told_from_its_own() -> None:
     engine.scheduler.set_xfer_handshake_metadata({0: object()})
     assert "another connector" in engine.scheduler.boundary.off
     assert engine.errors == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_external_launcher_says_why_it_is_off(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator would read "1 of 2 workers gave a namespace", and look for a broken worker."""
+    engine = TokenEngine(FakeDaemon())
+    config = engine.scheduler._vllm_config.parallel_config
+    monkeypatch.setattr(config, "distributed_executor_backend", "external_launcher", raising=False)
+    monkeypatch.setattr(config, "tensor_parallel_size", ranks)
+    info = engine.worker.get_handshake_metadata()
+    monkeypatch.setattr(module, "Client", lambda *_, **__: FakeClient(engine.daemon))
+    engine.scheduler.set_xfer_handshake_metadata({0: info})
+    assert ("distributed_executor_backend" in engine.scheduler.boundary.off) == (ranks > 1)
+    assert "'mp'" in engine.scheduler.boundary.off or ranks == 1
     engine.close()
 
 

@@ -13,6 +13,7 @@ import hashlib
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -286,6 +287,113 @@ def crowd(node: Node, gold: Gold, turns: int) -> dict[str, int]:
     return {name: after[name] - before[name] for name in names}
 
 
+class Savings:
+    """The daemon's and the engine's own counters of one engine's requests."""
+
+    def __init__(self, engine: Engine, daemon: DaemonProcess) -> None:
+        self._engine, self._daemon = engine, daemon
+
+    def now(self) -> Counter[str]:
+        # A request more, so that the counters of the last step are in.
+        self._engine.generate([prompt(8, "after all")], tokens=2)
+        status, stats = self._daemon.status(), self._engine.call("stats")
+        (tier,) = status["storage"]
+        told, read = status["counters"], tier["counters"]
+        return Counter(
+            wanted=told.get("requested_tokens_total", 0),
+            saved=told.get("saved_tokens_total", 0),
+            host=told.get("host_loaded_tokens_total", 0),
+            tier=read.get("loaded_tokens_total", 0),
+            read=read.get("get_hit_total", 0) * BLOCK_TOKENS,
+            loaded=stats.get("loaded_tokens", 0),
+            queries=stats["external_queries"],
+            hits=stats["external_hits"],
+            own=stats["own_hits"],
+        )
+
+    def of(self, prompts: list[list[int]], *, failed: int = 0) -> Counter[str]:
+        """How the counters rise with these requests; the engine's and the daemon's must agree."""
+        before = self.now()
+        cached = sum(self._engine.generate(prompts, tokens=4)["cached"])
+        now = self.now()
+        rise = Counter({name: int(now[name] - before[name]) for name in now})
+        assert rise["saved"] == rise["loaded"] == rise["host"] + rise["tier"]
+        if not failed:
+            assert rise["hits"] == rise["saved"]
+            assert cached == rise["saved"] + rise["own"]
+            # vLLM counts the rest of the last block, too, and the daemon nothing of it.
+            assert 0 <= rise["queries"] - rise["wanted"] <= (len(prompts) + 1) * BLOCK_TOKENS
+        return rise
+
+
+SAVED = [prompt(length, f"saved {length}") for length in (600, 700, 900)]
+HALVES = [tokens[: len(tokens) // 2] for tokens in SAVED]
+
+
+@pytest.mark.long
+def test_savings_are_what_the_engine_did_not_compute(node: Node, tmp_path: Path) -> None:
+    """tierd would be said to save what the engine had itself, and tiers be read for it."""
+    engine, full = node.engine, sum(whole_blocks(len(tokens)) for tokens in SAVED)
+    halves = sum(whole_blocks(len(tokens)) for tokens in HALVES)
+    engine.reset()
+    prefetch = {"policy": "wait_complete", "min_tokens": 0, "break_even": False}
+    with DaemonProcess(node.directory, prefetch=prefetch) as daemon:
+
+        def again() -> None:
+            daemon.wait_backed_up()
+            daemon.stop()
+            daemon.start()
+            engine.wait_connected(daemon)
+
+        engine.wait_connected(daemon)
+        savings = Savings(engine, daemon)
+        assert savings.of(SAVED)["saved"] == 0, "cold"
+        engine.wait_stored(daemon, full // BLOCK_TOKENS)
+        rise = savings.of(SAVED)
+        assert (rise["saved"], rise["own"], rise["read"]) == (0, full, 0), "the engine's own"
+        engine.reset()
+        assert savings.of(SAVED)["host"] == full
+        engine.reset()
+        savings.of(HALVES)
+        rise = savings.of(SAVED)
+        assert (rise["own"], rise["host"], rise["read"]) == (halves, full - halves, 0)
+
+        again()
+        rise = savings.of(SAVED)
+        assert (rise["saved"], rise["own"], rise["read"]) == (0, full, 0), "no tier is read for it"
+        # Now host memory has it again, from the engine.
+        again()
+        engine.reset()
+        rise = savings.of(SAVED)
+        assert (rise["tier"], rise["read"]) == (full, full)
+        again()
+        engine.reset()
+        assert savings.of(HALVES)["tier"] == halves
+        rise = savings.of(SAVED)
+        assert (rise["own"], rise["tier"]) == (halves, full - halves)
+        assert rise["read"] == full - halves, "of the engine's own nothing is read"
+
+        engine.reset()
+        engine.call("fail_loads", count=2)
+        rise = savings.of(SAVED, failed=2)
+        assert rise["hits"] == full, "vLLM counts what it was offered"
+        assert rise["saved"] in {whole_blocks(len(tokens)) for tokens in SAVED}
+        engine.reset()
+        before = savings.now()
+        for steps in (1, 2, 4):
+            assert engine.call("abort", prompts=SAVED, steps=steps)["left"] == 0
+            engine.reset()
+        rise = savings.now() - before
+        assert rise["saved"] == rise["loaded"] < rise["hits"], "aborted while they were loaded"
+        assert savings.of(SAVED)["host"] == full
+        engine.settled()
+        if node.transfer == "shm":
+            with Engine(tmp_path, daemon.socket) as second:
+                second.wait_connected(daemon)
+                rise = Savings(second, daemon).of(SAVED)
+                assert (rise["host"], rise["own"]) == (full, 0), "of an engine that has started"
+
+
 def test_preemption_under_pressure(node: Node, gold: Gold) -> None:
     """Blocks that change owner while they are stored would be published with others' KV."""
     node.engine.reset()
@@ -293,7 +401,8 @@ def test_preemption_under_pressure(node: Node, gold: Gold) -> None:
         node.engine.wait_connected(daemon)
         rose = crowd(node, gold, turns=3)
         assert rose["preemptions"] > 0
-        assert rose["loaded_tokens"] > 0
+        saved = daemon.status()["counters"]["saved_tokens_total"]
+        assert rose["loaded_tokens"] == saved > 0, "also of those that were loaded twice"
         assert rose["store_blocks"] > 0
 
 

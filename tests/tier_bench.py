@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tests import blocks
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
+from tierd.client import by_source
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.space import Effect, Evicted, Lease, Space
@@ -150,6 +151,7 @@ class Bench:
         lease = await self.node.acquire(1, owners, hashes, clock_ns + int(deadline_s * 1e9))
         assert self.loop.now_ns <= clock_ns + int(deadline_s * 1e9) + 1000
         self.node.check()
+        self.load(hashes, lease, owners)
         if lease is None:
             return 0
         for space, slots in lease.parts:
@@ -158,6 +160,14 @@ class Bench:
                 assert self.node.memory.payload(space, slot) == right
         self.node.host.release(lease.lease_id, 1)
         return len(lease.parts[0][1])
+
+    def load(
+        self, hashes: Sequence[bytes], lease: Lease | None, spaces: list[Space] | None = None
+    ) -> None:
+        """Say what an engine does that computes on from all of a lease."""
+        count = 0 if lease is None else len(lease.parts[0][1])
+        sources = by_source(lease.sources or bytes(count)) if lease is not None else []
+        self.node.loaded(spaces or [self.space], len(hashes), sources, 0)
 
     def check_nothing_is_left(self) -> None:
         """No holds, reservations, tasks or promotions."""

@@ -109,6 +109,9 @@ class Request:
     table: list[int] = field(default_factory=list)
     status: str = "waiting"
     preempted: bool = False
+    own: int = 0
+    """Tokens that the engine had itself when tierd was asked to load what comes after them."""
+    by_tierd: bool = False
     arrival_time: float = 0.0
     lora_request: None = None
     kv_transfer_params: None = None
@@ -155,6 +158,10 @@ class Pool:
                 break
             found.append(self.cached[name])
         return found
+
+    def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[int] | None:
+        assert list(groups) == [0]
+        return [self.cached[name]] if name in self.cached else None
 
     def touch(self, block: int) -> None:
         self.free.pop(block, None)
@@ -206,6 +213,8 @@ class TokenEngine:
         self.preempted: list[str] = []
         self.preemptions = 0
         self.counted: dict[str, float] = {}
+        self.saved_tokens = 0
+        """Tokens that were not computed because tierd had loaded them."""
         self._others: list[tuple[Request, int, int]] = []
         names = [f"layer{i}" for i in range(LAYERS)]
         kv = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=names)])
@@ -214,6 +223,7 @@ class TokenEngine:
         self.worker = connector(config, fake_vllm.KVConnectorRole.WORKER, kv)
         self.worker._pool.memory = self.memory
         self.scheduler = connector(config, fake_vllm.KVConnectorRole.SCHEDULER, kv)
+        self.scheduler.bind_gpu_block_pool(self.pool)
         views = [
             TensorView(
                 layer.ctypes.data,
@@ -439,6 +449,10 @@ class TokenEngine:
         told = external if loader == "tierd" else 0
         self.scheduler.update_state_after_alloc(request, Blocks(request.table), told)
         request.computed = computed
+        if loader == "tierd":
+            request.by_tierd, request.own = True, start
+        elif loader:
+            request.by_tierd = False
         if loader in (SYNC, ASYNC):
             self._others.append((request, start, computed))
         if count == 0:
@@ -446,6 +460,9 @@ class TokenEngine:
             return 0
         request.status = "running"
         self.running.append(request)
+        if request.by_tierd:
+            self.saved_tokens += max(0, request.computed - request.own)
+            request.by_tierd = False
         if loader != SYNC:
             self._cache(request, computed + count)
         return count

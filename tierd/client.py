@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -111,20 +111,28 @@ class Handle:
 class Lease:
     """The right to use slots of READY blocks until `expires_ns` (CLOCK_MONOTONIC).
 
-    `blocks` is the length of the prefix; `slots[i][k]` the slot of block k for handle i.
+    `blocks` is their number, from block `own` of the acquire on; `slots[i][k]` the slot of the kth
+    for handle i. `sources` says what had each: 0 host memory, n + 1 storage tier n.
     A copy out of a slot that has ended after `expires_ns` must be thrown away.
     """
 
-    __slots__ = ("blocks", "epoch", "expires_ns", "lease_id", "slots")
+    __slots__ = ("blocks", "epoch", "expires_ns", "lease_id", "slots", "sources")
 
     def __init__(
-        self, lease_id: int, epoch: bytes, blocks: int, slots: list[list[int]], expires_ns: int
+        self,
+        lease_id: int,
+        epoch: bytes,
+        blocks: int,
+        slots: list[list[int]],
+        expires_ns: int,
+        sources: bytes,
     ) -> None:
         self.lease_id = lease_id
         self.epoch = epoch
         self.blocks = blocks
         self.slots = slots
         self.expires_ns = expires_ns
+        self.sources = sources
 
 
 class PendingAcquire:
@@ -317,16 +325,18 @@ class Client:
         request: int = 0,
         waited_ms: int = 0,
         prefill_tokens_per_s: int = 0,
+        own: int = 0,
     ) -> PendingAcquire:
         """Ask for the longest prefix of `hashes` that all `handles` have. Never blocks.
 
-        At most KEYS_PER_CALL_MAX hashes are asked for; a longer prefix is cut. `request` is
-        the same number each time that one request of a user asks (`request_number`), which
-        arrived `waited_ms` ago; the last is how fast the engine computes prompts, if known.
+        The engine has the first `own` blocks in its own cache: the lease begins after them. At most
+        KEYS_PER_CALL_MAX hashes are asked for; a longer prefix is cut. `request` is the same number
+        each time that one request of a user asks (`request_number`), which arrived `waited_ms` ago;
+        `prefill_tokens_per_s` is how fast the engine computes prompts, if known.
         """
         with self._lock:
             self.poll()
-            about = (request, max(0, waited_ms), max(0, prefill_tokens_per_s))
+            about = (request, max(0, waited_ms), max(0, prefill_tokens_per_s), own)
             return self._begin_acquire(handles, hashes, deadline_ms, about)
 
     def _begin_acquire(
@@ -334,7 +344,7 @@ class Client:
         handles: Sequence[Handle],
         hashes: Sequence[bytes],
         deadline_ms: int,
-        about: tuple[int, int, int] = (0, 0, 0),
+        about: tuple[int, int, int, int] = (0, 0, 0, 0),
     ) -> PendingAcquire:
         self._calls += 1
         pending = PendingAcquire(self._calls, len(handles))
@@ -352,7 +362,10 @@ class Client:
     def acquire(
         self, handles: Sequence[Handle], hashes: Sequence[bytes], deadline_ms: int
     ) -> Lease | None:
-        """`begin_acquire` and wait for the answer, at most `deadline_ms` and a call's timeout."""
+        """`begin_acquire` and wait for the answer, at most `deadline_ms` and a call's timeout.
+
+        What comes of it is counted once `loaded` says so.
+        """
         with self._lock:
             self._ensure_ready(handles)
             pending = self._begin_acquire(handles, hashes, deadline_ms)
@@ -370,6 +383,29 @@ class Client:
         with self._lock:
             if pending.call in self._pending:
                 self._send(m.Ready(pending.call))
+
+    def loaded(
+        self, handles: Sequence[Handle], wanted: int, sources: Sequence[int], *, prefill_us: int = 0
+    ) -> bool:
+        """Tell what was saved, for the daemon's metrics: of `wanted` blocks that were asked for,
+        `sources[s]` are used instead of computed, of those that a lease's source s had.
+
+        `prefill_us` is how long computing them would have taken, if known. False, and nothing is
+        told, while the daemon is away. Never blocks.
+        """
+        known = [handle.number for handle in handles if handle.number is not None]
+        with self._lock:
+            if self._life is None or not known or len(known) < len(handles):
+                return False
+            self._send(
+                m.Loaded(
+                    known,
+                    min(wanted, m.LOADED_MAX),
+                    list(sources),
+                    min(prefill_us, m.LOADED_US_MAX),
+                )
+            )
+            return True
 
     def hint(
         self,
@@ -700,9 +736,11 @@ class Client:
     ) -> list[memoryview]:
         size = handle.namespace.block_bytes
         targets = [_flat(buffer, size) for buffer in into] if into is not None else None
+        wanted = min(len(hashes), m.KEYS_PER_CALL_MAX)
         with self._lock:
             lease = self.acquire([handle], hashes, deadline_ms)
             if lease is None:
+                self.loaded([handle], wanted, [])
                 return []
             try:
                 views = self.lease_views(handle, lease.epoch, lease.slots[0])
@@ -715,6 +753,7 @@ class Client:
                     copy(target, view[:size])
                 if time.monotonic_ns() >= lease.expires_ns:
                     return []
+                self.loaded([handle], wanted, by_source(lease.sources[: len(filled)]))
                 return filled
             finally:
                 self.release(lease)
@@ -1059,7 +1098,10 @@ class Client:
             list(raw[start : start + message.blocks])
             for start in range(0, len(raw), message.blocks)
         ]
-        lease = Lease(message.lease, life.epoch, message.blocks, slots, message.expires_ns)
+        if len(message.sources) not in (0, message.blocks):
+            raise RemoteProtocolError("ACQUIRED does not name a source a block")
+        sources = message.sources or bytes(message.blocks)
+        lease = Lease(message.lease, life.epoch, message.blocks, slots, message.expires_ns, sources)
         if pending.done:
             self.release(lease)
             return
@@ -1127,6 +1169,12 @@ def copy(target: memoryview, source: memoryview) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def by_source(sources: bytes) -> list[int]:
+    """How many blocks each source had, for `Client.loaded`, of some of a lease's `sources`."""
+    counts = Counter(sources)
+    return [counts[number] for number in range(max(sources, default=-1) + 1)]
 
 
 def request_number(request_id: str) -> int:

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -121,6 +122,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._failed_blocks: set[int] = set()
         self._root_checked = False
         self._untagged = False
+        self._own_cache: BlockPool | None = None
         self._hints = HintReader()
         self._callers: Callers | None = None
         if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
@@ -342,6 +344,10 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     # Scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where the engine's own cache can be looked up, before its scheduler does."""
+        self._own_cache = gpu_block_pool
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, TierdHandshake]) -> None:
         """The workers' namespaces, from a vLLM that knows no pipeline ranks here."""
         self.set_xfer_handshake_metadata_pp_aware(
@@ -370,6 +376,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             namespaces.append(handshake.info.namespace)
         parallel = self._vllm_config.parallel_config
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        backend = getattr(parallel, "distributed_executor_backend", None)
+        if backend == "external_launcher" and ranks > 1:
+            # Answers that come at different times would have the schedulers decide differently.
+            self.boundary.switch_off(
+                f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each "
+                "has a scheduler of its own, and all must decide alike; use 'mp' or 'ray'"
+            )
+            return
         if len(namespaces) != ranks:
             self.boundary.switch_off(f"{len(namespaces)} of {ranks} workers gave a namespace")
             return
@@ -420,7 +434,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._check_root()
         if not self.boundary.off:
             params = getattr(request, "kv_transfer_params", None)
-            self._scheduler.add(request, self._hints.read(params), adapter)
+            own = self._blocks_in_own_cache(request)
+            self._scheduler.add(request, self._hints.read(params), adapter, own)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
@@ -571,6 +586,18 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return TierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Inside
+
+    def _blocks_in_own_cache(self, request: Request) -> int:
+        """Leading blocks that the engine has, as its scheduler would find them just now."""
+        if self._own_cache is None:
+            return 0
+        blocks = 0
+        for block_hash in request.block_hashes:
+            if self._own_cache.get_cached_block(block_hash, [0]) is None:
+                break
+            blocks += 1
+        # Drafting models have the scheduler leave out the last one.
+        return max(0, blocks - (self._vllm_config.speculative_config is not None))
 
     def _serves(self, request: Request) -> bool:
         """Whether the request takes part.

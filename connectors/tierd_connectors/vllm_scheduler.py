@@ -4,10 +4,11 @@ It knows requests, block hashes and leases, and never a tensor. No method waits:
 are answered from the client's memory, and one that has no answer yet is asked again in
 the next step, until its deadline. A lease is given back on every way out.
 
-Life of a request: looked up when it arrives -> offered (a lease is held) -> loading (the
+Life of a request: looked up when it arrives, past what the engine's own cache has, and again if
+that has shrunk when the scheduler asks -> offered (a lease is held) -> loading (the
 worker copies; the lease is held until every rank is done) -> computing, during which each
-block is stored once it is full. A preemption starts it again; nothing else makes a request
-be looked up twice, least of all a failed load, so that none can go round in circles.
+block is stored once it is full. A preemption starts it again. A failed load never makes a request
+be looked up again, so that none can go round in circles.
 
 Which blocks may be stored: KV exists for the positions below `num_computed_tokens` plus
 what this step computes, but both count tokens that are not known yet (placeholders of
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING
 from tierd.client import request_number
 from tierd_connectors.vllm_guard import Boundary
 from tierd_connectors.vllm_hints import NOTHING, RequestHints
+from tierd_connectors.vllm_savings import Savings
 from tierd_connectors.vllm_speed import PrefillSpeed
 from tierd_connectors.vllm_steps import EngineRequest, Scheduled
 from tierd_connectors.vllm_work import (
@@ -80,6 +82,8 @@ class _Tracked:
     """When it arrived or was preempted: what the daemon's prefetch policy counts from."""
     hints: RequestHints = NOTHING
     adapter: str = NO_ADAPTER
+    own: int = 0
+    """Leading blocks that the engine had when it was looked up: answers begin after them."""
     pending: PendingAcquire | None = None
     give_up_ns: int = 0
     wanted: bool = False
@@ -92,6 +96,10 @@ class _Tracked:
     """Found in the engine's own cache when it was last asked about."""
     loaded: range = range(0)
     """Blocks that tierd has loaded, or is loading, since then."""
+    sources: bytes = b""
+    """What had each of them, as in a lease."""
+    uncounted: bool = False
+    """The daemon was asked, and what comes of it is not counted yet."""
     table: Sequence[int] = ()
     stored: int = 0
     limit: int = NO_LIMIT
@@ -143,6 +151,7 @@ class SchedulerSide:
         self.untouched = False
         """Whether this engine computes what it did at its start, for certain: `touched` ends it."""
         self._just_reset = False
+        self._savings = Savings(self._block_tokens)
         self._connected: bool | None = None
         self._refusals: set[str] = set()
 
@@ -157,14 +166,21 @@ class SchedulerSide:
     # Lookups
 
     def add(
-        self, request: EngineRequest, hints: RequestHints = NOTHING, adapter: str = NO_ADAPTER
+        self,
+        request: EngineRequest,
+        hints: RequestHints = NOTHING,
+        adapter: str = NO_ADAPTER,
+        own: int = 0,
     ) -> None:
-        """A new request: start to look up its prefix. Its hints are passed on when it ends."""
+        """A new request: start to look up its prefix, past the `own` blocks that the engine has.
+
+        Its hints are passed on when it ends.
+        """
         self._client.poll()
         waited_ns = max(0, int((time.time() - request.arrival_time) * 1e9))
         tracked = _Tracked(request, time.monotonic_ns() - waited_ns, hints, adapter)
         self._tracked[request.request_id] = tracked
-        self._look_up(tracked)
+        self._look_up(tracked, own)
 
     def matched_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """Tokens past `computed_tokens` that can be loaded; None: ask again in the next step.
@@ -180,8 +196,13 @@ class SchedulerSide:
         # Also if nothing is offered: another connector may load what comes after.
         tracked.local_blocks = computed_tokens // self._block_tokens
         tracked.loaded = range(0)
-        if not tracked.asked:
-            self._look_up(tracked)
+        if self._useful_blocks(tracked.request) <= tracked.local_blocks:
+            self._let_go(tracked)
+            return 0
+        if not tracked.asked or tracked.local_blocks < tracked.own:
+            # The latter if the engine has evicted meanwhile what it had.
+            self._let_go(tracked)
+            self._look_up(tracked, tracked.local_blocks)
         now_ns = time.monotonic_ns()
         if tracked.pending is not None:
             self._client.poll()
@@ -200,9 +221,10 @@ class SchedulerSide:
         stale = self._client.connected and tracked.lease.epoch != self._client.epoch
         if stale or now_ns >= tracked.renew_ns:
             self._let_go(tracked)
-            self._look_up(tracked)
+            self._look_up(tracked, tracked.local_blocks)
             return None if tracked.pending is not None else 0
-        found = min(tracked.lease.blocks, self._useful_blocks(tracked.request))
+        leased_to = tracked.own + tracked.lease.blocks
+        found = min(leased_to, self._useful_blocks(tracked.request))
         if found <= tracked.local_blocks:
             self._let_go(tracked)
             return 0
@@ -231,11 +253,12 @@ class SchedulerSide:
         if tracked is None or lease is None or len(into) != len(wanted):
             self.doom(request_id, blocks, external_tokens)
             return
-        slots = [list(rank[wanted.start : wanted.stop]) for rank in lease.slots]
+        leased = slice(wanted.start - tracked.own, wanted.stop - tracked.own)
+        slots = [list(rank[leased]) for rank in lease.slots]
         load = Load(request_id, lease.epoch, lease.expires_ns, into, slots, tracked.adapter)
         self._loading[request_id] = _Loading(lease, frozenset(into))
         tracked.lease = None
-        tracked.loaded = wanted
+        tracked.loaded, tracked.sources = wanted, lease.sources[leased]
         self._planned[request_id] = load
 
     def doom(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
@@ -272,6 +295,7 @@ class SchedulerSide:
                 self._track(tracked, step, work)
         self._just_reset &= idle
         self._speed.step(time.monotonic_ns(), prompt_tokens)
+        self._savings.tell(self._client, self._handles, self._speed.tokens_per_s)
         self._look_after_client(idle=idle)
         return work
 
@@ -343,9 +367,6 @@ class SchedulerSide:
                 self._kept.setdefault(request_id, []).append(done.lease)
             else:
                 self._client.release(done.lease)
-            if not done.failed:
-                tokens = len(done.blocks) * self._block_tokens
-                self.tally.add(loaded_tokens=tokens)
 
     def finish(self, request_id: str) -> None:
         """The request has ended. A load that is under way keeps its lease until it is done."""
@@ -374,6 +395,7 @@ class SchedulerSide:
         # What they have computed may be of old weights: it is not stored either.
         self._tracked.clear()
         self._content.clear()
+        self._savings.tell(self._client, self._handles, self._speed.tokens_per_s)
         if self.untouched:
             self._just_reset = True
             return
@@ -421,10 +443,12 @@ class SchedulerSide:
         """Blocks worth loading: at least one token must be left to compute."""
         return min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
 
-    def _look_up(self, tracked: _Tracked) -> None:
-        tracked.asked = True
+    def _look_up(self, tracked: _Tracked, own: int) -> None:
+        """Ask for what lies past the first `own` blocks; also if that is nothing, for they are
+        used."""
         now_ns = time.monotonic_ns()
         count = self._useful_blocks(tracked.request)
+        tracked.asked, tracked.own = True, min(own, max(0, count))
         if count <= 0 or self.boundary.off or not self._client.connected:
             return
         if now_ns < self._silent_until_ns:
@@ -438,7 +462,9 @@ class SchedulerSide:
             request=request_number(tracked.request.request_id),
             waited_ms=(now_ns - tracked.since_ns) // 1_000_000,
             prefill_tokens_per_s=self._speed.tokens_per_s,
+            own=tracked.own,
         )
+        tracked.uncounted = True
         tracked.give_up_ns = now_ns + (self._deadline_ms + GRACE_MS) * 1_000_000
         self.tally.add(lookups=1)
 
@@ -487,6 +513,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._let_go(tracked)
+            tracked.own = 0
 
     def _restart(self, tracked: _Tracked) -> None:
         """After a preemption: the blocks are gone, and what is stored may bring them back."""
@@ -532,7 +559,17 @@ class SchedulerSide:
         # A block of which others have loaded a part counts as well.
         filled = -(-step.computed // self._block_tokens)
         known = max(tracked.local_blocks, known)
+        self._count(tracked)
         tracked.limit = tracked.local_blocks if filled > known else NO_LIMIT
+
+    def _count(self, tracked: _Tracked) -> None:
+        """What a lookup came to: the request computes, and goes on from what is loaded."""
+        loaded = tracked.sources[: len(tracked.loaded)]
+        if tracked.uncounted:
+            wanted = self._useful_blocks(tracked.request) - tracked.local_blocks
+            self._savings.add(tracked.adapter, max(wanted, len(loaded)), loaded)
+        self.tally.add(loaded_tokens=len(loaded) * self._block_tokens)
+        tracked.uncounted, tracked.sources = False, b""
 
     def _look_after_client(self, *, idle: bool) -> None:
         if idle and any(t.pending is not None for t in self._tracked.values()):

@@ -24,7 +24,7 @@ class _Counter(Protocol):
 COUNTERS = {
     "lookups": "Requests whose prefix was looked up in tierd.",
     "lookup_timeouts": "Lookups that tierd did not answer before their deadline.",
-    "loaded_tokens": "Tokens whose KV was loaded from tierd instead of computed.",
+    "loaded_tokens": "Tokens loaded from tierd that requests began to compute behind.",
     "load_blocks": "Blocks copied from tierd, by all ranks.",
     "load_bytes": "Bytes copied from tierd, by all ranks.",
     "load_seconds": "Time spent copying from tierd, by all ranks.",

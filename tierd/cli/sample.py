@@ -66,9 +66,9 @@ class Sample:
     hit_ratio_since_start: float | None
     host_hit_ratio: float | None
     requested_tokens_per_s: float
-    acquired_tokens_per_s: float
-    acquired_blocks_per_s: float
-    acquired_bytes_per_s: float
+    loaded_tokens_per_s: float
+    loaded_blocks_per_s: float
+    loaded_bytes_per_s: float
     stored_blocks_per_s: float
     stored_bytes_per_s: float
     evicted_blocks_per_s: dict[str, float]
@@ -106,11 +106,11 @@ def sample(before: Status | None, now: Status) -> Sample:
             _number(total.get("saved_tokens_total", 0)),
             _number(total.get("requested_tokens_total", 0)),
         ),
-        host_hit_ratio=_ratio(grown("host_acquired_tokens_total"), asked),
+        host_hit_ratio=_ratio(grown("host_loaded_tokens_total"), asked),
         requested_tokens_per_s=asked / seconds,
-        acquired_tokens_per_s=grown("saved_tokens_total") / seconds,
-        acquired_blocks_per_s=grown("acquired_blocks_total") / seconds,
-        acquired_bytes_per_s=grown("acquired_bytes_total") / seconds,
+        loaded_tokens_per_s=grown("saved_tokens_total") / seconds,
+        loaded_blocks_per_s=grown("loaded_blocks_total") / seconds,
+        loaded_bytes_per_s=grown("loaded_bytes_total") / seconds,
         stored_blocks_per_s=grown("stored_blocks_total") / seconds,
         stored_bytes_per_s=grown("stored_bytes_total") / seconds,
         evicted_blocks_per_s={
@@ -152,7 +152,7 @@ def _tier(before: Status, now: Status, seconds: float, asked_tokens: float) -> T
         queue_blocks=_whole(now["backup_queue"]),
         queue_bytes=_whole(now["backup_queue_bytes"]),
         queue_bytes_max=_whole(now["backup_queue_bytes_max"]),
-        hit_ratio=_ratio(grown("acquired_tokens_total"), asked_tokens),
+        hit_ratio=_ratio(grown("loaded_tokens_total"), asked_tokens),
     )
 
 
@@ -184,7 +184,7 @@ def _namespaces(start: Status, now: Status, seconds: float) -> list[NamespaceSam
         past, space = before.get(digest, {}), held.get(digest, {})
         asked, had = (
             _number(entry[name]) - _number(past.get(name, 0))
-            for name in ("requested_tokens", "acquired_tokens")
+            for name in ("requested_tokens", "loaded_tokens")
         )
         blocks = _whole(space.get("blocks", 0))
         if not entry["requested_tokens"]:

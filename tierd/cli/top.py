@@ -119,7 +119,7 @@ class Moment(NamedTuple):
     """What the sparklines show of a sample."""
 
     hit_ratio: float | None
-    acquired_tokens_per_s: float | None
+    loaded_tokens_per_s: float | None
     read_bytes_per_s: float | None
     written_bytes_per_s: float | None
 
@@ -174,7 +174,7 @@ class Watch:
 def _moment(now: Sample) -> Moment:
     return Moment(
         now.hit_ratio,
-        now.acquired_tokens_per_s,
+        now.loaded_tokens_per_s,
         sum(tier.read_bytes_per_s for tier in now.tiers),
         sum(tier.written_bytes_per_s for tier in now.tiers),
     )
@@ -262,9 +262,9 @@ def _host(now: Sample, pen: Pen) -> list[Text]:
     return [
         line,
         Text(
-            f"leased   {number(now.acquired_tokens_per_s)} of "
+            f"loaded   {number(now.loaded_tokens_per_s)} of "
             f"{number(now.requested_tokens_per_s)} tokens/s  "
-            f"{number(now.acquired_blocks_per_s)} blocks/s  {size(now.acquired_bytes_per_s)}/s"
+            f"{number(now.loaded_blocks_per_s)} blocks/s  {size(now.loaded_bytes_per_s)}/s"
         ),
         Text(
             f"stored   {number(now.stored_blocks_per_s)} blocks/s  "

@@ -145,6 +145,9 @@ class Lease:
     owner: int
     parts: list[tuple[Space, list[int]]]
     expires_ns: int
+    sources: bytes = b""
+    """A byte a block: 0 if host memory had it, else 1 + the number of the tier that brought it; no
+    bytes if host memory had them all."""
 
 
 @dataclass(slots=True, eq=False)

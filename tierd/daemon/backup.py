@@ -400,8 +400,9 @@ class Backups:
         for queue in self.queues:
             todo = queue.unflushed
             while todo and queue.room(todo[0][0]):
-                space, slot, block_hash = todo.popleft()
-                if space.chain.items.get(block_hash) == slot:
+                space, _, block_hash = todo.popleft()
+                # It may have moved since, or left.
+                if (slot := space.chain.items.get(block_hash)) is not None:
                     wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
@@ -493,6 +494,14 @@ class Backups:
         summing = any(fresh.tiers and covers(fresh.space.digest) for fresh in self._summing)
         return summing or any(
             covers(space.digest) for queue in self.queues for space, _ in queue.writing
+        )
+
+    def holds(self, space: Space) -> bool:
+        """Whether blocks of a space stay in L2 until they are summed up or written."""
+        if any(fresh.space is space for fresh in (*self._fresh, *self._summing)):
+            return True
+        return any(
+            each is space for queue in self.queues for each, _ in (*queue.writing, *queue.waiting)
         )
 
     def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:

@@ -1,4 +1,4 @@
-"""What engines ask for, told apart by namespace for as many as metrics may name.
+"""What engines ask for and load, told apart by namespace for as many as metrics may name.
 
 Each name that is ever shown is a time series that Prometheus keeps, and engines make new
 namespaces as they like. So a namespace is counted by itself while it has a seat, else with the
@@ -21,11 +21,11 @@ SEATS_MAX: Final = 20
 
 @dataclass(slots=True)
 class Tally:
-    """What was asked for and leased, since the start."""
+    """What engines asked for and loaded, since the start."""
 
     requested_tokens: int = 0
-    acquired_tokens: int = 0
-    acquired_bytes: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
     prefill_tokens_per_s: int = 0
     """How fast an engine computes prompts, as one said last; 0: none has."""
 
@@ -33,8 +33,8 @@ class Tally:
         """The numbers, for STATUS."""
         return {
             "requested_tokens": self.requested_tokens,
-            "acquired_tokens": self.acquired_tokens,
-            "acquired_bytes": self.acquired_bytes,
+            "loaded_tokens": self.loaded_tokens,
+            "loaded_bytes": self.loaded_bytes,
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
         }
 

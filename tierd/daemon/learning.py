@@ -50,6 +50,7 @@ class _Asked(NamedTuple):
     spaces: list[Space]
     hashes: Sequence[bytes]
     request: int
+    own: int
     now_ns: int
 
 
@@ -76,10 +77,15 @@ class Learning:
         # Blocks since the last pause.
         self._done = 0
 
-    def note(self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int) -> None:
-        """A request asks for a prefix; returns at once. 0 is a request of its own each time."""
-        unique = list(dict.fromkeys(spaces))
-        self._waiting.append(_Asked(unique, hashes, request, self._clock.monotonic_ns()))
+    def note(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int, own: int = 0
+    ) -> None:
+        """A request asks for a prefix; returns at once. 0 is a request of its own each time.
+
+        Of the first `own` blocks the engine has no need, but it uses them.
+        """
+        unique, now_ns = list(dict.fromkeys(spaces)), self._clock.monotonic_ns()
+        self._waiting.append(_Asked(unique, hashes, request, own, now_ns))
         self._waiting_blocks += len(hashes)
         while len(self._waiting) > 1 and (
             len(self._waiting) > WAITING_MAX or self._waiting_blocks > WAITING_BLOCKS_MAX
@@ -143,7 +149,7 @@ class Learning:
 
     def _count_ghosts(self, asked: _Asked) -> None:
         """Count the blocks that only an arena of twice the size would have had."""
-        space, hashes = asked.spaces[0], asked.hashes
+        space, hashes = asked.spaces[0], asked.hashes[asked.own :]
         found = list(map(space.chain.items.get, hashes))
         if None in found:
             here = found.index(None)

@@ -72,6 +72,7 @@ class HostMemory:
         self._unpopulated: deque[tuple[Space, int]] = deque()
         self._populate_ready = asyncio.Event()
         self._in_thread: dict[object, int] = {}
+        self._want_room: dict[Space, list[asyncio.Future[None]]] = {}
         # A segment and its ledger have one name where the service manager keeps them. All names
         # together are one variable of the next life's environment, at most 128 KiB: they say
         # nothing, and are short.
@@ -137,6 +138,15 @@ class HostMemory:
         self.host.unhold(space, slots)
         if space.leaving:
             self._apply(self.host.settle(space, slots))
+        for waits in self._want_room.pop(space, ()):
+            if not waits.done():
+                waits.set_result(None)
+
+    def room(self, space: Space) -> asyncio.Future[None]:
+        """Done once a copy of the daemon's no longer holds some slots of a space."""
+        waits = asyncio.get_running_loop().create_future()
+        self._want_room.setdefault(space, []).append(waits)
+        return waits
 
     def payload(self, space: Space, slot: int) -> memoryview:
         """The bytes of a slot that count."""

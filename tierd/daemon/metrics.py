@@ -242,37 +242,46 @@ METRICS: Final[tuple[Metric, ...]] = (
     _node(
         "requested_blocks_total",
         "counters.requested_blocks_total",
-        "Blocks that engines asked for by ACQUIRE.",
+        "Blocks that admitted requests lacked in their engine's own cache and looked up here, "
+        "counted once for all ranks.",
     ),
     _node(
         "acquired_blocks_total",
         "counters.acquired_blocks_total",
-        "Blocks of them that were leased, wherever they came from: the hits.",
+        "Blocks leased to engines, whether they were loaded or not.",
+    ),
+    _node(
+        "loaded_blocks_total",
+        "counters.loaded_blocks_total",
+        "Blocks that engines loaded and did not compute, counted once for all ranks.",
     ),
     _node(
         "promoted_blocks_acquired_total",
         "counters.promoted_blocks_acquired_total",
-        "Leased blocks that a storage tier had to bring first.",
+        "Blocks leased to engines that were not in host memory when they were asked for.",
     ),
     _node(
-        "acquired_bytes_total",
-        "counters.acquired_bytes_total",
-        "Bytes of the blocks leased, of all ranks.",
+        "loaded_bytes_total",
+        "counters.loaded_bytes_total",
+        "Bytes, of all ranks, of the blocks that engines loaded and did not compute.",
     ),
     _node(
         "requested_tokens_total",
         "counters.requested_tokens_total",
-        "Tokens of the blocks that engines asked for, counted once for all ranks.",
+        "Tokens of the whole blocks that admitted requests lacked in their engine's own cache and "
+        "looked up here, counted once for all ranks.",
     ),
     _node(
         "saved_tokens_total",
         "counters.saved_tokens_total",
-        "Tokens of them that were leased, and need not be computed: the hits.",
+        "Tokens that engines loaded and did not compute, counted once for all ranks. Tokens of "
+        "the engine's own cache, and of loads that failed or whose request ended before it began "
+        "to compute, are not among them.",
     ),
     _node(
-        "host_acquired_tokens_total",
-        "counters.host_acquired_tokens_total",
-        "Tokens of them that no tier had to bring: the hits of host memory.",
+        "host_loaded_tokens_total",
+        "counters.host_loaded_tokens_total",
+        "Tokens that engines loaded and that were in host memory when they were asked for.",
     ),
     _node("stored_blocks_total", "counters.stored_blocks_total", "Blocks that engines stored."),
     _node("stored_bytes_total", "counters.stored_bytes_total", "Bytes of these blocks."),
@@ -281,12 +290,24 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.ghost_blocks_total",
         "Blocks asked for that host memory of twice the size would still have had.",
     ),
-    _node("hit_ratio", "hit_ratio", "Leased of requested blocks, since the start."),
-    _node("host_hit_ratio", "host.hit_ratio", "Those of them that were in host memory."),
+    _node(
+        "hit_ratio",
+        "hit_ratio",
+        "Blocks that engines loaded and did not compute, divided by the blocks that admitted "
+        "requests lacked in their engine's own cache and looked up here; since the start.",
+    ),
+    _node(
+        "host_hit_ratio",
+        "host.hit_ratio",
+        "Blocks that engines loaded and that were in host memory when they were asked for, divided "
+        "by the blocks that admitted requests lacked in their engine's own cache and looked up "
+        "here; since the start.",
+    ),
     _node(
         "host_hit_ratio_at_twice",
         "host.hit_ratio_at_twice",
-        "The same for host memory of twice the size, by what was evicted last.",
+        "What tierd_host_hit_ratio would be with host memory of twice the size, by what was "
+        "evicted last.",
     ),
     _node_counts(
         "evicted_blocks_total",
@@ -327,8 +348,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     Metric(
         "tierd_saved_prefill_seconds_total",
-        "Time in which the engines would have computed what they leased, at the speed that they "
-        "measured.",
+        "Time in which engines would have computed the tokens that they loaded instead, at the "
+        "speed of prefill that each measures. Loading took time as well, which is not taken off.",
         _saved_prefill,
     ),
     _node(
@@ -478,11 +499,22 @@ METRICS: Final[tuple[Metric, ...]] = (
     _demand(
         "requested_tokens_total",
         "requested_tokens",
-        f"Tokens asked for of the first {SEATS_MAX} namespaces to ask, and of all others as "
+        "Tokens of the whole blocks that admitted requests lacked in their engine's own cache and "
+        f"looked up here, of the first {SEATS_MAX} namespaces to ask, and of all others as "
         'namespace="other"; a request to several ranks counts with the first.',
     ),
-    _demand("acquired_tokens_total", "acquired_tokens", "Tokens of them that were leased."),
-    _demand("acquired_bytes_total", "acquired_bytes", "Bytes of their blocks, of all ranks."),
+    _demand(
+        "loaded_tokens_total",
+        "loaded_tokens",
+        "Tokens that engines loaded and did not compute, by namespace; a load to several ranks "
+        "counts with the first.",
+    ),
+    _demand(
+        "loaded_bytes_total",
+        "loaded_bytes",
+        "Bytes, of all ranks, of the blocks that engines loaded and did not compute, by namespace "
+        "of the first rank.",
+    ),
     # Storage tiers: whether they are used.
     Metric("tierd_tier_state", "1 for the state that the tier is in, else 0.", _tier_states),
     Metric(
@@ -582,16 +614,21 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     # What they are good for.
     _tier(
-        "acquired_blocks_total",
-        "counters.acquired_blocks_total",
-        "Blocks leased that the tier brought: its hits.",
+        "loaded_blocks_total",
+        "counters.loaded_blocks_total",
+        "Blocks that engines loaded and did not compute, and that the tier brought for them.",
     ),
     _tier(
-        "acquired_tokens_total",
-        "counters.acquired_tokens_total",
-        "Tokens of the blocks leased that the tier brought.",
+        "loaded_tokens_total",
+        "counters.loaded_tokens_total",
+        "Tokens that engines loaded and did not compute, and that the tier brought for them.",
     ),
-    _tier("hit_ratio", "hit_ratio", "Those of all requested blocks, since the start."),
+    _tier(
+        "hit_ratio",
+        "hit_ratio",
+        "Blocks that engines loaded and that the tier brought for them, divided by the blocks that "
+        "admitted requests lacked in their engine's own cache and looked up here; since the start.",
+    ),
     _tier(
         "written_unread_share",
         "written_unread_share",

@@ -326,14 +326,15 @@ class Node:
     ) -> AcquiredNow:
         """Lease the resident prefix if no tier is needed."""
         self.warmings.asked_ns = self._clock.monotonic_ns()
-        self._requested(spaces[0], len(hashes), prefill_tokens_per_s)
+        if prefill_tokens_per_s:
+            self.demand.of(spaces[0]).prefill_tokens_per_s = prefill_tokens_per_s
         parts = [(space, self.host.prefix(space, hashes)) for space in spaces]
         count = min(len(slots) for _, slots in parts)
         if count < len(hashes) and (self.tiers or self._unproven(spaces, hashes)):
             return AcquiredNow(False, None, count)
         if count == 0 or not self._may_lease(owner, spaces, count):
             return AcquiredNow(True, None, 0)
-        self._leased(spaces, count, prefill_tokens_per_s)
+        self.counters["acquired_blocks_total"] += count
         cut = [(space, slots[:count]) for space, slots in parts]
         lease = self.host.grant(owner, cut, self._expiry_ns())
         self.lives.leased(lease)
@@ -397,13 +398,10 @@ class Node:
                 self.lives.leased(lease)
                 count = len(lease.parts[0][1])
                 self.counters["promoted_blocks_acquired_total"] += max(0, count - resident)
-                brought = Counter(map(waiter.brought.get, hashes[:count]))
-                del brought[None]  # Host memory had them, or got them from an engine meanwhile.
-                for number, blocks in brought.items():
-                    assert number is not None
-                    self.tiers[number].counters["acquired_blocks_total"] += blocks
-                    self.tiers[number].counters["acquired_tokens_total"] += blocks * tokens
-                self._leased(spaces, count, prefill_tokens_per_s, brought.total())
+                self.counters["acquired_blocks_total"] += count
+                if waiter.brought:
+                    brought = waiter.brought
+                    lease.sources = bytes(1 + brought.get(h, -1) for h in hashes[:count])
             if self._clock.monotonic_ns() > deadline_ns + LATE_NS:
                 self.counters["answers_late_total"] += 1
             return lease
@@ -418,32 +416,34 @@ class Node:
         self.refusals.leased(spaces[0], self.clients.get(owner, ""), self.host.now_s)
         return False
 
-    def _requested(self, space: Space, blocks: int, prefill_tokens_per_s: int) -> None:
-        """Count what an engine asks for."""
-        tokens = blocks * space.namespace.block_tokens
-        self.counters["requested_blocks_total"] += blocks
-        self.counters["requested_tokens_total"] += tokens
-        tally = self.demand.of(space)
-        tally.requested_tokens += tokens
-        tally.prefill_tokens_per_s = prefill_tokens_per_s or tally.prefill_tokens_per_s
-
-    def _leased(
-        self, spaces: Sequence[Space], blocks: int, prefill_tokens_per_s: int, brought: int = 0
+    def loaded(
+        self, spaces: Sequence[Space], wanted: int, sources: Sequence[int], prefill_us: int
     ) -> None:
-        """Count a lease, of which tiers brought so many blocks, and what it saves its engine but
-        for what waiting and copying cost it."""
+        """Count what engines did not compute because they had loaded it, of `wanted` blocks.
+
+        `sources` are the blocks by what had them: host memory, then each tier. What waiting and
+        copying cost the engines is not taken off.
+        """
         block_tokens = spaces[0].namespace.block_tokens
-        tokens = blocks * block_tokens
+        blocks = sum(sources)
         size_bytes = blocks * sum(space.namespace.block_bytes for space in spaces)
-        self.counters["acquired_blocks_total"] += blocks
-        self.counters["acquired_bytes_total"] += size_bytes
-        self.counters["saved_tokens_total"] += tokens
-        self.counters["host_acquired_tokens_total"] += tokens - brought * block_tokens
-        if prefill_tokens_per_s:
-            self.counters["saved_us_total"] += 1_000_000 * tokens // prefill_tokens_per_s
+        brought = 0
+        for tier, count in zip(self.tiers, sources[1:], strict=False):
+            tier.counters["loaded_blocks_total"] += count
+            tier.counters["loaded_tokens_total"] += count * block_tokens
+            brought += count
+        self.counters["requested_blocks_total"] += wanted
+        self.counters["requested_tokens_total"] += wanted * block_tokens
+        self.counters["loaded_blocks_total"] += blocks
+        self.counters["loaded_bytes_total"] += size_bytes
+        self.counters["host_loaded_blocks_total"] += blocks - brought
+        self.counters["host_loaded_tokens_total"] += (blocks - brought) * block_tokens
+        self.counters["saved_tokens_total"] += blocks * block_tokens
+        self.counters["saved_us_total"] += prefill_us
         tally = self.demand.of(spaces[0])
-        tally.acquired_tokens += tokens
-        tally.acquired_bytes += size_bytes
+        tally.requested_tokens += wanted * block_tokens
+        tally.loaded_tokens += blocks * block_tokens
+        tally.loaded_bytes += size_bytes
 
     def _unproven(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
         """Whether some of the blocks are from a life before, and not verified yet."""
@@ -561,13 +561,12 @@ class Node:
         counters["revived_blocks_total"] = host.revived_blocks
         counters.update(host.hints.counters)
         asked = counters["requested_blocks_total"]
-        leased = counters["acquired_blocks_total"]
-        here = leased - counters["promoted_blocks_acquired_total"]
+        here = counters["host_loaded_blocks_total"]
         return {
             "version": __version__,
             "epoch": self.epoch.hex(),
             "uptime_s": round((self._clock.monotonic_ns() - self._started_ns) / 1e9, 3),
-            "hit_ratio": _ratio(leased, asked),
+            "hit_ratio": _ratio(counters["loaded_blocks_total"], asked),
             "host": {
                 "capacity_bytes": host.capacity_bytes,
                 "limit_bytes": host.limit_bytes,
@@ -579,7 +578,9 @@ class Node:
                 **self.memory.arena.placement.status(),
                 "eviction": host.eviction,
                 "hit_ratio": _ratio(here, asked),
-                "hit_ratio_at_twice": _ratio(here + counters["ghost_blocks_total"], asked),
+                "hit_ratio_at_twice": _ratio(
+                    min(here + counters["ghost_blocks_total"], asked), asked
+                ),
                 "writing_blocks": sum(len(s.writing) for s in spaces),
                 "leaving_blocks": sum(len(s.leaving) for s in spaces),
                 "proven_blocks": sum(s.proven_blocks for s in spaces),
@@ -596,7 +597,7 @@ class Node:
                 {
                     **queue.tier.status(),
                     **queue.status(),
-                    "hit_ratio": _ratio(queue.tier.counters["acquired_blocks_total"], asked),
+                    "hit_ratio": _ratio(queue.tier.counters["loaded_blocks_total"], asked),
                 }
                 for queue in self.backups.queues
             ],

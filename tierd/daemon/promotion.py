@@ -9,13 +9,13 @@ belong to the batch until its I/O has ended, whoever still waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.core.host import HostTier
-from tierd.core.space import Lease, Reservation, Space
+from tierd.core.space import Lease, Refusal, Reservation, Space
 from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
@@ -115,6 +115,8 @@ class Promotion:
     """The tier that is being read."""
     turn: Turn | None = None
     """What it waits for, while it waits for a turn to read."""
+    room: asyncio.Future[None] | None = None
+    """What it waits for, while it waits for slots."""
     void: bool = False
     """What it brings is not to be published: it has been flushed since."""
     failed: dict[bytes, Outcome | None] = field(default_factory=dict)
@@ -149,8 +151,9 @@ class Promotion:
         another could join: behind reads that hang it would keep its blocks from being read from
         anywhere else."""
         self.waiters.discard(waiter)
-        if not self.waiters and self.turn is not None:
-            self.turn.granted.cancel()
+        waits = self.turn.granted if self.turn is not None else self.room
+        if not self.waiters and waits is not None:
+            waits.cancel()
             self.keep([])
 
     def keep(self, left: list[bytes]) -> None:
@@ -237,7 +240,7 @@ class Promotions:
                 if not batch.left or not batch.waiters:
                     break
                 if self._tiers[number].reads_allowed:
-                    batch.keep(await self._bring(batch, number, batch.left))
+                    batch.keep(await self._bring_all(batch, number))
         except asyncio.CancelledError:
             if batch.waiters:  # It is the daemon that stops.
                 raise
@@ -245,10 +248,43 @@ class Promotions:
             batch.keep([])
             batch.done.set_result(None)
 
-    async def _bring(self, batch: Promotion, number: int, hashes: Sequence[bytes]) -> list[bytes]:
+    async def _bring_all(self, batch: Promotion, number: int) -> list[bytes]:
+        """Read a batch's blocks, and wait for slots while blocks that are being written keep them.
+
+        Returns the blocks that the tier did not give.
+        """
+        missed, left = [], batch.left
+        while left and self._tiers[number].reads_allowed:
+            given, short = await self._bring(batch, number, left)
+            missed += given
+            holds = self._backups.holds(batch.space)
+            # While the others were read some that kept slots may have been written.
+            again = short and batch.waiters and (holds or len(short) < len(left))
+            if not again:
+                self._no_slots(batch, short)
+                break
+            batch.keep([*missed, *short])
+            left = short
+            if holds:
+                batch.room = self._memory.room(batch.space)
+                try:
+                    await batch.room
+                finally:
+                    batch.room = None
+        return missed
+
+    def _no_slots(self, batch: Promotion, hashes: Collection[bytes]) -> None:
+        """Blocks of a batch get no slots, and are not under way any more."""
+        batch.failed.update(dict.fromkeys(hashes))
+        batch.keep([h for h in batch.left if h not in hashes])
+        self._memory.counters["promotion_no_room_total"] += len(hashes)
+
+    async def _bring(
+        self, batch: Promotion, number: int, hashes: Sequence[bytes]
+    ) -> tuple[list[bytes], list[bytes]]:
         """Read blocks into fresh slots; what is sound becomes READY and held by the waiters.
 
-        Those that the tier did not give.
+        Returns the blocks that the tier did not give, and the blocks that got no slot.
         """
         space, tier = batch.space, self._tiers[number]
         batch.source = tier
@@ -256,7 +292,7 @@ class Promotions:
         async with self.turns.take(batch.turn):
             batch.turn = None
             if not batch.waiters or batch.void:
-                return []
+                return [], []
             unknown = [space.namespace.hash_root] * len(hashes)
             worth = batch.worth
             reservation = self._memory.reserve(INTERNAL, space, hashes, unknown, worth)
@@ -266,14 +302,13 @@ class Promotions:
             else:
                 self._memory.grow_ahead(space)
             granted = [(i, slot) for i, slot in enumerate(reservation.slots) if slot >= 0]
-            if len(granted) < len(hashes):
-                self._memory.counters["promotion_no_room_total"] += len(hashes) - len(granted)
-                refused = {h for h, slot in zip(hashes, reservation.slots, strict=True) if slot < 0}
-                batch.failed.update(dict.fromkeys(refused))
-                # A request that wants one of them must not wait for it here.
-                batch.keep([h for h in batch.left if h not in refused])
+            refused = dict(zip(hashes, reservation.slots, strict=True))
+            short = [h for h, slot in refused.items() if slot == Refusal.NO_ROOM and worth is None]
+            gone = {h for h, slot in refused.items() if slot < 0}.difference(short)
+            # A request that wants one of them must not wait for it here.
+            self._no_slots(batch, gone)
             if not granted:
-                return []
+                return [], short
             length = space.namespace.block_bytes
             requests = [
                 GetRequest(hashes[i], self._memory.arena.view(space, slot), length)
@@ -292,7 +327,7 @@ class Promotions:
             if result.outcome is not Outcome.HIT
         }
         batch.failed.update(missed)
-        return list(missed)
+        return list(missed), short
 
     def _publish(
         self,

@@ -107,6 +107,7 @@ class Session:
             m.Inventory: self._inventory.ask,
             m.Teach: self._teach,
             m.Unregister: self._unregister,
+            m.Loaded: self._loaded,
         }
         self._fd_handlers: dict[type[m.Message], Callable[[Any, int], None]] = {
             m.Part: self._copies.part,
@@ -218,6 +219,17 @@ class Session:
                 f"TEACH needs uses and an age for each of at most {m.TAUGHT_MAX} hashes"
             )
         self._node.teach(self._space(message.handle).namespace, hashes, uses, ages_s)
+
+    def _loaded(self, message: m.Loaded) -> None:
+        spaces = self._named(message.handles)
+        if not sum(message.sources) <= message.wanted <= m.LOADED_MAX:
+            raise RemoteProtocolError(
+                f"LOADED says {sum(message.sources)} of {message.wanted} blocks, at most "
+                f"{m.LOADED_MAX}"
+            )
+        if message.prefill_us > m.LOADED_US_MAX:
+            raise RemoteProtocolError(f"LOADED says {message.prefill_us} us")
+        self._node.loaded(spaces, message.wanted, message.sources, message.prefill_us)
 
     def _status(self, message: m.Status) -> None:
         self._send(m.StatusReply(message.call, self._node.status()))
@@ -348,7 +360,8 @@ class Session:
         if message.call in self._acquires:
             raise RemoteProtocolError(f"call {message.call} is in flight already")
         spaces = self._named(message.handles)
-        hashes = m.split_hashes(message.hashes)
+        asked = m.split_hashes(message.hashes)
+        hashes = asked[message.own :]
         settled, lease, resident = self._node.acquire_now(
             self.owner, spaces, hashes, message.prefill_tokens_per_s
         )
@@ -357,7 +370,7 @@ class Session:
             settled = True
         if settled:
             self._acquired(message.call, lease)
-        self._node.learning.note(spaces, hashes, message.request)
+        self._node.learning.note(spaces, asked, message.request, message.own)
         if settled:
             return
         call, node = message.call, self._node
@@ -402,11 +415,11 @@ class Session:
         self._acquires.pop(call, None)
         self._patience.pop(call, None)
         if lease is None:
-            self._send(m.Acquired(call, 0, 0, b"", 0))
+            self._send(m.Acquired(call, 0, 0, b"", 0, b""))
             return
         blob = b"".join(m.pack_slots(slots) for _, slots in lease.parts)
         count = len(lease.parts[0][1])
-        self._send(m.Acquired(call, lease.lease_id, count, blob, lease.expires_ns))
+        self._send(m.Acquired(call, lease.lease_id, count, blob, lease.expires_ns, lease.sources))
 
 
 class Server:

@@ -131,7 +131,7 @@ def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refuse
     assert isinstance(tiers, list)
     parts = [f"L2 {about(host['used_bytes'])} of {about(host['capacity_bytes'])}"]
     if asked := counters.get("requested_blocks_total", 0):
-        hits = counters.get("acquired_blocks_total", 0)
+        hits = counters.get("loaded_blocks_total", 0)
         parts[0] += f" ({hits} hits of {asked} blocks = {100 * hits / asked:.0f} %)"
     parts += [f"{tier['name']} {tier['state']}" for tier in tiers]
     if phase is Phase.STOPPING:

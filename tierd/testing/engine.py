@@ -185,6 +185,7 @@ class Engine:
         self._ranks = ranks
         self._habits = habits
         self._random = random
+        self._own = Random(f"own blocks of {name} in {world.seed}")
 
     async def run(self, sessions: int, requests: int) -> None:
         """Live through `sessions`, with about `requests` in each."""
@@ -264,7 +265,8 @@ class Engine:
         call = link.next_call()
         deadline_ms = random.choice((0, 1, 5, 20, 100, 1000))
         about = (random.randrange(4), random.choice((0, 0, 5, 2000)), random.choice((0, 1, 10**6)))
-        asked = link.ask(m.Acquire(call, handles, b"".join(hashes), deadline_ms, *about))
+        own = self._own.randint(0, len(hashes) + 1) if self._own.random() < 0.05 else 0
+        asked = link.ask(m.Acquire(call, handles, b"".join(hashes), deadline_ms, *about, own))
         if self._chance(0.1):
             link.send(m.Ready(call))
         if self._chance(0.1):
@@ -279,7 +281,7 @@ class Engine:
             return
         link.leases.add(acquired.lease)
         count = acquired.blocks
-        slots = m.unpack_slots(acquired.slots)
+        slots, hashes = m.unpack_slots(acquired.slots), hashes[own:]
         if count > len(hashes) or len(slots) != count * len(handles):
             world.fail(f"ACQUIRED of {count} blocks, {len(slots)} slots for {len(hashes)} hashes")
             return

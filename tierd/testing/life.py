@@ -554,7 +554,7 @@ class Referee:
         return self._life.node.host.spaces[self._spaces[handle]]
 
     def _leased(self, asked: m.Acquire, acquired: m.Acquired) -> None:
-        hashes = m.split_hashes(asked.hashes)
+        hashes = m.split_hashes(asked.hashes)[asked.own :]
         raw = m.unpack_slots(acquired.slots)
         slots = []
         for at, slot in enumerate(raw):

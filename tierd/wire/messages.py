@@ -19,7 +19,7 @@ from tierd.errors import RemoteProtocolError
 from tierd.types import HASH_BYTES
 from tierd.types import NEVER as NEVER
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 KEYS_PER_CALL_MAX: Final = 16_384
 """Hashes in one call: 512 KiB, 3 ms of the daemon's loop. A longer prefix is cut by the caller."""
@@ -32,6 +32,12 @@ EVENTS_MAX: Final = 64
 
 EXPLAINED_MAX: Final = 1024
 """Hashes in one EXPLAIN."""
+
+LOADED_MAX: Final = 1 << 24
+"""Blocks in one LOADED; a step of an engine admits a few thousand."""
+
+LOADED_US_MAX: Final = 1 << 40
+"""Time of computing in one LOADED: twelve days."""
 
 TAUGHT_MAX: Final = 1024
 """Hashes in one TEACH: 1 ms of the daemon's loop."""
@@ -79,6 +85,8 @@ class Register(NamedTuple):
 
 
 class Acquire(NamedTuple):
+    """`own` leading blocks are in the engine's own cache: they are used, and not wanted."""
+
     call: int
     handles: list[int]
     hashes: bytes
@@ -86,12 +94,25 @@ class Acquire(NamedTuple):
     request: int
     waited_ms: int
     prefill_tokens_per_s: int
+    own: int = 0
 
 
 class Ready(NamedTuple):
     """The engine could compute the request of an ACQUIRE now."""
 
     call: int
+
+
+class Loaded(NamedTuple):
+    """What engines did with answers, since they said so last: of the `wanted` blocks that requests
+    asked for, `sources` are the ones that they compute on instead of computing them. The first
+    number is what host memory had, each further one what a storage tier had brought.
+    `prefill_us` is how long computing blocks that were loaded would have taken."""
+
+    handles: list[int]
+    wanted: int
+    sources: list[int]
+    prefill_us: int
 
 
 class Release(NamedTuple):
@@ -302,11 +323,15 @@ class Guard(NamedTuple):
 
 
 class Acquired(NamedTuple):
+    """`sources` has a byte a block: 0 if host memory had it, else the number of the storage tier
+    that brought it + 1. It is empty if host memory had them all."""
+
     call: int
     lease: int
     blocks: int
     slots: bytes
     expires_ns: int
+    sources: bytes = b""
 
 
 class Reserved(NamedTuple):
@@ -427,6 +452,7 @@ FromClient = (
     | Explain
     | Inventory
     | Unregister
+    | Loaded
 )
 FromDaemon = (
     Welcome
@@ -478,6 +504,7 @@ _NUMBERS: Final[dict[type[Message], int]] = {
     Explain: 25,
     Inventory: 26,
     Unregister: 27,
+    Loaded: 28,
     Welcome: 64,
     Registered: 65,
     Segment: 66,
@@ -521,7 +548,7 @@ def _shape(cls: type[Message]) -> _Shape:
 
 _SHAPES: Final = {number: _shape(cls) for cls, number in _NUMBERS.items()}
 
-FROM_CLIENT: Final = frozenset(range(1, 28))
+FROM_CLIENT: Final = frozenset(range(1, 29))
 FROM_DAEMON: Final = frozenset(range(64, 82))
 
 _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
