@@ -127,6 +127,7 @@ class Node:
         self._pin_share = pin_share
         hints = Hints(int(capacity_bytes * pin_share), pin_max_s)
         self.host = HostTier(capacity_bytes, segment_bytes, hints, eviction)
+        self.host.now_s = clock.monotonic_ns() // NS
         self.tiers = list(tiers)
         self.epoch = epoch
         self.prefetch = prefetch if prefetch is not None else PrefetchConfig()
