@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,11 @@ from hypothesis import settings
 from tests.daemon_process import DaemonProcess
 from tests.redis_servers import RedisServer
 from tests.s3_servers import SeaweedFS
+
+# In the background it may be ignored, and then children would not be interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # Not in the main thread.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure. In CI the examples are the same each time: new ones are
 # looked for where somebody can look at what they find.

@@ -19,7 +19,7 @@ import pytest
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.traffic import wait_until
-from tierd.client import Client
+from tierd.client import Client, RefusedError
 from tierd.config import Config, backend_options, load, parse
 from tierd.daemon.listening import listening_socket
 from tierd.errors import ConfigError, NamespaceError
@@ -367,8 +367,8 @@ def test_a_client_of_another_release_is_told(
     monkeypatch.setattr(m, "PROTOCOL_VERSION", 99)
     client = running.client()
     try:
-        handle = client.register(blocks.namespace())
-        assert client.get(handle, [bytes(32)], 0) == []
+        with pytest.raises(RefusedError, match="the client speaks 99"):
+            client.register(blocks.namespace())
         assert "the client speaks 99" in client.last_error
     finally:
         client.close()

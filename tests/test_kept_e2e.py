@@ -114,5 +114,6 @@ def test_what_is_used_more_is_found_no_less_after_a_restart(
         daemon.wait_tier(kind, "ready", 60)
         ratios = work.hit_ratios()
     assert ratios == sorted(ratios)
-    assert ratios[-1] == 1.0
+    # Redis evicts the oldest of a sample.
+    assert ratios[-1] >= (1.0 if kind == "file" else 0.9)
     assert ratios[0] < 0.9, "the tier has not turned over"

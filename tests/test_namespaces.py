@@ -121,6 +121,11 @@ def test_an_engine_that_resets_its_caches_leaves_nothing(tmp_path: Path) -> None
         fresh = patient(daemon, "fresh")
         handle = fresh.register(rig.namespace)
         assert len(fresh.get(handle, [rig.item(1).block_hash], 0)) == 1
+        last = of_generation(rig.namespace, side._generation).digest.hex()
+        eventually(
+            lambda: any(n["digest"] == last and n["sessions"] == 2 for n in status(looks)[2]),
+            "the worker's and the scheduler's registrations",
+        )
         mover.stop(0.0)
         side.close()
         fresh.close()

@@ -18,6 +18,7 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -87,7 +88,11 @@ class StoreDirectory:
         changed."""
         there = next(p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p))
         needed = os.R_OK | os.W_OK | os.X_OK
-        if not there.is_dir():
+        try:
+            mode = there.stat().st_mode
+        except OSError:
+            return  # A disk that is away: open() tries again.
+        if not stat.S_ISDIR(mode):
             yield f"{self.path} cannot be used: {there} is not a directory"
             return
         if not os.access(there, needed) and not os.statvfs(there).f_flag & os.ST_RDONLY:
