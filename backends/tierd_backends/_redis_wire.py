@@ -254,12 +254,16 @@ class Link:
         begun = self.at_master(command(b"MULTI"))
         if isinstance(begun, ErrorReply):
             return begun
-        sent = command(b"SREM", key, b"") + members + command(b"EXEC")
-        *queued, done = self.exchange(sent, 3)
+        write = command(b"SREM", key, b"")
+        *queued, done = self.exchange(write + members + command(b"EXEC"), 3)
         errors = [reply for reply in (*queued, done) if isinstance(reply, ErrorReply)]
         if errors and errors[0].code == "MISCONF" and self.role == MASTER:
             # It cannot save what it has, so it takes no writes; it is the master all the same.
             return self.exchange(members, 1)[0]
+        if errors and errors[0].code == "OOM":
+            # A full server takes no transactions, but writes that need no memory.
+            written, told = self.exchange(write + members, 2)
+            return written if isinstance(written, ErrorReply) else told
         if errors:
             return errors[0]
         return done[-1] if isinstance(done, list) and done else None
