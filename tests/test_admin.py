@@ -28,6 +28,7 @@ from tierd.daemon.admin import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Admin, Phase,
 from tierd.daemon.exposition import Metric, Sample, exposition
 from tierd.daemon.metrics import METRICS, NAMESPACES_SHOWN_MAX, scrape
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.errors import ConfigError
 
 WAIT_S = 20.0
@@ -40,12 +41,14 @@ BLOCK_BYTES = 4096
 def node() -> Iterator[Node]:
     """A node that nothing runs."""
     made = Node(
-        capacity_bytes=64 << 20,
-        segment_bytes=64 << 10,
-        lease_ttl_ms=1000,
+        NodeOptions(
+            capacity_bytes=64 << 20,
+            segment_bytes=64 << 10,
+            lease_ttl_ms=1000,
+            epoch=bytes(8),
+        ),
         tiers=[],
         clock=SystemClock(),
-        epoch=bytes(8),
     )
     yield made
     made.memory.arena.close()

@@ -26,6 +26,7 @@ from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.host import HostTier
 from tierd.daemon.ending import SPACES_MAX
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.promotion import Waiter
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import DisconnectedError, RefusedError
@@ -967,12 +968,14 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
     hashes, parents = blocks.chain(3)
     clock = SystemClock()
     node = Node(
-        capacity_bytes=64 * 4096,
-        lease_ttl_ms=1000,
+        NodeOptions(
+            capacity_bytes=64 * 4096,
+            lease_ttl_ms=1000,
+            epoch=bytes(8),
+            prefetch=PrefetchConfig(min_tokens=0),
+        ),
         tiers=[tier],
         clock=clock,
-        epoch=bytes(8),
-        prefetch=PrefetchConfig(min_tokens=0),
     )
     slot = memoryview(bytearray(4096))
 
@@ -998,12 +1001,14 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
 def test_a_status_of_many_long_namespaces_fits_a_frame() -> None:
     """One engine with long names would end every `tierd status`, when it is needed most."""
     node = Node(
-        capacity_bytes=1 << 20,
-        lease_ttl_ms=1000,
-        prefetch=PrefetchConfig(min_tokens=0),
+        NodeOptions(
+            capacity_bytes=1 << 20,
+            lease_ttl_ms=1000,
+            prefetch=PrefetchConfig(min_tokens=0),
+            epoch=bytes(8),
+        ),
         tiers=[],
         clock=SystemClock(),
-        epoch=bytes(8),
     )
     long = "\N{GRINNING FACE}" * 4096
     for number in range(SPACES_MAX):

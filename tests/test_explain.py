@@ -16,8 +16,8 @@ from tierd.config import WritePolicy
 from tierd.core.space import Dropped, Effect, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
 from tierd.core.writes import Miss
+from tierd.daemon.acquiring import Patience
 from tierd.daemon.explain import OTHERS_MAX, YOUNG_S
-from tierd.daemon.node import Patience
 from tierd.daemon.orders import Orders
 from tierd.errors import BackendError, RemoteProtocolError
 from tierd.testing.faulty import Fault, FaultPlan

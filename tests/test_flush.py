@@ -387,7 +387,7 @@ def test_a_waiting_request_does_not_get_what_it_held() -> None:
         raw.hangs = set()
         assert (await flush(bench)).status()["complete"]
         assert await acquire == 0
-        await until(lambda: all(task.done() for task in bench.node._tasks))
+        await until(lambda: not len(bench.node.tasks))
         bench.check_nothing_is_left()
 
     run(test, config("tier"))
@@ -647,7 +647,7 @@ def test_the_flush_outlives_who_asked_for_it() -> None:
             (5, "a flush is going on already"),
         ]
         await until(lambda: not raw.blocks)
-        await until(lambda: all(task.done() for task in bench.node._tasks))
+        await until(lambda: not len(bench.node.tasks))
         assert not any(isinstance(each, m.Done) for each in said)
         assert await bench.acquire(hashes) == 0
         other.flush(m.Flush(6, "", True, [0]))

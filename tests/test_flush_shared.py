@@ -18,6 +18,7 @@ from tierd.core.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark
 from tierd.daemon.epochs import MARGIN_S, REFRESH_S, MarksFile, News
 from tierd.daemon.flush import OTHERS_S
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.tier import StorageTier, opened
 from tierd.errors import BackendError
 from tierd.testing.backend import StoredBlock
@@ -121,13 +122,15 @@ def fleet(
                 if state is not None:
                     tiers[0].epochs.remember(MarksFile(state / name, "place"))
                 node = Node(
-                    capacity_bytes=256 * PAGE,
-                    lease_ttl_ms=1000,
+                    NodeOptions(
+                        capacity_bytes=256 * PAGE,
+                        lease_ttl_ms=1000,
+                        prefetch=PrefetchConfig(min_tokens=0),
+                        epoch=name.encode(),
+                        segment_bytes=32 * PAGE,
+                    ),
                     tiers=tiers,
-                    prefetch=PrefetchConfig(min_tokens=0),
                     clock=VirtualClock(loop),
-                    epoch=name.encode(),
-                    segment_bytes=32 * PAGE,
                 )
                 node.lives.begin()
                 stack.callback(node.memory.arena.close)

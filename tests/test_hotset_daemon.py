@@ -21,6 +21,7 @@ from tierd.daemon.admin import HOTSET, Admin, Phase
 from tierd.daemon.hotset import AGE_S_MAX, FILE, Snapshots, state_directory
 from tierd.daemon.metrics import scrape
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.hotset import Hot, HotSet
 from tierd.hotset import pieces as whole_pieces
 from tierd.types import Namespace
@@ -34,12 +35,14 @@ class Life:
 
     def __init__(self, directory: Path, **keys: object) -> None:
         self.node = Node(
-            capacity_bytes=1 << 20,
-            segment_bytes=64 << 10,
-            lease_ttl_ms=1000,
+            NodeOptions(
+                capacity_bytes=1 << 20,
+                segment_bytes=64 << 10,
+                lease_ttl_ms=1000,
+                epoch=bytes(8),
+            ),
             tiers=[],
             clock=SystemClock(),
-            epoch=bytes(8),
         )
         self.wall_s = NOW_S
         self.counters: Counter[str] = Counter()

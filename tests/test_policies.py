@@ -14,7 +14,7 @@ from tierd.config import PrefetchConfig, PrefetchPolicy, StorageConfig, WritePol
 from tierd.core.host import LEAVING_SHARE_MAX
 from tierd.core.prefetch import TRIAL_EVERY, deadline_ns
 from tierd.core.writes import DEMAND_EARLY
-from tierd.daemon.node import Patience
+from tierd.daemon.acquiring import Patience
 from tierd.errors import BackendError
 
 MS = 1_000_000

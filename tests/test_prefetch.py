@@ -16,11 +16,10 @@ from tests.tier_bench import PAGE, SPACE, Bench, Tier, config, key, run
 from tierd.backend import GetRequest, GetResult
 from tierd.config import PrefetchConfig, PrefetchPolicy
 from tierd.core.prefetch import deadline_ns
-from tierd.daemon.node import Patience
+from tierd.daemon.acquiring import Patience
 from tierd.daemon.server import Session
 from tierd.daemon.tier import BATCH_BLOCKS_MAX
 from tierd.errors import BackendError
-from tierd.testing.loop import VirtualClock
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 
@@ -595,7 +594,7 @@ class Line:
 def session(made: World, owner: int) -> tuple[Session, Line]:
     """A session with the space registered as handle 0."""
     bench = made.bench
-    opened, line = Session(owner, bench.node, VirtualClock(bench.loop), "test"), Line()
+    opened, line = Session(owner, bench.node, "test"), Line()
     opened.transport = line
     hello = m.Hello(m.PROTOCOL_VERSION, "test")
     for message in (hello, m.Register(1, SPACE.to_fields(), False)):

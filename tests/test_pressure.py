@@ -27,6 +27,7 @@ from tierd.core.host import HostTier
 from tierd.core.pressure import CALM_S, FORGOTTEN_S, Pressure, Sample
 from tierd.core.space import Evicted, Refusal, Space
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.pressure import ThisMachine
 from tierd.limits import memory_cgroups
 from tierd.types import PAGE_BYTES
@@ -434,14 +435,16 @@ async def test_memory_goes_back_to_the_machine(
     caplog.set_level(logging.INFO, "tierd")
     machine = Given(32 * GIB)
     node = Node(
-        capacity_bytes=32 * MIB,
-        min_bytes=8 * MIB,
-        lease_ttl_ms=1000,
+        NodeOptions(
+            capacity_bytes=32 * MIB,
+            min_bytes=8 * MIB,
+            lease_ttl_ms=1000,
+            epoch=bytes(8),
+            segment_bytes=2 * MIB,
+        ),
         tiers=[],
         clock=SystemClock(),
-        epoch=bytes(8),
         machine=machine,
-        segment_bytes=2 * MIB,
     )
     space = node.register(namespace(MIB // 4))
 
@@ -491,14 +494,16 @@ def test_a_shortage_that_changes_nothing_is_said_so(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "tierd")
     machine = Given(GIB // 2)
     node = Node(
-        capacity_bytes=32 * MIB,
-        min_bytes=32 * MIB,
-        lease_ttl_ms=1000,
+        NodeOptions(
+            capacity_bytes=32 * MIB,
+            min_bytes=32 * MIB,
+            lease_ttl_ms=1000,
+            epoch=bytes(8),
+            segment_bytes=2 * MIB,
+        ),
         tiers=[],
         clock=SystemClock(),
-        epoch=bytes(8),
         machine=machine,
-        segment_bytes=2 * MIB,
     )
     space = node.register(namespace(MIB // 4))
     hashes, parents = chain(8)

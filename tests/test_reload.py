@@ -23,7 +23,6 @@ from tests.tier_scene import table
 from tests.traffic import wait_until
 from tierd.backend import GetRequest
 from tierd.client import Client
-from tierd.clock import SystemClock
 from tierd.config import NOT_SCALARS, Config, StorageConfig, parse
 from tierd.core.hints import Hint
 from tierd.core.writes import Moment
@@ -76,7 +75,7 @@ class Scene:
     def __init__(self, bench: Bench, config: Config) -> None:
         self.bench, self.config = bench, config
         self.node, self.raw = bench.node, bench.raw
-        self.server = Server(bench.node, SystemClock(), frozenset())
+        self.server = Server(bench.node, frozenset())
         self.queue = bench.node.backups.queues[0]
 
     def deadline_ns(self) -> int:
@@ -296,7 +295,7 @@ def reload(
     refused: list[str] = []
 
     async def test(bench: Bench) -> None:
-        server = Server(bench.node, SystemClock(), frozenset())
+        server = Server(bench.node, frozenset())
         reloader = Reloader(running, load, bench.node, server)
         refused.append(await reloader.reload())
 
@@ -377,9 +376,7 @@ def test_a_reload_has_tiers_read_their_keys_anew(caplog: pytest.LogCaptureFixtur
     running, raw = configured(), Keyed()
 
     async def test(bench: Bench) -> None:
-        reloader = Reloader(
-            running, configured, bench.node, Server(bench.node, SystemClock(), frozenset())
-        )
+        reloader = Reloader(running, configured, bench.node, Server(bench.node, frozenset()))
         assert [await reloader.reload() for _ in range(2)] == ["", ""]
 
     run(test, *running.storage, raw=[raw, *(Tier() for _ in running.storage[1:])])

@@ -14,7 +14,6 @@ from tests.tier_bench import Bench as NodeBench
 from tests.tier_bench import run
 from tierd.client import by_source
 from tierd.daemon.server import Session
-from tierd.testing.loop import VirtualClock
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 
@@ -175,7 +174,7 @@ class Line:
     def __init__(self, bench: NodeBench) -> None:
         self.got: list[m.Message] = []
         self._wire = WireSession(Role.CLIENT, lambda message, _: self.got.append(message))
-        self._session = Session(7, bench.node, VirtualClock(bench.loop), "test")
+        self._session = Session(7, bench.node, "test")
         self._session.transport = self
         self.say(m.Hello(m.PROTOCOL_VERSION, "test"))
         self.say(m.Register(1, bench.space.namespace.to_fields(), False))

@@ -29,6 +29,7 @@ from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
 from tierd.daemon.listening import engine_socket
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.serve import Signals
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.telling import LINE_CHARS_MAX, Teller, status_line
@@ -146,12 +147,14 @@ def test_the_line_of_status() -> None:
 
 def node(executor: ThreadPoolExecutor | None = None) -> Node:
     return Node(
-        capacity_bytes=64 << 20,
-        segment_bytes=64 << 10,
-        lease_ttl_ms=1000,
+        NodeOptions(
+            capacity_bytes=64 << 20,
+            segment_bytes=64 << 10,
+            lease_ttl_ms=1000,
+            epoch=bytes(8),
+        ),
         tiers=[],
         clock=SystemClock(),
-        epoch=bytes(8),
         executor=executor,
     )
 

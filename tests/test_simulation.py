@@ -27,10 +27,11 @@ from tierd.config import PrefetchConfig
 from tierd.core.host import HostTier
 from tierd.core.space import Lease, Reservation, Space
 from tierd.daemon import tier as tier_module
+from tierd.daemon.acquiring import Acquiring, Patience
 from tierd.daemon.backup import Backups, WriteQueue
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
-from tierd.daemon.node import Node, Patience
+from tierd.daemon.node import Node
 from tierd.daemon.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier
@@ -368,15 +369,15 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 @pytest.mark.slow
 def test_lookups_that_outlive_a_deadline_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine would wait for a tier that takes its time to give up."""
-    promote = Node._promote
+    promote = Acquiring._promote
 
-    async def polite(self: Node, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
+    async def polite(self: Acquiring, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
         await promote(self, lookup, deadline_ns, patience)
-        lookups = [task for task in self._tasks if task.get_name() == "lookup"]
+        lookups = [task for task in asyncio.all_tasks() if task.get_name() == "lookup"]
         if lookups:
             await asyncio.wait(lookups)
 
-    monkeypatch.setattr(Node, "_promote", polite)
+    monkeypatch.setattr(Acquiring, "_promote", polite)
     assert "no Acquired" in caught()
 
 

@@ -14,6 +14,7 @@ from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.space import Effect, Evicted, Lease, Space
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.tier import StorageTier, opened
 from tierd.storage.breaker import PROBE_NAMESPACE
@@ -175,7 +176,7 @@ class Bench:
         assert not any(sum(space.refs) for space in self.node.host.spaces.values())
         assert not self.node.host.reservations
         assert not self.node.promotions.under_way
-        assert all(task.done() for task in self.node._tasks)
+        assert not len(self.node.tasks)
 
 
 def config(name: str, **changes: object) -> StorageConfig:
@@ -202,13 +203,15 @@ def run(
         named = configs or tuple(config(f"tier{i}") for i in range(len(backends)))
         tiers = [StorageTier(c, backend) for c, backend in zip(named, backends, strict=True)]
         node = Node(
-            capacity_bytes=blocks_in_l2 * PAGE,
-            lease_ttl_ms=1000,
+            NodeOptions(
+                capacity_bytes=blocks_in_l2 * PAGE,
+                lease_ttl_ms=1000,
+                prefetch=PrefetchConfig(min_tokens=0),
+                epoch=os.urandom(8),
+                segment_bytes=blocks_in_l2 // 8 * PAGE,
+            ),
             tiers=tiers,
-            prefetch=PrefetchConfig(min_tokens=0),
             clock=VirtualClock(loop),
-            epoch=os.urandom(8),
-            segment_bytes=blocks_in_l2 // 8 * PAGE,
             manager=manager,
         )
         node.lives.begin()

@@ -114,6 +114,10 @@ class HostTier:
         """Blocks that were evicted, for whatever reason."""
         return self.evicted.total()
 
+    def pass_time(self, now_s: int) -> None:
+        """It is so late, CLOCK_MONOTONIC; to be told every second."""
+        self.now_s = now_s
+
     # --- how much -------------------------------------------------------------------
 
     def set_capacity(self, capacity_bytes: int, pin_share: float) -> None:
@@ -128,6 +132,10 @@ class HostTier:
         for space in self.spaces.values():
             if self.hints.kept_bytes > self.hints.quota_bytes:
                 space.chain.unkeep(self.hints.override(space.digest))
+
+    def set_pin_max(self, pin_max_s: int) -> None:
+        """Keep nothing for longer than this after its hint from now on."""
+        self.hints.pin_max_s = pin_max_s
 
     def set_limit(self, limit_bytes: int) -> None:
         """Grow no further than this from now on; `shrink` gives back what is more."""
@@ -175,6 +183,22 @@ class HostTier:
             space.used_s = self.now_s
             self.spaces[digest] = space
         return space
+
+    def register(self, space: Space) -> None:
+        """One session more uses a space."""
+        space.sessions += 1
+        space.worthless = False
+        space.used_s = self.now_s
+
+    def unregister(
+        self, space: Space, known_until_s: int = 0, worthless: bool | None = None
+    ) -> None:
+        """One session less uses a space; see `Space.known_until_s` and `Space.worthless`."""
+        assert space.sessions > 0
+        space.sessions -= 1
+        space.known_until_s = max(space.known_until_s, known_until_s)
+        if worthless is not None:
+            space.worthless = worthless
 
     def empty_space(self, space: Space) -> list[Effect]:
         """Take all memory from a namespace that nobody uses and that holds nothing any more."""
@@ -298,12 +322,18 @@ class HostTier:
         mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
         return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
 
-    def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> Lease:
-        """Lease READY slots."""
+    def grant(
+        self,
+        owner: int,
+        parts: list[tuple[Space, list[int]]],
+        expires_ns: int,
+        sources: bytes = b"",
+    ) -> Lease:
+        """Lease READY slots; `sources` as in Lease."""
         self._leased_blocks[owner] += sum(len(slots) for _, slots in parts)
         for space, slots in parts:
             self.hold(space, slots)
-        lease = Lease(self._take_id(), owner, parts, expires_ns)
+        lease = Lease(self._take_id(), owner, parts, expires_ns, sources)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -479,15 +509,20 @@ class HostTier:
             self._add_writing(owner, len(taken) * space.slot_bytes)
         return reservation, effects
 
-    def commit(self, owner: int, reservation_id: int, count: int) -> list[int] | None:
+    def commit(
+        self, owner: int, reservation_id: int, count: int, now_s: float | None = None
+    ) -> list[int] | None:
         """Make the first `count` slots of a reservation READY and free the rest.
 
+        With the time, in seconds, blocks begin to age from there, before a request uses them.
         The slots that became READY, in order; None if the reservation is not the owner's
         or no longer there, and nothing has changed then.
         """
         reservation = self._end_reservation(owner, reservation_id)
         if reservation is None:
             return None
+        if now_s is not None:
+            reservation.space.reuse.pass_time(now_s)
         granted = accumulate(slot >= 0 for slot in reservation.slots)
         return self._publish(reservation, [number <= count for number in granted])
 

@@ -39,6 +39,9 @@ CHECKSUM_BATCH: Final = 32
 CHECKSUM_PAUSE_S: Final = 0.005
 """Pause before a round of checksums. A hop to a thread and back costs about 0.1 ms."""
 
+DRAIN_LOOK_S: Final = 0.01
+"""How often a drain is looked at: a tier's write takes longer as a rule."""
+
 UNREAD: Final = 1
 """Bit of what is known of a block that a tier took: nobody has read it yet."""
 
@@ -548,6 +551,22 @@ class Backups:
         if any(renewal.busy and renewal.tier.reads_allowed for renewal in self.renewals):
             return True
         return any((q.pending_blocks or q.unflushed) and q.tier.writes_allowed for q in self.queues)
+
+    @property
+    def left(self) -> int:
+        """Blocks that a drain is still to write, once a tier."""
+        return self.blocks + sum(len(queue.unflushed) for queue in self.queues)
+
+    async def drain(self, end_s: float, enough: asyncio.Event) -> int:
+        """Write what tiers are to get and lack, until `end_s` of the loop's clock at most, and not
+        once there is `enough`; the count left undone."""
+        left = self.flush()
+        while self.drainable and asyncio.get_running_loop().time() < end_s:
+            if enough.is_set():
+                break
+            await asyncio.sleep(DRAIN_LOOK_S)
+            left = self.flush()
+        return self.blocks + left
 
     def note_capacities(self) -> None:
         """Tell the write budgets what their tiers hold, which open late and may change."""

@@ -90,7 +90,10 @@ class Waiter:
                 (space, [held[h] for h in hashes[:count]])
                 for space, held in zip(self.spaces, self.held, strict=True)
             ]
-            lease = host.grant(owner, parts, expires_ns)
+            sources = b""
+            if brought := self.brought:
+                sources = bytes(1 + brought.get(h, -1) for h in hashes[:count])
+            lease = host.grant(owner, parts, expires_ns, sources)
         self.close(host)
         return lease
 

@@ -33,6 +33,7 @@ from tierd.daemon.health import STUCK_S, Health
 from tierd.daemon.hotset import Snapshots, state_directory
 from tierd.daemon.listening import EngineSocket, admin_socket, engine_socket
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.pressure import ThisMachine
 from tierd.daemon.reload import Reloader
 from tierd.daemon.server import Server, default_allow_uids
@@ -155,22 +156,14 @@ class _Life:
         self._signals.take(asyncio.get_running_loop())
         config, clock, machine = self._config, SystemClock(), ThisMachine()
         with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
+            options = NodeOptions.of(config, secrets.token_bytes(8), placement)
             self._node = node = Node(
-                capacity_bytes=config.host.capacity,
-                min_bytes=config.host.min_bytes,
-                machine=machine,
-                lease_ttl_ms=config.host.lease_ttl_ms,
-                pin_share=config.host.pin_share,
-                pin_max_s=config.host.pin_max_s,
-                eviction=config.host.eviction.value,
+                options,
                 tiers=tiers,
                 clock=clock,
-                epoch=secrets.token_bytes(8),
-                prefetch=config.prefetch,
-                copy=config.copy,
-                placement=placement,
                 manager=self._manager,
                 executor=executor,
+                machine=machine,
             )
             node.lives.begin()
             for shortfall in shortfalls(
@@ -186,7 +179,7 @@ class _Life:
                 )
                 node.snapshots.open()
             allowed = frozenset(config.allow_uids) or default_allow_uids()
-            self._server = Server(node, clock, allowed)
+            self._server = Server(node, allowed)
             where.open_to(allowed)
             health = Health(node.memory, _patience_s(self._manager.watchdog_us))
             self._admin = Admin(node, health)
@@ -199,10 +192,7 @@ class _Life:
                 ):
                     await node.run(lambda: self._serve(where))
             finally:
-                node.lives.close()
-                node.memory.arena.close()
-                if node.snapshots is not None:
-                    node.snapshots.close()
+                node.close()
         return 0
 
     async def _serve(self, where: EngineSocket) -> None:

@@ -16,14 +16,11 @@ from functools import partial
 from typing import Any, Final
 
 from tierd import __version__
-from tierd.clock import Clock
-from tierd.config import PrefetchPolicy
 from tierd.core.hints import Hint, Priority
 from tierd.core.space import Lease, Refusal, Space
-from tierd.daemon.copying import SessionCopies
-from tierd.daemon.inventory import Inventory
+from tierd.daemon.acquiring import Patience
 from tierd.daemon.listening import EngineSocket
-from tierd.daemon.node import Node, Patience
+from tierd.daemon.node import Node
 from tierd.daemon.orders import Orders
 from tierd.daemon.transport import SocketTransport, Transport
 from tierd.errors import NamespaceError, RefusedError, RemoteProtocolError
@@ -59,14 +56,13 @@ _REFUSED: Final = {
 class Session:
     """One client. `on_closed` of the transport must call `closed` exactly once."""
 
-    def __init__(self, owner: int, node: Node, clock: Clock, peer: str, pid: int = 0) -> None:
+    def __init__(self, owner: int, node: Node, peer: str, pid: int = 0) -> None:
         """`pid` is the client's process, 0 if it is not known."""
         self.owner = owner
         self.pid = pid
         self.client = peer
         self.transport: Transport | None = None
         self._node = node
-        self._clock = clock
         self._wire = WireSession(Role.DAEMON, self._handle)
         self._spaces: dict[int, Space] = {}
         self._wants_segments: set[int] = set()
@@ -75,9 +71,9 @@ class Session:
         self._over = False
         self._next_handle = 0
         self._lease_ttl_s = 0
-        self._copies = SessionCopies(owner, node.copies, self._send)
+        self._copies = node.copies_of(owner, self._send)
         self._orders = Orders(node, self._send)
-        self._inventory = Inventory(node.host, node.tiers, clock, node.spawn, self._send)
+        self._inventory = node.inventory_of(self._send)
         self._engine: int | None = None
         self._guard: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
@@ -113,7 +109,7 @@ class Session:
             m.Part: self._copies.part,
             m.Attach: self._attach,
         }
-        node.memory.listeners.append(self._announce)
+        node.listen(self._announce)
 
     def data(self, chunk: memoryview, fds: Sequence[int] = ()) -> None:
         """Bytes from the client, and descriptors, which are this object's from now on."""
@@ -123,13 +119,13 @@ class Session:
         try:
             self._wire.receive(chunk, fds)
         except RemoteProtocolError as error:
-            self._node.counters["protocol_errors_total"] += 1
+            self._node.count("protocol_errors_total")
             log.warning(
                 "session %d (%s) ended: %s", self.owner, self.client, error, extra=self._extra()
             )
             self._end(m.Error(0, str(error)))
         except Exception:  # our bug ends this session, not the daemon
-            self._node.counters["internal_errors_total"] += 1
+            self._node.count("internal_errors_total")
             log.exception(
                 "session %d (%s) ended by a bug of ours",
                 self.owner,
@@ -141,8 +137,8 @@ class Session:
     def closed(self) -> None:
         """The peer has closed its end: it no longer touches what it had reserved."""
         self._over = True
-        self._node.memory.listeners.remove(self._announce)
-        self._node.clients.pop(self.owner, None)
+        self._node.unlisten(self._announce)
+        self._node.forget_client(self.owner)
         for task in self._acquires.values():
             task.cancel()
         self._orders.close()
@@ -182,10 +178,10 @@ class Session:
             self._handlers[type(message)](message)
 
     def _release(self, message: m.Release) -> None:
-        self._node.host.release(message.lease, self.owner)
+        self._node.release(message.lease, self.owner)
 
     def _abort(self, message: m.Abort) -> None:
-        abort = partial(self._node.host.abort, self.owner, message.reservation)
+        abort = partial(self._node.abort, self.owner, message.reservation)
         self._copies.after_filling(message.reservation, abort)
 
     def _cancel(self, message: m.Cancel) -> None:
@@ -196,7 +192,7 @@ class Session:
 
     def _ready(self, message: m.Ready) -> None:
         patience = self._patience.get(message.call)
-        if patience is not None and self._node.prefetch.policy is PrefetchPolicy.BEST_EFFORT:
+        if patience is not None and self._node.is_best_effort:
             patience.end()
 
     def _hint(self, message: m.Hint) -> None:
@@ -239,7 +235,8 @@ class Session:
             log.warning("session %d: client speaks protocol %d", self.owner, message.version)
             self._end(version_error(message.version))
             return
-        self.client = self._node.clients[self.owner] = message.client[:80]
+        self.client = message.client[:80]
+        self._node.name_client(self.owner, self.client)
         ttl_ms = self._node.lease_ttl_ns // 1_000_000
         self._lease_ttl_s = -(-ttl_ms // 1000)
         self._send(m.Welcome(m.PROTOCOL_VERSION, self._node.epoch, __version__, ttl_ms))
@@ -249,7 +246,7 @@ class Session:
             if len(self._spaces) >= HANDLES_MAX:
                 raise RefusedError(f"a session registers at most {HANDLES_MAX} namespaces")
             if message.want_segments and self._guard is None:
-                self._guard = self._node.lives.guard()
+                self._guard = self._node.writer_guard()
                 if self._guard is not None:
                     self._send(m.Guard(), self._guard)
             namespace = Namespace.from_fields(message.namespace)
@@ -269,22 +266,21 @@ class Session:
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
         if message.want_segments:
             self._wants_segments.add(handle)
-            for index, segment in enumerate(self._node.memory.arena.segments(space)):
-                # A hollow one is announced when it is filled: a client that faulted it in
-                # before would take memory that nobody counts.
-                if space.live[index]:
-                    self._send(m.Segment(handle, index), segment.fd)
+            # A hollow one is announced when it is filled: a client that faulted it in before
+            # would take memory that nobody counts.
+            for index, segment in self._node.live_segments(space):
+                self._send(m.Segment(handle, index), segment.fd)
 
     def _unregister(self, message: m.Unregister) -> None:
-        space = self._space(message.handle)
-        space.worthless = message.worthless
-        self._drop_handle(message.handle)
+        self._space(message.handle)
+        self._drop_handle(message.handle, worthless=message.worthless)
 
-    def _drop_handle(self, handle: int, known_s: int = 0) -> None:
+    def _drop_handle(self, handle: int, known_s: int = 0, *, worthless: bool | None = None) -> None:
         """The client may come back within `known_s`, with what it has mapped."""
         maps = handle in self._wants_segments
         self._wants_segments.discard(handle)
-        self._node.unregister(self._spaces.pop(handle), known_s if maps else 0)
+        space = self._spaces.pop(handle)
+        self._node.unregister(space, known_s if maps else 0, worthless=worthless)
 
     def _announce(self, space: Space, index: int, segment: ArenaSegment) -> None:
         """A segment was created, or filled again: new ones are sent to who maps the space."""
@@ -343,12 +339,12 @@ class Session:
         slots = [s if s >= 0 else _REFUSED[Refusal(s)] for s in reservation.slots]
         self._send(m.Reserved(message.call, reservation.reservation_id, m.pack_slots(slots)))
         # After the reply: the client copies while room for its next call is made.
-        self._node.memory.make_room_ahead(space, len(hashes))
+        self._node.make_room_ahead(space, len(hashes))
 
     def _commit(self, message: m.Commit) -> None:
         if self._copies.is_filling(message.reservation):
             raise RemoteProtocolError("COMMIT of a reservation that is still being filled")
-        count = self._node.host.commit_count(self.owner, message.reservation, message.blocks)
+        count = self._node.commit_count(self.owner, message.reservation, message.blocks)
         # The reply first: the client goes on while the index is brought up to date, and no
         # other message is looked at before that is done.
         self._send(m.Committed(message.call, count))
@@ -366,11 +362,11 @@ class Session:
             self.owner, spaces, hashes, message.prefill_tokens_per_s
         )
         if not settled and len(self._acquires) >= ACQUIRES_IN_FLIGHT_MAX:
-            self._node.counters["acquires_refused_total"] += 1
+            self._node.count("acquires_refused_total")
             settled = True
         if settled:
             self._acquired(message.call, lease)
-        self._node.learning.note(spaces, asked, message.request, message.own)
+        self._node.note_request(spaces, asked, message.request, message.own)
         if settled:
             return
         call, node = message.call, self._node
@@ -401,13 +397,13 @@ class Session:
         if not self._over:
             self._acquired(call, lease)
         elif lease is not None:
-            self._node.host.release(lease.lease_id, self.owner)
+            self._node.release(lease.lease_id, self.owner)
 
     def _acquire_over(self, call: int, task: asyncio.Task[None]) -> None:
         """Answer a miss if the task could not: it may have been cancelled before its first step."""
         if self._acquires.get(call) is not task:
             return
-        self._node.counters["acquires_cancelled_total"] += 1
+        self._node.count("acquires_cancelled_total")
         if not self._over:
             self._acquired(call, None)
 
@@ -425,9 +421,8 @@ class Session:
 class Server:
     """Accepts clients on a listening unix socket and runs their sessions."""
 
-    def __init__(self, node: Node, clock: Clock, allow_uids: frozenset[int]) -> None:
+    def __init__(self, node: Node, allow_uids: frozenset[int]) -> None:
         self._node = node
-        self._clock = clock
         self.allow_uids = allow_uids
         self._owners = itertools.count(1)
         self._transports: set[SocketTransport] = set()
@@ -473,7 +468,7 @@ class Server:
             return
         except OSError as error:
             # EMFILE and the like: clients wait in the backlog and try again by themselves.
-            self._node.counters["accept_failed_total"] += 1
+            self._node.count("accept_failed_total")
             log.warning("cannot accept a client, next try in %d s: %s", ACCEPT_PAUSE_S, error)
             loop, fd = asyncio.get_running_loop(), self._listener.fileno()
             loop.remove_reader(fd)
@@ -495,7 +490,7 @@ class Server:
 
     def adopt(self, sock: socket.socket, peer: str, pid: int = 0) -> Session:
         """Run a session on a connected socket."""
-        session = Session(next(self._owners), self._node, self._clock, peer, pid)
+        session = Session(next(self._owners), self._node, peer, pid)
         transport: SocketTransport
 
         def closed() -> None:
@@ -508,7 +503,7 @@ class Server:
         return session
 
     def _refuse(self, sock: socket.socket, pid: int, reason: str) -> None:
-        self._node.counters["clients_refused_total"] += 1
+        self._node.count("clients_refused_total")
         log.warning("client with pid %d refused: %s", pid, reason)
         if len(self._refused) >= REFUSED_MAX:
             sock.close()

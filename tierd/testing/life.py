@@ -19,6 +19,7 @@ from typing import Final
 from tierd.config import PrefetchPolicy, WritePolicy
 from tierd.core.space import Space
 from tierd.daemon.node import Node
+from tierd.daemon.options import NodeOptions
 from tierd.daemon.renewal import USED_AGAIN
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier, opened
@@ -78,17 +79,19 @@ class Life:
             world.note("tier", number, len(disk))
         self.clock = VirtualClock(world.loop)
         self.node = Node(
-            capacity_bytes=plan.capacity_bytes,
-            lease_ttl_ms=plan.lease_ttl_ms,
-            eviction=plan.eviction,
-            prefetch=plan.prefetch,
+            NodeOptions(
+                capacity_bytes=plan.capacity_bytes,
+                lease_ttl_ms=plan.lease_ttl_ms,
+                eviction=plan.eviction,
+                prefetch=plan.prefetch,
+                epoch=world.random.randbytes(8),
+                segment_bytes=plan.segment_bytes,
+            ),
             tiers=[
                 StorageTier(tier.config, backend)
                 for tier, backend in zip(plan.tiers, self.backends, strict=True)
             ],
             clock=self.clock,
-            epoch=world.random.randbytes(8),
-            segment_bytes=plan.segment_bytes,
             manager=None if apart else world.keeper,
         )
         # What is kept of host memory says so in the next life, too.
@@ -195,7 +198,7 @@ class Life:
     def adopt(self, connection: Connection, name: str) -> None:
         """What `Server.adopt` does, with a referee in between."""
         self._owners += 1
-        session = Session(self._owners, self.node, self.clock, name)
+        session = Session(self._owners, self.node, name)
         session.transport = connection.daemon
         self._referees.append(Referee(self, session, connection))
 
@@ -396,7 +399,7 @@ class Life:
             "backlog": node.backlog(),
             "pending bytes": sum(q.pending_bytes for q in node.backups.queues),
             "promoting": len(node.promotions.under_way),
-            "tasks": len(node._tasks),
+            "tasks": len(node.tasks),
         }
         left = {what: count for what, count in left.items() if count}
         if left:

@@ -18,7 +18,7 @@ from typing import Final
 
 from tierd.backend import verify_block
 from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
-from tierd.daemon.node import HOUSEKEEPING_S
+from tierd.daemon.housekeeping import HOUSEKEEPING_S
 from tierd.daemon.warming import Want
 from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
