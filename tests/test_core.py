@@ -12,21 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests import blocks
+from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
+from tierd.core.leases import Lease
+from tierd.core.reasons import NoRoom, Refusal
+from tierd.core.reservations import Found, Reservation
 from tierd.core.sharing import IDLE_S, TURN_S, segment_bytes
-from tierd.core.space import (
-    Effect,
-    EndSpace,
-    Forget,
-    HollowSegment,
-    Lease,
-    Move,
-    NewSegment,
-    NoRoom,
-    Refusal,
-    Reservation,
-    Space,
-)
+from tierd.core.space import Space
 
 PAGE = 4096
 INTERNAL = 0
@@ -127,7 +119,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         return {
             (space.digest, slot): block_hash
             for space in self.spaces
-            for block_hash, slot in space.chain.items.items()
+            for block_hash, slot in space.items.items()
         }
 
     def apply(self, effects: list[Effect]) -> None:
@@ -164,7 +156,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 assert place not in self.live
                 self.live.add(place)
                 continue
-            assert isinstance(effect, HollowSegment)
+            assert isinstance(effect, DecommitSegment)
             self.live.remove(place)
             for slot in range(effect.segment * per, (effect.segment + 1) * per):
                 self.memory.pop((effect.space.digest, slot), None)
@@ -185,7 +177,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         """Everything that a refused call must leave alone."""
         return (
             [
-                (dict(s.chain.items), list(s.free), dict(s.writing), list(s.refs), list(s.live))
+                (dict(s.items), list(s.free), dict(s.writing), list(s.refs), list(s.live))
                 for s in self.spaces
             ],
             set(self.host.leases),
@@ -210,7 +202,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         space = self.spaces[at]
         hashes = [hash_at(number) for number in numbers]
         parents = [PARENTS[h] for h in hashes]
-        items, writing = dict(space.chain.items), dict(space.writing)
+        items, writing = dict(space.items), dict(space.writing)
         made: list[Reservation] = []
         mine = sum(
             len(w.granted) * w.reservation.space.slot_bytes
@@ -230,7 +222,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         for block_hash, slot in zip(hashes, reservation.slots, strict=True):
             if block_hash in items:
                 assert slot == Refusal.PRESENT
-                assert space.chain.items[block_hash] == items[block_hash]
+                assert space.items[block_hash] == items[block_hash]
             elif block_hash in writing or block_hash in seen:
                 assert slot == Refusal.BUSY
             elif slot == Refusal.NO_ROOM:
@@ -247,7 +239,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         ready_now = {
             parent
             for parent, slot in zip(parents, reservation.slots, strict=True)
-            if slot >= 0 and parent in space.chain.items
+            if slot >= 0 and parent in space.items
         }
         writer = Writer(reservation, ready_now)
         granted = [slot for _, slot in writer.granted]
@@ -270,8 +262,8 @@ class HostAgainstModel(RuleBasedStateMachine):
         """A block was refused: nothing that could have made room for it was left."""
         assert not space.free
         assert self.host.allocated_bytes + space.segment_bytes > self.host.limit_bytes
-        above = {PARENTS[h] for h in space.chain.items}
-        for block_hash, slot in space.chain.items.items():
+        above = {PARENTS[h] for h in space.items}
+        for block_hash, slot in space.items.items():
             assert block_hash in above or block_hash in kept or space.refs[slot]
 
     def places_in_use(self) -> set[Place]:
@@ -301,7 +293,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def publish(self, writer: Writer, count: int) -> None:
         reservation, space = writer.reservation, writer.reservation.space
         for parent in writer.parents_ready:
-            assert parent in space.chain.items, "what a new block hangs on has gone"
+            assert parent in space.items, "what a new block hangs on has gone"
         ready = self.host.commit(reservation.owner, reservation.reservation_id, count)
         assert ready == [slot for _, slot in writer.granted[:count]]
         self.end(writer, writer.granted[:count])
@@ -318,7 +310,13 @@ class HostAgainstModel(RuleBasedStateMachine):
         expected = [(h, slot) for h, slot, ok in pairs if ok and slot >= 0]
         for block_hash, slot in expected:
             self.memory[space.digest, slot] = proof(space, block_hash)
-        ready = self.host.commit_some(INTERNAL, reservation.reservation_id, good)
+        found = [
+            Found(parent, block_hash[-16:]) if ok and slot >= 0 else None
+            for block_hash, parent, slot, ok in zip(
+                reservation.hashes, reservation.parents, reservation.slots, good, strict=True
+            )
+        ]
+        ready = self.host.commit_found(INTERNAL, reservation.reservation_id, found)
         assert ready == [slot for _, slot in expected]
         self.end(writer, expected)
 
@@ -328,14 +326,14 @@ class HostAgainstModel(RuleBasedStateMachine):
         self.ended.append((reservation.owner, reservation.reservation_id))
         for block_hash, slot in ready:
             space = reservation.space
-            assert space.chain.items[block_hash] == slot
-            assert space.checksums[slot] is None
-            assert not space.backed_up[slot]
-            space.checksums[slot] = block_hash[-16:]
-            space.backed_up[slot] = 1
+            assert space.items[block_hash] == slot
+            assert space.checksums[slot] in (None, block_hash[-16:])
+            assert not space.tiers.of(slot)
+            self.host.note_checksums(space, {slot: block_hash[-16:]})
+            self.host.mark(space, [slot], add=1)
             self.ledger[reservation.space.digest, slot] = block_hash
         for block_hash, slot in set(writer.granted) - set(ready):
-            assert block_hash not in reservation.space.chain
+            assert block_hash not in reservation.space.items
             assert slot in reservation.space.free
 
     @precondition(lambda self: self.writers)
@@ -370,7 +368,7 @@ class HostAgainstModel(RuleBasedStateMachine):
 
     # --- using ----------------------------------------------------------------------
 
-    @precondition(lambda self: any(len(space.chain) for space in self.spaces))
+    @precondition(lambda self: any(len(space.items) for space in self.spaces))
     @rule(
         owner=owners,
         data=st.data(),
@@ -378,17 +376,17 @@ class HostAgainstModel(RuleBasedStateMachine):
         ttl=st.sampled_from([1, TTL // 2, TTL]),
     )
     def acquire(self, owner: int, data: st.DataObject, ats: list[int], ttl: int) -> None:
-        some = [i for i, space in enumerate(self.spaces) if len(space.chain)]
+        some = [i for i, space in enumerate(self.spaces) if len(space.items)]
         ats = [data.draw(st.sampled_from(some)), *ats]
-        first = data.draw(st.sampled_from(sorted(map(int, self.spaces[ats[0]].chain.items))))
+        first = data.draw(st.sampled_from(sorted(map(int, self.spaces[ats[0]].items))))
         hashes = [hash_at(n) for n in range(first, min(first + 8, len(NUMBERS)))]
         spaces = [self.spaces[at] for at in ats]
         found = [self.host.prefix(space, hashes) for space in spaces]
         for space, slots in zip(spaces, found, strict=True):
             count = 0
-            while count < len(hashes) and hashes[count] in space.chain.items:
+            while count < len(hashes) and hashes[count] in space.items:
                 count += 1
-            assert slots == [space.chain.items[h] for h in hashes[:count]]
+            assert slots == [space.items[h] for h in hashes[:count]]
         shared = min(len(slots) for slots in found)
         if not shared:
             return
@@ -423,8 +421,8 @@ class HostAgainstModel(RuleBasedStateMachine):
     @rule(at=which, data=st.data())
     def hold(self, at: int, data: st.DataObject) -> None:
         space = self.spaces[at]
-        if space.chain.items:
-            some = st.sampled_from(sorted(space.chain.items.items()))
+        if space.items:
+            some = st.sampled_from(sorted(space.items.items()))
             chosen = data.draw(st.lists(some, min_size=1, max_size=4))
             self.host.hold(space, [slot for _, slot in chosen])
             self.holds.append(Held([(space, slot, h) for h, slot in chosen]))
@@ -452,11 +450,11 @@ class HostAgainstModel(RuleBasedStateMachine):
 
     @rule(at=which, sessions=st.integers(0, 1))
     def sessions_come_and_go(self, at: int, sessions: int) -> None:
-        self.spaces[at].sessions = sessions
+        self.spaces[at]._sessions = sessions
 
     @rule(seconds=st.sampled_from([1, TURN_S, IDLE_S]))
     def time_passes(self, seconds: int) -> None:
-        self.host.now_s += seconds
+        self.host.pass_time(self.host.now_s + seconds)
 
     @rule(failing=st.booleans())
     def the_system_gives_segments_or_not(self, failing: bool) -> None:
@@ -469,14 +467,15 @@ class HostAgainstModel(RuleBasedStateMachine):
             return
         if any(writer.reservation.space is space for writer in self.writers):
             most = 0  # What they write hangs on blocks that would be gone.
-        space.known_until_s = max(space.known_until_s, self.host.now_s + back_s)
-        before = {slot for _, slot in space.chain.items.items()}
+        self.host.register(space)
+        self.host.unregister(space, self.host.now_s + back_s)
+        before = {slot for _, slot in space.items.items()}
         self.apply(self.host.clear_space(space, most))
-        assert len(before) - len(space.chain) == min(most, len(before))
+        assert len(before) - len(space.items) == min(most, len(before))
         self.apply(self.host.empty_space(space))
         self.apply(self.host.end_space(space))
         writing = any(writer.reservation.space is space for writer in self.writers)
-        ends = not (writing or space.chain.items or space.known_until_s > self.host.now_s)
+        ends = not (writing or space.items or space.known_until_s > self.host.now_s)
         assert space.ended == ends
         if ends:
             assert self.host.reserve(1, space, [bytes(32)], [blocks.ROOT])[0].slots == [-3]
@@ -493,17 +492,17 @@ class HostAgainstModel(RuleBasedStateMachine):
     @invariant()
     def every_ready_block_has_its_own_bytes(self) -> None:
         for space in self.spaces:
-            for block_hash, slot in space.chain.items.items():
+            for block_hash, slot in space.items.items():
                 assert self.memory[space.digest, slot] == proof(space, block_hash)
                 assert space.checksums[slot] == block_hash[-16:]
-                assert space.backed_up[slot]
+                assert space.tiers.of(slot)
 
     @invariant()
     def held_slots_stay(self) -> None:
         refs: Counter[Place] = Counter()
         for held in self.holds:
             for space, slot, block_hash in held.places:
-                assert space.chain.items.get(block_hash) == slot
+                assert space.items.get(block_hash) == slot
                 refs[space.digest, slot] += 1
         for writer in self.writers:
             for slot in writer.reservation.held:
@@ -714,7 +713,7 @@ def test_blocks_of_several_requests_keep_all_their_prefixes() -> None:
     batch = [first[3], hashes[1]]
     reservation, _ = host.reserve(1, space, batch, [first_parents[3], parents[1]])
     host.commit(1, reservation.reservation_id, 2)
-    if hashes[1] in space.chain:
+    if hashes[1] in space.items:
         assert host.prefix(space, hashes) != []
     assert len(host.prefix(space, first)) >= 3
 
@@ -738,22 +737,22 @@ def test_an_idle_namespace_gives_its_memory_up() -> None:
     host, old = tier(16)
     store(host, old, 16, "yesterday")
     new = opened(host, "today")
-    new.sessions = 1
+    new._sessions = 1
     assert len(store(host, new, 16, "today")) == 16
     assert old.live_segments == 0
-    assert len(new.chain) == 16
+    assert len(new.items) == 16
 
 
 def test_busy_namespaces_share_evenly() -> None:
     """The first engine of a node would keep the arena, or two would steal in circles."""
     host, first = tier(16, model="first")
     second = opened(host, "second")
-    first.sessions = second.sessions = 1
+    first._sessions = second._sessions = 1
     store(host, first, 16, "first")
     for n in range(20):
         store(host, second, 2, n)
         store(host, first, 2, n)
-        host.now_s += TURN_S
+        host.pass_time(host.now_s + TURN_S)
     assert (first.live_segments, second.live_segments) == (2, 2)
     assert host.evicted_blocks <= 16 + 80
 
@@ -776,7 +775,7 @@ def test_every_rank_of_an_engine_gets_room() -> None:
     host = HostTier(256 << 20)
     ranks = [opened(host, f"rank {rank}", 2 << 20) for rank in range(16)]
     for space in ranks:
-        space.sessions = 1
+        host.register(space)
         host.make_room_ahead(space, 0)
     for n in range(20):
         for space in ranks:
@@ -789,12 +788,12 @@ def test_namespaces_have_the_memory_in_turns_where_it_is_not_enough_for_all() ->
     host, first = tier(16, model="0")
     spaces = [first, *(opened(host, str(number)) for number in range(1, 6))]
     for space in spaces:
-        space.sessions = 1
+        host.register(space)
     hashes, parents = blocks.chain(4, "some")
     assert [len(store(host, space, 4, "some")) for space in spaces[:4]] == [4] * 4
     refused, _ = host.reserve(1, spaces[4], hashes, parents)
     assert refused.refused is NoRoom.OTHERS
-    host.now_s += TURN_S
+    host.pass_time(host.now_s + TURN_S)
     assert len(host.prefix(first, hashes)) == 4
     assert len(store(host, spaces[4], 4, "some")) == 4
     assert [space.live_segments for space in spaces] == [1, 0, 1, 1, 1, 0], "used longest ago"
@@ -812,10 +811,10 @@ def test_a_namespace_that_nobody_asks_for_gives_its_last_segment() -> None:
     """An adapter that was used once would keep memory from the others until the engine ends."""
     host, quiet = tier(16, model="quiet")
     busy = opened(host, "busy")
-    quiet.sessions = busy.sessions = 1
+    quiet._sessions = busy._sessions = 1
     store(host, quiet, 2, "quiet")
     for segments in (1, 0):
-        host.now_s += IDLE_S // 2
+        host.pass_time(host.now_s + IDLE_S // 2)
         store(host, busy, 16, host.now_s)
         assert quiet.live_segments == segments
     assert len(store(host, quiet, 2, "again")) == 2
@@ -834,14 +833,16 @@ def test_a_client_that_may_come_back_finds_its_segments() -> None:
     """It would write to, and read, memory that is no longer the namespace's."""
     host, space = tier(8)
     store(host, space, 2, "some")
-    space.known_until_s = 3
+    host.register(space)
+    host.unregister(space, 3)
     host.clear_space(space, 9)
-    for host.now_s in (0, 2):
+    for now_s in (0, 2):
+        host.pass_time(now_s)
         host.empty_space(space)
         assert host.end_space(space) == []
         assert host.spaces == {space.digest: space}
     assert host.allocated_bytes == 0, "its memory is others' at once"
-    host.now_s = 3
+    host.pass_time(3)
     assert host.end_space(space) == [EndSpace(space)]
     assert host.open_space(space.namespace) is not space
 
@@ -862,22 +863,22 @@ def test_a_reservation_that_lost_all_its_slots_is_over() -> None:
 def test_lending_a_segment_costs_its_blocks_and_no_more() -> None:
     """A second engine's first block would throw a fifth of the first one's cache away."""
     host, first = tier(256, segment_slots=16, model="first")
-    first.sessions = 1
+    first._sessions = 1
     # Chains whose slots lie across the segments, used in another order than stored.
     hashes = [store(host, first, 10, n) for n in range(25)]
     for n in [*range(0, 25, 2), *range(1, 25, 2)]:
         store(host, first, 3, f"more {n}")
         host.prefix(first, hashes[n])
-    before = len(first.chain)
+    before = len(first.items)
     second = opened(host, "second")
-    second.sessions = 1
+    second._sessions = 1
     reservation, effects = host.reserve(2, second, [bytes(32)], [blocks.ROOT])
     host.check()
     assert reservation.slots == [0]
-    assert before - len(first.chain) <= 16
+    assert before - len(first.items) <= 16
     moved = [pair for effect in effects if isinstance(effect, Move) for pair in effect.pairs]
     assert moved
-    hollow = [effect.segment for effect in effects if isinstance(effect, HollowSegment)]
+    hollow = [effect.segment for effect in effects if isinstance(effect, DecommitSegment)]
     assert {slot // 16 for slot, _ in moved} == set(hollow)
 
 
@@ -916,7 +917,7 @@ def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
 def test_room_made_ahead_is_new_memory_while_there_is_any() -> None:
     """An arena with a third of its memory in use throws blocks away."""
     host, space = tier(512, segment_slots=16)
-    host.claims_all = True
+    host.set_claim(lambda space, slots, most: None, claims_all=True)
     hashes = store(host, space, 150, "some")
     for _ in range(3):
         effects = host.make_room_ahead(space, 150)
@@ -933,7 +934,7 @@ def test_memory_grown_ahead_costs_no_block() -> None:
     assert host.grow_ahead(space) == []  # A whole segment is free.
     store(host, space, 44, "full")
     assert host.grow_ahead(space) == []
-    assert len(space.chain) == 64
+    assert len(space.items) == 64
     host.check()
 
 

@@ -990,7 +990,7 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
         deadline_ns = clock.monotonic_ns() + 10_000_000_000
         assert await node.acquire(1, [space], hashes, deadline_ns) is None
         assert not space.writing
-        assert hashes[0] not in space.chain
+        assert hashes[0] not in space.items
         node.check()
 
     async with opened([tier]):

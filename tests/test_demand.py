@@ -100,7 +100,7 @@ def test_no_counter_goes_down_and_few_are_shown(events: list[tuple[int, bool]]) 
     demand = Demand()
     before: Counter[str] = Counter()
     for asked, (number, stays) in enumerate(events, 1):
-        SPACES[number].sessions = int(stays)
+        SPACES[number]._sessions = int(stays)
         demand.of(SPACES[number]).requested_tokens += 1
         shown: list[dict] = demand.status()
         assert len(shown) <= SEATS_MAX + 1
@@ -114,16 +114,16 @@ def test_a_namespace_that_is_gone_makes_room() -> None:
     """Twenty restarts of an engine with a random hash seed, and no namespace is seen any more."""
     demand, spaces = Demand(), opened()
     for space in spaces:
-        space.sessions = 1
+        space._sessions = 1
         demand.of(space)
     assert demand.of(spaces[SEATS_MAX]) is demand.others
     first = demand.of(spaces[0])
     first.requested_tokens = 7
-    spaces[0].sessions = 0
+    spaces[0]._sessions = 0
     assert demand.of(spaces[SEATS_MAX]) is not demand.others
     assert demand.of(spaces[0]) is demand.others
-    spaces[1].sessions = 0
-    spaces[1].chain.insert(0, bytes(32), blocks.ROOT)
+    spaces[1]._sessions = 0
+    spaces[1]._chain.insert(0, bytes(32), blocks.ROOT)
     assert demand.of(spaces[0]) is demand.others, "its blocks may be asked for again"
-    spaces[1].chain.remove(0)
+    spaces[1]._chain.remove(0)
     assert demand.of(spaces[0]) == Tally(requested_tokens=7)

@@ -13,7 +13,8 @@ from tierd.cli.explain import named_blocks
 from tierd.cli.operator import tables
 from tierd.cli.reasons import said
 from tierd.config import WritePolicy
-from tierd.core.space import Dropped, Effect, Evicted
+from tierd.core.effects import Effect
+from tierd.core.reasons import Dropped, Evicted
 from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
 from tierd.core.writes import Miss
 from tierd.daemon.acquiring import Patience
@@ -217,7 +218,8 @@ def test_evicted(by: Evicted) -> None:
         hashes = bench.store(3)
         await asyncio.sleep(100)
         effects: list[Effect] = []
-        bench.node.host._evict(bench.space, 1, by, effects)
+        host = bench.node.host
+        host._evictions.evict(bench.space, 1, by, host.now_s, effects)
         bench.node.memory._apply(effects)
         await asyncio.sleep(30)
         [block] = (await explain(bench, hashes[2:]))["blocks"]
@@ -244,7 +246,7 @@ def test_a_full_arena_says_what_it_evicted_for() -> None:
 
     async def test(bench: Bench) -> None:
         stored = [h for number in range(20) for h in bench.store(16, number)]
-        reason = (await why(bench, next(h for h in stored if h not in bench.space.chain)))[0]
+        reason = (await why(bench, next(h for h in stored if h not in bench.space.items)))[0]
         assert (reason["what"], reason["by"]) == ("evicted", "room")
 
     run(test, only(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=0.01))
@@ -310,7 +312,7 @@ def test_checksum_failed() -> None:
         assert reasons[1].pop("ago_s") in range(59, 62)
         assert reasons[1:] == [{"what": "checksum_failed", "tier": 0}]
         # Of L2 as well; and it is over once the block is there again.
-        slot = bench.space.chain.items[hashes[0]]
+        slot = bench.space.items[hashes[0]]
         bench.node.memory.drop(bench.space, [slot])
         [reason] = await why(bench, hashes[0])
         assert reason == {"what": "checksum_failed", "ago_s": reason["ago_s"]}
@@ -481,10 +483,10 @@ def test_leaving_and_dropped() -> None:
         bench.raw[0].hangs = {"put"}
         hashes = bench.store(2)
         bench.forget()
-        assert bench.space.leaving
+        assert bench.space.evicting
         body = await explain(bench, hashes)
         assert [block["host"] for block in body["blocks"]] == ["leaving", "leaving"]
-        slots = [s for s, (h, _) in bench.space.leaving.items() if h == hashes[1]]
+        slots = [s for s, (h, _) in bench.space.evicting.items() if h == hashes[1]]
         bench.node.memory.drop(bench.space, slots)
         body = await explain(bench, hashes)
         assert [block["host"] for block in body["blocks"]] == ["leaving", ""]
@@ -515,7 +517,7 @@ def test_what_was_flushed_is_not_what_more_memory_would_have_kept() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
-        slots = [bench.space.chain.items[h] for h in hashes[2:]]
+        slots = [bench.space.items[h] for h in hashes[2:]]
         bench.node.memory.drop(bench.space, slots, Dropped.FLUSHED)
         assert bench.space.twice(hashes) == 2
         bench.forget()
@@ -532,7 +534,7 @@ def test_a_block_that_the_tier_had_already() -> None:
         await bench.backed_up()
         queue = bench.node.backups.queues[0]
         queue.had.records.clear()
-        bench.node.backups.lost(bench.space, list(bench.space.chain.items.values()), queue.bit)
+        bench.node.backups.lost(bench.space, list(bench.space.items.values()), queue.bit)
         bench.store(1)  # As an engine does that has the prompt again: the tier says PRESENT.
         await bench.backed_up()
         await bench.raw[0].delete_many(SCOPE, hashes)
@@ -600,8 +602,8 @@ def test_not_proven_yet() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(1)
-        slot = bench.space.chain.items[hashes[0]]
-        bench.space.unproven[slot] = b"c" * 16
+        slot = bench.space.items[hashes[0]]
+        bench.space._unverified[slot] = b"c" * 16
         [block] = (await explain(bench, hashes))["blocks"]
         assert (block["host"], block["why"]) == ("unproven", [{"what": "waiting", "tier": 0}])
 

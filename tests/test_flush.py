@@ -401,7 +401,7 @@ def test_write_back_does_not_write_what_leaves() -> None:
         hashes = bench.store(64)
         raw.hangs = {"put"}
         bench.forget()
-        assert bench.space.leaving
+        assert bench.space.evicting
         await until(lambda: raw.calls("put"))
         raw.hangs = set()
         work = await flush(bench)
@@ -423,7 +423,7 @@ def test_what_was_leaving_cannot_stay_after_all() -> None:
         raw.takes_s = 0.5
         bench.forget()
         await until(lambda: raw.calls("put"))
-        assert bench.space.leaving
+        assert bench.space.evicting
         work = begin(bench)
         await asyncio.sleep(0.1)
         assert await bench.acquire(hashes, 0.1) == 0

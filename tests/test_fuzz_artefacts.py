@@ -291,12 +291,12 @@ class Kept:
         life = OneLife(keeper)
         life.prove()
         space = life.space()
-        served = [h for h in self.hashes if h in space.chain]
+        served = [h for h in self.hashes if h in space.items]
         for block_hash in served:
-            slot = space.chain.items[block_hash]
-            assert slot not in space.unproven
+            slot = space.items[block_hash]
+            assert slot not in space.unverified
             assert life.memory.payload(space, slot) == content(block_hash)
-            assert space.backed_up[slot] == 0, "a tier is said to have a block that it has not"
+            assert space.tiers.of(slot) == 0, "a tier is said to have a block that it has not"
         # Nothing of it hinders what comes.
         life.lives.tick()
         more = chain("more", 5)

@@ -19,7 +19,8 @@ from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
 from tierd.core.hints import HIGH_PRIORITY_S, Hint, Hints, Part, Priority
 from tierd.core.host import HostTier
-from tierd.core.space import Evicted, Space
+from tierd.core.reasons import Evicted
+from tierd.core.space import Space
 from tierd.eviction import POLICIES, make_policy
 from tierd.eviction.policy import Request
 from tierd.eviction.reuse import Reuse
@@ -45,7 +46,7 @@ class Scene:
     def open(self, model: str) -> Space:
         space = self.host.open_space(blocks.namespace(PAGE, model=model))
         assert space is not None
-        space.sessions = 1
+        space._sessions = 1
         return space
 
     def store(
@@ -75,7 +76,7 @@ class Scene:
         self.host.check()
 
     def here(self, hashes: Sequence[bytes], space: Space | None = None) -> list[bool]:
-        return [block_hash in (space or self.space).chain for block_hash in hashes]
+        return [block_hash in (space or self.space).items for block_hash in hashes]
 
     def count(self, name: str) -> int:
         return self.host.hints.counters[name]
@@ -234,7 +235,7 @@ def test_pins_outlive_leases_and_sessions() -> None:
     hashes = scene.store("restart")
     scene.hint(hashes, pin(100))
     scene.host.drop_owner(1)
-    scene.space.sessions = 0
+    scene.space._sessions = 0
     other = scene.open("other")
     scene.flood(other)
     assert all(scene.here(hashes))
@@ -248,12 +249,12 @@ def test_pins_never_stop_stores() -> None:
     scene.hint(hashes, pin(1000))
     others = [scene.open(f"other {number}") for number in range(7)]
     # The first is idle for a time, and lends.
-    scene.space.sessions = 0
+    scene.space._sessions = 0
     for space in others:
         scene.flood(space)
     assert all(scene.here(hashes))
-    assert len(scene.space.chain) == QUOTA
-    scene.space.sessions = 1
+    assert len(scene.space.items) == QUOTA
+    scene.space._sessions = 1
     for number in range(40):
         new = scene.store(f"new {number}", 2)
         assert all(scene.here(new))
@@ -346,10 +347,10 @@ def test_who_comes_back_is_not_sent_away_again() -> None:
     scene = Scene()
     over = scene.store("over", 4)
     scene.hint(over, Hint(session_ended=True))
-    scene.space.chain.use(Request(over, 1.0))
+    scene.host.use(scene.space, Request(over, 1.0))
     for number in range(12):
         scene.store(number)
-    scene.space.chain.touch(scene.host.prefix(scene.space, over))
+    scene.host.prefix(scene.space, over)
     for number in range(4):
         scene.store(f"new {number}")
     assert all(scene.here(over))
@@ -482,7 +483,7 @@ class HintsAtRandom(RuleBasedStateMachine):
         hashes, parents = self.chain(number, count)
         reservation, _ = host.reserve(1, space, hashes, parents)
         host.commit(1, reservation.reservation_id, count)
-        assert all(one in space.chain for one in hashes), "no lease is held, so there is room"
+        assert all(one in space.items for one in hashes), "no lease is held, so there is room"
 
     @rule(at=st.integers(0, 1))
     def store_new(self, at: int) -> None:
@@ -494,7 +495,7 @@ class HintsAtRandom(RuleBasedStateMachine):
     def use(self, at: int, number: int, count: int) -> None:
         space = self.scene.spaces[at]
         hashes, _ = self.chain(number, count)
-        space.chain.use(Request(hashes, self.scene.now_ns / S))
+        self.scene.host.use(space, Request(hashes, self.scene.now_ns / S))
         self.scene.host.prefix(space, hashes)
 
     @rule(
@@ -526,7 +527,7 @@ class HintsAtRandom(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 1), busy=st.booleans())
     def idle(self, at: int, *, busy: bool) -> None:
-        self.scene.spaces[at].sessions = int(busy)
+        self.scene.spaces[at]._sessions = int(busy)
 
     @rule(at=st.integers(0, 1), count=st.integers(1, 8))
     def make_room(self, at: int, count: int) -> None:

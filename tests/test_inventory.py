@@ -217,7 +217,7 @@ def test_what_was_taught_is_warmer_than_what_was_not() -> None:
         node = bench.node
         node.teach(SPACE, cold + hot, [1] * 100 + [6] * 100, [90_000] * 100 + [60] * 100)
         new = bench.store(100, "new")  # 256 blocks is all there is room for.
-        left = bench.space.chain.items
+        left = bench.space.items
         assert sum(block_hash in left for block_hash in hot) == 100
         assert sum(block_hash in left for block_hash in cold) < 60
         assert sum(block_hash in left for block_hash in new) == 100

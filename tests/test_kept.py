@@ -157,7 +157,7 @@ def test_what_was_used_once_is_not_asked_for_when_it_leaves() -> None:
         bench.node.learning.note([bench.space], hashes, 1)
         await bench.backed_up()
         bench.forget()
-        assert not bench.space.leaving
+        assert not bench.space.evicting
         await told(bench)
         assert not tier.calls("use")
 
@@ -223,7 +223,7 @@ def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(3 * DEADLINE_S)
         # What the tier did not answer for was not taken for lost, nor kept.
-        assert not bench.space.leaving
+        assert not bench.space.evicting
         bench.check_nothing_is_left()
 
     run(test, config("tier"), raw=[tier])

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from tests import blocks
 from tests.test_lives import CAPACITY, SEGMENT, ManualClock, OneLife, held_by_nobody
-from tierd.core.space import Dropped, Space
+from tierd.core.reasons import Dropped
+from tierd.core.space import Space
 from tierd.memory import past
 from tierd.memory.past import LEASE_NS_MAX, LifePage, PastPage
 from tierd.testing.keeper import Keeper
@@ -134,7 +135,7 @@ class Node:
         """Blocks that may be served, with their slots."""
         model, start, count = place
         space = self.space(model)
-        known = [(h, s) for h, s in space.chain.items.items() if s not in space.unproven]
+        known = [(h, s) for h, s in space.items.items() if s not in space.unverified]
         start = start % max(1, len(known))
         return space, dict(known[start : start + count])
 

@@ -19,8 +19,9 @@ from tests.tier_bench import Bench, Tier, config, run
 from tierd.backend import checksum
 from tierd.clock import Clock, SystemClock
 from tierd.config import StorageConfig, WritePolicy
+from tierd.core.effects import NewSegment
 from tierd.core.host import HostTier
-from tierd.core.space import NewSegment, Space
+from tierd.core.space import Space
 from tierd.daemon.lives import Lives
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.proofs import Proofs
@@ -91,9 +92,9 @@ class OneLife:
             if slot >= 0:
                 self.memory.payload(space, slot)[:] = right(block_hash)
         self.host.commit(INTERNAL, reservation.reservation_id, len(slots))
-        for slot in slots if prove else ():
-            space.checksums[slot] = checksum(self.memory.payload(space, slot))
-            self.memory.record(space, slot)
+        if prove:
+            sums = {slot: checksum(self.memory.payload(space, slot)) for slot in slots}
+            self.memory.note_checksums(space, sums)
         self.memory.check()
         return slots
 
@@ -110,7 +111,7 @@ class OneLife:
 
 def held_by_nobody(life: OneLife) -> bool:
     """Whether every slot may be used again."""
-    return not any(any(space.refs) or space.doubtful for space in life.host.spaces.values())
+    return not any(any(space.refs) or space.quarantined for space in life.host.spaces.values())
 
 
 @pytest.fixture
@@ -131,15 +132,15 @@ def test_blocks_and_their_order_are_kept(keeper: Keeper) -> None:
     life = OneLife(keeper)
     life.memory.check()
     space = life.space()
-    assert sorted(space.chain.items) == sorted([*old, *new])
+    assert sorted(space.items) == sorted([*old, *new])
     assert life.host.prefix(space, old) == [], "served before it was proven"
     life.prove()
     life.lives.tick()
     assert len(life.host.prefix(space, old)) == 6
-    assert [space.chain.parent_of(space.chain.items[h]) for h in old] == [ROOT, *old[:-1]]
+    assert [space.identity(space.items[h])[1] for h in old] == [ROOT, *old[:-1]]
     life.host.prefix(space, [])
-    evicted = space.chain.evict(6, lambda slot: False)
-    gone = [h for h in old if h not in space.chain]
+    evicted = space._chain.evict(6, lambda slot: False)
+    gone = [h for h in old if h not in space.items]
     assert len(evicted) == 6
     assert len(gone) == 6, "what was stored last went first"
     life.end()
@@ -168,20 +169,20 @@ def test_doubtful_slots_stay_where_they_are(keeper: Keeper) -> None:
     writer = life.lives.guard()
     life.prove()
     space = life.space()
-    assert len(space.doubtful) == 2
+    assert len(space.quarantined) == 2
     life.end()
     life = OneLife(keeper)
     space = life.space()
     for _ in range(3):
         life.lives.tick()
-        assert len(space.doubtful) == 2
+        assert len(space.quarantined) == 2
         assert not life.host.shrink()
         life.host.set_limit(0)
         life.memory.check()
     assert writer is not None
     os.close(writer)
     life.lives.tick()
-    assert not space.doubtful
+    assert not space.quarantined
     assert len(space.free) == 2
     life.memory.check()
     life.end()
@@ -195,7 +196,7 @@ def test_a_life_in_the_middle_of_ending_another_can_be_killed(keeper: Keeper) ->
     life.end()
     for _ in range(3):
         life = OneLife(keeper)
-        assert len(life.space().chain) == 4
+        assert len(life.space().items) == 4
         life.lives.tick()
         life.end()
     assert writer is not None
@@ -207,7 +208,7 @@ def test_slots_stay_while_a_lease_of_before_lasts(keeper: Keeper) -> None:
     life = OneLife(keeper)
     life.store(life.space(), chain("a", 8))
     space = life.space()
-    slots = [space.chain.items[h] for h in chain("a", 8)]
+    slots = [space.items[h] for h in chain("a", 8)]
     until = SystemClock().monotonic_ns() + 500 * 10**9
     life.lives.leased(life.host.grant(1, [(space, slots[:4])], until))
     life.lives.tick()
@@ -311,12 +312,12 @@ def test_what_tiers_have_is_kept_for_the_same_tiers(
     life = OneLife(keeper, tiers=(TIER,))
     space = life.space()
     slots = life.store(space, chain("a", 4))
-    life.memory.note_tiers(space, slots, add=1)
-    life.memory.note_tiers(space, slots[:1], remove=1)
+    life.memory.mark(space, slots, add=1)
+    life.memory.mark(space, slots[:1], remove=1)
     life.end()
     for _ in range(2):
         life = OneLife(keeper, tiers=tiers)
-        assert sorted(life.space().backed_up[slot] for slot in slots) == [0, known, known, known]
+        assert sorted(life.space().tiers.of(slot) for slot in slots) == [0, known, known, known]
         life.end()
 
 
@@ -327,12 +328,12 @@ def test_evicted_and_moved_blocks_do_not_come_back(keeper: Keeper) -> None:
     for tag in range(20):
         life.store(space, chain(tag, 3))
     life.store(other, chain("b", 12))
-    here = set(space.chain.items)
+    here = set(space.items)
     names = keeper.names()
     life.end()
     life = OneLife(keeper)
     assert len(names) == len(set(names)) * 2 - 2, "a segment and a ledger a name"
-    assert set(life.space().chain.items) == here
+    assert set(life.space().items) == here
     life.prove()
     assert life.counters["rotten_blocks_total"] == 0
     life.end()
@@ -351,7 +352,7 @@ def test_a_hollow_segment_is_not_kept(keeper: Keeper) -> None:
     assert len(keeper.names()) == before - 2 * 4
     life.end()
     life = OneLife(keeper)
-    assert len(life.space().chain) == 16
+    assert len(life.space().items) == 16
     life.memory.check()
     for tag in "bcde":
         life.store(life.space(), chain(tag, 4))
@@ -465,7 +466,7 @@ def test_what_was_not_adopted_does_not_turn_up_later(keeper: Keeper) -> None:
     segment.ledger.ready(record._replace(length=record.length - 1))
     life.end()
     life = OneLife(keeper)
-    assert len(life.space().chain) == 2
+    assert len(life.space().items) == 2
     life.memory.check()
     life.end()
 
@@ -494,16 +495,16 @@ def test_what_was_adopted_is_proven_before_it_is_written(
 
     async def before(bench: Bench) -> None:
         bench.store(8)
-        while bench.space.proven_blocks < 8:
+        while bench.space.verified_blocks < 8:
             await asyncio.sleep(0.01)
         if rotten:
-            slot = next(iter(bench.space.chain.items.values()))
+            slot = next(iter(bench.space.items.values()))
             bench.node.memory.payload(bench.space, slot)[7] ^= 1
 
     async def after(bench: Bench) -> None:
-        assert len(bench.space.unproven) == 8
+        assert len(bench.space.unverified) == 8
         # Were one to leave L2 now: nobody has looked at it.
-        slot = next(iter(bench.space.chain.items.values()))
+        slot = next(iter(bench.space.items.values()))
         bench.node.backups.leaving(bench.space, [slot], 8)
         await bench.backed_up()
         assert not raw.blocks
@@ -548,7 +549,7 @@ def test_a_request_does_not_wait_for_proofs_beyond_its_deadline(
 
     async def before(bench: Bench) -> None:
         stored.extend(bench.store(8))
-        while bench.space.proven_blocks < 8:
+        while bench.space.verified_blocks < 8:
             await asyncio.sleep(0.01)
 
     async def after(bench: Bench) -> None:

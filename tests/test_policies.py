@@ -11,7 +11,7 @@ from tests import blocks
 from tests.tier_bench import Bench, Tier, config, run
 from tierd.backend import Outcome, PutRequest
 from tierd.config import PrefetchConfig, PrefetchPolicy, StorageConfig, WritePolicy
-from tierd.core.host import LEAVING_SHARE_MAX
+from tierd.core.evictions import EVICTING_SHARE_MAX
 from tierd.core.prefetch import TRIAL_EVERY, deadline_ns
 from tierd.core.writes import DEMAND_EARLY
 from tierd.daemon.acquiring import Patience
@@ -61,7 +61,7 @@ def test_write_through_keeps_a_first_seen_prefix_that_is_evicted_at_once() -> No
             await asyncio.sleep(0.1)
         await asyncio.sleep(30)
         bench.node.check()
-        assert len(set(stored)) > len(bench.space.chain.items)
+        assert len(set(stored)) > len(bench.space.items)
         assert written(bench) == set(stored)
         counters = bench.tiers[0].counters
         assert not counters["backup_dropped_total"]
@@ -156,7 +156,7 @@ def test_write_back_writes_what_is_evicted_and_nothing_else() -> None:
             bench.node.check()
         await bench.backed_up()
         bench.node.check()
-        resident = set(bench.space.chain.items)
+        resident = set(bench.space.items)
         assert written(bench) == set(stored) - resident
         assert len(resident) > L2_BLOCKS * 3 // 4
         assert not bench.tiers[0].counters["backup_dropped_total"]
@@ -203,10 +203,10 @@ def test_a_leaving_block_keeps_its_slot_until_it_is_written_and_is_served_meanwh
         bench.raw[0].takes_s = 1.0
         first = bench.store(4, "first")
         more = 0
-        while not bench.space.leaving:
+        while not bench.space.evicting:
             bench.store(4, more)
             more += 1
-        leaving = [h for h in first if h not in bench.space.chain.items]
+        leaving = [h for h in first if h not in bench.space.items]
         assert leaving, "the oldest blocks go first"
         # Right bytes and a lease: Bench.acquire looks at both.
         assert await bench.acquire(first, 0.0) == 4
@@ -228,13 +228,13 @@ def test_write_back_never_keeps_an_engine_waiting_for_a_slow_tier() -> None:
         began_ns = bench.loop.now_ns
         for tag in range(100):
             bench.store_at_once(4, tag)
-            assert len(bench.space.leaving) <= L2_BLOCKS * LEAVING_SHARE_MAX
+            assert len(bench.space.evicting) <= L2_BLOCKS * EVICTING_SHARE_MAX
             bench.node.check()
         assert bench.loop.now_ns == began_ns
         assert bench.tiers[0].counters["backup_dropped_total"] > 200
         await asyncio.sleep(10)
         bench.node.check()
-        assert not bench.space.leaving, "given up, and free"
+        assert not bench.space.evicting, "given up, and free"
 
     node(test, writes(WritePolicy.WRITE_BACK))
 
@@ -255,7 +255,7 @@ def test_a_failed_write_of_a_leaving_block_frees_its_slot() -> None:
             await asyncio.sleep(0.05)
         await asyncio.sleep(10)
         bench.check_nothing_is_left()
-        assert not bench.space.leaving
+        assert not bench.space.evicting
 
     node(test, writes(WritePolicy.WRITE_BACK))
 

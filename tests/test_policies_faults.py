@@ -80,7 +80,7 @@ def test_writes_go_on_after_errors_and_bugs_of_a_backend(
             await asyncio.sleep(0.1)
         await asyncio.sleep(30)
         bench.check_nothing_is_left()
-        assert not bench.space.leaving
+        assert not bench.space.evicting
         raw.put_many = put_many  # type: ignore[method-assign]
         await asyncio.sleep(30)
         bench.store(4, "well")

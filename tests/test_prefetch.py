@@ -135,7 +135,7 @@ class World:
             bench.node.memory.make_room_ahead(bench.space, CHAIN_BLOCKS)
             await asyncio.sleep(1)
             self.chains.append(bench.store(CHAIN_BLOCKS, tag))
-            assert len(bench.space.chain) == CHAIN_BLOCKS
+            assert len(bench.space.items) == CHAIN_BLOCKS
             await bench.backed_up()
             bench.forget()
         for raw in self.moody:
@@ -366,7 +366,7 @@ def test_a_lookup_that_takes_all_the_time_leaves_none_to_read() -> None:
         assert outcome.took_ms == pytest.approx(300, abs=LATE_MS)
         await asyncio.sleep(1)
         assert made.moody[0].in_flight == 0
-        assert not made.bench.space.chain.items
+        assert not made.bench.space.items
 
     world(test, Mood(ask_s=0.35))
 

@@ -25,7 +25,8 @@ from tierd.clock import SystemClock
 from tierd.core.hints import Hint
 from tierd.core.host import HostTier
 from tierd.core.pressure import CALM_S, FORGOTTEN_S, Pressure, Sample
-from tierd.core.space import Evicted, Refusal, Space
+from tierd.core.reasons import Evicted, Refusal
+from tierd.core.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.daemon.pressure import ThisMachine
@@ -311,7 +312,7 @@ def shrink(host: HostTier, limit_bytes: int) -> int:
 def test_shrinking_takes_the_coldest_and_idle_ones_first() -> None:
     """A busy engine's prefixes would go for the sake of one that has left."""
     host, (idle, busy) = arena(64, "idle", "busy")
-    busy.sessions = 1
+    busy._sessions = 1
     left = store(host, idle, 16, "idle")
     cold = store(host, busy, 16, "cold")
     hot = store(host, busy, 32, "hot")
@@ -331,7 +332,7 @@ def test_a_smaller_arena_does_not_grow_but_still_takes_turns() -> None:
     shrink(host, 32 * PAGE_BYTES)
     store(host, one, 32, "more")
     assert host.allocated_bytes == 32 * PAGE_BYTES
-    other.sessions = 1
+    other._sessions = 1
     assert len(store(host, other, 8, "other")) == 8
     host.check()
     assert host.allocated_bytes == 32 * PAGE_BYTES
@@ -360,9 +361,9 @@ def test_what_is_held_keeps_its_segments_until_it_is_not() -> None:
 def test_pins_give_way_to_the_machine() -> None:
     """Blocks that an engine wants kept would be kept until the OOM killer comes."""
     host, (space,) = arena(16, "m")
-    space.sessions = 1
+    space._sessions = 1
     hashes = store(host, space, 16, "pinned")
-    host.hints.quota_bytes = 16 * PAGE_BYTES
+    host.hints.resize(16 * PAGE_BYTES)
     host.hint([space], hashes, Hint(pin_ms=60_000), 0)
     assert host.hints.kept_blocks == 16
     host.set_limit(8 * PAGE_BYTES)

@@ -105,7 +105,7 @@ def test_hits_of_an_arena_of_twice_the_size_are_told() -> None:
         for hashes in chains:
             await ask(bench, hashes)
         status = host(bench.node.status())
-        held = sum(len(set(hashes) & bench.space.chain.items.keys()) for hashes in chains)
+        held = sum(len(set(hashes) & bench.space.items.keys()) for hashes in chains)
         assert held <= 64
         assert status["hit_ratio"] == round(held / 96, 4)
         assert status["hit_ratio_at_twice"] == 1.0

@@ -213,7 +213,7 @@ def test_no_tier_is_read_for_what_the_engine_has(own: int) -> None:
         acquired = await line.acquired(hashes, own)
         left = max(0, 8 - own)
         assert acquired.blocks == left
-        assert set(bench.space.chain.items) == set(hashes[8 - left :])
+        assert set(bench.space.items) == set(hashes[8 - left :])
         assert acquired.sources == bytes([1]) * left
         slots = m.unpack_slots(acquired.slots)
         for block_hash, slot in zip(hashes[8 - left :], slots, strict=True):

@@ -58,7 +58,7 @@ def test_sound_tiers() -> None:
         assert [told.size_bytes for told in work.tiers] == [100 * PAGE] * 2
         assert counted(bench)["scrubbed_blocks"] == 200
         assert sum(counted(bench).values()) == 200
-        assert not bench.space.chain.items  # It brought nothing into L2.
+        assert not bench.space.items  # It brought nothing into L2.
         bench.check_nothing_is_left()
         assert await bench.acquire(hashes) == 100
 
@@ -106,8 +106,8 @@ def test_an_l2_block_that_has_no_checksum_yet() -> None:
         await bench.backed_up()
         (raw,) = bench.raw
         damage(raw, hashes[2])
-        slot = bench.space.chain.items[hashes[2]]
-        bench.space.checksums[slot] = None
+        slot = bench.space.items[hashes[2]]
+        bench.space._checksums[slot] = None
         work = await scrub(bench)
         assert work.tiers[0].repaired == 1
         bench.forget()

@@ -25,7 +25,10 @@ from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
 from tierd.core.host import HostTier
-from tierd.core.space import Lease, Reservation, Space
+from tierd.core.leases import Lease, Leases
+from tierd.core.reservations import Reservation, Reservations
+from tierd.core.space import Space
+from tierd.core.states import LeaseEvent
 from tierd.daemon import tier as tier_module
 from tierd.daemon.acquiring import Acquiring, Patience
 from tierd.daemon.backup import Backups, WriteQueue
@@ -131,22 +134,18 @@ def caught(seeds: Sequence[int] = range(MUTANT_SEEDS)) -> str:
 def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles would miss slots that are reused under a client's copy."""
 
-    def grant(
-        self: HostTier, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int
-    ) -> Lease:
-        lease = Lease(self._take_id(), owner, parts, expires_ns)
-        self.leases[lease.lease_id] = lease
-        return lease
+    def grant(self: Leases, lease: Lease) -> None:
+        self._held[lease.lease_id] = lease
 
-    def release(self: HostTier, lease_id: int, owner: int) -> bool:
-        lease = self.leases.get(lease_id)
+    def end(self: Leases, lease_id: int, owner: int, event: LeaseEvent) -> bool:
+        lease = self._held.get(lease_id)
         if lease is None or lease.owner != owner:
             return False
-        del self.leases[lease_id]
+        del self._held[lease_id]
         return True
 
-    monkeypatch.setattr(HostTier, "grant", grant)
-    monkeypatch.setattr(HostTier, "release", release)
+    monkeypatch.setattr(Leases, "grant", grant)
+    monkeypatch.setattr(Leases, "end", end)
     # The daemon's own count would tell at once; the referees and the bytes must as well.
     monkeypatch.setattr(Node, "check", lambda self: None)
     assert "leased slot" in caught()
@@ -158,13 +157,14 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
     grant = HostTier.grant
 
     def too_long(
-        self: HostTier, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int
+        self: HostTier,
+        owner: int,
+        parts: list[tuple[Space, list[int]]],
+        expires_ns: int,
+        sources: bytes = b"",
     ) -> Lease:
-        lease = grant(self, owner, parts, expires_ns)
-        told = Lease(lease.lease_id, owner, parts, expires_ns + 10**12)
-        del self.leases[lease.lease_id]
-        self.leases[lease.lease_id] = lease
-        return told
+        lease = grant(self, owner, parts, expires_ns, sources)
+        return Lease(lease.lease_id, owner, parts, expires_ns + 10**12, sources)
 
     monkeypatch.setattr(HostTier, "grant", too_long)
     monkeypatch.setattr("tierd.testing.life.Life._check_leases", lambda self: None)
@@ -216,13 +216,13 @@ def test_release_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_commit_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine's bug would publish another one's half-written block."""
-    end = HostTier._end_reservation
+    get = Reservations.get
 
-    def end_any(self: HostTier, owner: int, reservation_id: int) -> Reservation | None:
-        reservation = self.reservations.get(reservation_id)
-        return reservation and end(self, reservation.owner, reservation_id)
+    def get_any(self: Reservations, owner: int, reservation_id: int) -> Reservation | None:
+        reservation = self.open.get(reservation_id)
+        return reservation and get(self, reservation.owner, reservation_id)
 
-    monkeypatch.setattr(HostTier, "_end_reservation", end_any)
+    monkeypatch.setattr(Reservations, "get", get_any)
     assert caught()
 
 
@@ -447,8 +447,7 @@ def test_a_fill_that_is_only_claimed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     """A tier would be taken to have what only the one below has, and never get it."""
 
     def claim(self: Backups, space: Space, slots: Sequence[int], source: int) -> None:
-        for slot in slots:
-            space.backed_up[slot] = self._every
+        self._host.mark(space, slots, add=self._every)
 
     monkeypatch.setattr(Backups, "promoted", claim)
     assert "said to have" in caught()

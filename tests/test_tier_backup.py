@@ -10,7 +10,7 @@ import pytest
 from tests.tier_bench import DEADLINE_S, PAGE, PROBE_S, SCOPE, Bench, Tier, config, key, run
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.config import TIERS_MAX, Size, WritePolicy
-from tierd.core.space import Effect
+from tierd.core.effects import Effect
 from tierd.daemon.backup import PENDING_SHARE_MAX
 from tierd.daemon.tier import LOG_EVERY_S, StorageTier, opened
 from tierd.errors import BackendError
@@ -291,8 +291,8 @@ def test_a_drain_writes_blocks_that_have_moved() -> None:
         (queue,) = bench.node.backups.queues
         assert any(block_hash == hashes[-1] for _, _, block_hash in queue.unflushed)
         effects: list[Effect] = []
-        slot = space.chain.items[hashes[-1]]
-        bench.node.host._move(space, [(slot, space.free[0])], effects)
+        slot = space.items[hashes[-1]]
+        bench.node.host._room.move(space, [(slot, space.free[0])], effects)
         bench.node.memory._apply(effects)
         assert await drain == 0
         assert {each for each in hashes if key(each) in raw.blocks} == set(hashes)

@@ -115,7 +115,7 @@ def test_only_the_prefix_of_all_ranks_is_promoted() -> None:
         await bench.backed_up()
         bench.forget()
         assert await bench.acquire(hashes, spaces=ranks) == 3
-        assert [len(rank.chain) for rank in ranks] == [3, 3]
+        assert [len(rank.items) for rank in ranks] == [3, 3]
         assert bench.raw[1].calls("get") == 0
         bench.check_nothing_is_left()
 

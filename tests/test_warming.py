@@ -82,7 +82,7 @@ def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
     """Requests that name these blocks, as the book of uses counts them."""
     for _ in range(times):
         bench.space.reuse.use(Request(hashes, bench.loop.time()))
-        bench.space.chain.use(Request(hashes, bench.loop.time()))
+        bench.node.host.use(bench.space, Request(hashes, bench.loop.time()))
 
 
 # --- into host memory -------------------------------------------------------------------
@@ -193,17 +193,17 @@ def test_what_is_worth_as_much_stays() -> None:
         for each in hot:
             use(bench, each)
         await bench.backed_up()
-        assert len(bench.space.chain) == 256
+        assert len(bench.space.items) == 256
         assert fates(await warm(bench, cold)) == {Warmth.NO_ROOM: 64}
-        assert all(h in bench.space.chain for each in hot for h in each)
+        assert all(h in bench.space.items for each in hot for h in each)
 
         # Of these more is known than of the oldest of those.
         await asyncio.sleep(100.0)
         use(bench, cold, times=3)
         use(bench, hot[7])
         assert fates(await warm(bench, cold)) == {Warmth.BROUGHT: 64}
-        assert all(h in bench.space.chain for h in hot[7])
-        assert len(bench.space.chain) == 256
+        assert all(h in bench.space.items for h in hot[7])
+        assert len(bench.space.items) == 256
 
     run(test)
 
@@ -219,7 +219,7 @@ def test_one_hot_set_does_not_push_itself_out() -> None:
         await asyncio.sleep(5.0)
         use(bench, more)  # As much worth, but the daemon was told of it later.
         assert fates(await warm(bench, more)) == {Warmth.NO_ROOM: 32}
-        assert all(h in bench.space.chain for h in first)
+        assert all(h in bench.space.items for h in first)
 
     run(test)
 
@@ -240,8 +240,8 @@ def test_leased_and_kept_blocks_stay() -> None:
         await bench.node.warmings.run(warming, 600.0)
         bench.node.check()
         assert fates(warming) == {Warmth.BROUGHT: 128, Warmth.NO_ROOM: 128}
-        assert all(h in bench.space.chain for h in first)
-        assert not any(h in bench.space.chain for h in second)
+        assert all(h in bench.space.items for h in first)
+        assert not any(h in bench.space.items for h in second)
         bench.node.host.release(lease.lease_id, 1)
 
     run(test)
@@ -276,9 +276,9 @@ def test_pins() -> None:
         for tag in range(20):
             bench.store(32, tag)
             await bench.backed_up()
-        assert all(h in bench.space.chain for h in hashes)
-        many = await warm(bench, list(bench.space.chain.items), Want(pin_ms=60_000))
-        assert many.pinned_blocks < len(bench.space.chain)  # The quota of hints holds for it, too.
+        assert all(h in bench.space.items for h in hashes)
+        many = await warm(bench, list(bench.space.items), Want(pin_ms=60_000))
+        assert many.pinned_blocks < len(bench.space.items)  # The quota of hints holds for it, too.
 
     run(test)
 
@@ -298,7 +298,7 @@ def test_kept_blocks_stay_even_if_nothing_else_can_go() -> None:
         bench.node.lease_ttl_ns = 10**15
         await bench.node.warmings.run(warming, 0.5)
         assert fates(warming) == {Warmth.NO_ROOM: 32}
-        assert all(h in bench.space.chain for h in kept)
+        assert all(h in bench.space.items for h in kept)
         assert bench.node.host.hints.kept_blocks == 32
 
     run(test)
@@ -425,7 +425,7 @@ def test_verify_finds_rot_in_host_memory() -> None:
         hashes = bench.store(64)
         await bench.backed_up()
         for block_hash in (hashes[9], hashes[40]):
-            slot = bench.space.chain.items[block_hash]
+            slot = bench.space.items[block_hash]
             bench.node.memory.payload(bench.space, slot)[0] ^= 1
         bench.raw[0].blocks.pop(key(hashes[40]))
         warming = await warm(bench, hashes, Want(verify=True))
@@ -457,9 +457,9 @@ def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
         assert fates(warming) == {Warmth.BROUGHT: 99, Warmth.CORRUPT: 1, Warmth.NOWHERE: 1}
         assert warming.sources == {"host memory": 30, "tier1": 69}
         assert len(near.blocks) == 99
-        assert len(bench.space.chain) == 30  # It brought nothing into host memory.
+        assert len(bench.space.items) == 30  # It brought nothing into host memory.
         assert fates(await warm(bench, hashes[:50], Want(target=1))) == {Warmth.HERE: 50}
-        bench.node.memory.drop(bench.space, list(bench.space.chain.items.values()))
+        bench.node.memory.drop(bench.space, list(bench.space.items.values()))
         assert await bench.acquire(hashes) == 50
         bench.check_nothing_is_left()
 
@@ -485,10 +485,10 @@ def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(3)
-        slots = [bench.space.chain.items[h] for h in hashes]
+        slots = [bench.space.items[h] for h in hashes]
         for slot, block_hash in zip(slots, hashes, strict=True):
             payload = blocks.payload(SPACE, block_hash)
-            bench.space.unproven[slot] = checksum(payload)
+            bench.space._unverified[slot] = checksum(payload)
         bench.node.memory.payload(bench.space, slots[1])[0] ^= 1
         warming = await warm(bench, hashes, Want(target=1))
         assert list(warming.outcomes) == [Warmth.BROUGHT, Warmth.NOWHERE, Warmth.BROUGHT]
@@ -535,7 +535,7 @@ def test_a_flush_wins(target: int) -> None:
         assert flush.status()["complete"]
         await going
         await asyncio.sleep(5.0)
-        assert not bench.space.chain.items
+        assert not bench.space.items
         assert not any(raw.blocks for raw in bench.raw)
         assert fates(await warm(bench, hashes)) == {Warmth.NOWHERE: 200}
 

@@ -11,8 +11,11 @@ from tests import blocks
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.client import by_source
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
+from tierd.core.effects import Effect
 from tierd.core.epochs import Mark, pack_mark, scope_of
-from tierd.core.space import Effect, Evicted, Lease, Space
+from tierd.core.leases import Lease
+from tierd.core.reasons import Evicted
+from tierd.core.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.daemon.service import ServiceManager
@@ -123,7 +126,8 @@ class Bench:
         """Evict all of L2."""
         for space in self.node.host.spaces.values():
             effects: list[Effect] = []
-            self.node.host._evict(space, len(space.chain), Evicted.ROOM, effects)
+            host, count = self.node.host, len(space.items)
+            host._evictions.evict(space, count, Evicted.ROOM, host.now_s, effects)
             self.node.memory._apply(effects)
 
     def deadline_ns(self, hashes: Sequence[bytes], *, waited_ms: int, client_ms: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
@@ -141,10 +141,10 @@ class Hints:
     """
 
     def __init__(self, quota_bytes: int, pin_max_s: int = PIN_MAX_S) -> None:
-        self.quota_bytes = quota_bytes
-        self.kept_bytes = 0
-        self.kept_blocks = 0
-        self.counters: Counter[str] = Counter(
+        self._quota_bytes = quota_bytes
+        self._kept_bytes = 0
+        self._kept_blocks = 0
+        self._counters: Counter[str] = Counter(
             dict.fromkeys(
                 (
                     "hints_total",
@@ -157,19 +157,56 @@ class Hints:
                 0,
             )
         )
-        self.pin_max_s = pin_max_s
+        self._pin_max_s = pin_max_s
         self._books: dict[bytes, _Book] = {}
+
+    @property
+    def quota_bytes(self) -> int:
+        """Most bytes of slots that may be kept."""
+        return self._quota_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of slots that are kept, whether their blocks are resident or not."""
+        return self._kept_bytes
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks that are kept, resident or not."""
+        return self._kept_blocks
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What has happened, by the names of the counters in a status."""
+        return self._counters
+
+    def resize(self, quota_bytes: int) -> None:
+        """Have another quota from now on; see `override` for what exceeds it."""
+        self._quota_bytes = quota_bytes
+
+    def set_pin_max(self, pin_max_s: int) -> None:
+        """Keep nothing for longer than this after its hint from now on."""
+        self._pin_max_s = pin_max_s
 
     def kept(self, digest: bytes) -> dict[bytes, int]:
         """The hashes of a namespace that are kept, the same object for ever, not to be changed."""
         return self._books.setdefault(digest, _Book()).until_s
 
-    def take(self, parts: Sequence[Part], hashes: Sequence[bytes], hint: Hint, now_ns: int) -> None:
-        """Keep what a hint wants kept, of all parts the same prefix, as far as the quota goes.
+    def take(
+        self,
+        parts: Sequence[Part],
+        hashes: Sequence[bytes],
+        hint: Hint,
+        now_ns: int,
+        demoted_blocks: int = 0,
+    ) -> int:
+        """Keep what a hint wants kept, of all parts the same prefix, as far as the quota goes;
+        how many blocks of all parts. It has demoted so many.
 
         The parts are different namespaces.
         """
-        self.counters["hints_total"] += 1
+        self._counters["demoted_blocks_total"] += demoted_blocks
+        self._counters["hints_total"] += 1
         hashes = list(dict.fromkeys(hashes))
         granted = 0
         if hint.pin_ms:
@@ -181,8 +218,9 @@ class Hints:
             granted = max(granted, self._keep(parts, hashes, now_ns, soft_ns, SOFT_SHARE))
         if hint.pin_ms or soft_ns:
             refused = len(hashes) - granted
-            self.counters["pins_granted_blocks_total"] += granted * len(parts)
-            self.counters["pins_refused_blocks_total"] += refused * len(parts)
+            self._counters["pins_granted_blocks_total"] += granted * len(parts)
+            self._counters["pins_refused_blocks_total"] += refused * len(parts)
+        return granted * len(parts)
 
     def _keep(
         self,
@@ -193,7 +231,7 @@ class Hints:
         share: float,
     ) -> int:
         """How many of the blocks, from the first on, are kept so long now."""
-        until_s = -(-(now_ns + min(time_ns, self.pin_max_s * _S)) // _S)
+        until_s = -(-(now_ns + min(time_ns, self._pin_max_s * _S)) // _S)
         # What is left of the quota is each part's alike: the ranks of an engine have the same
         # blocks kept, and a prefix that not every rank has is of no use.
         bytes_left = int(self.quota_bytes * share) - self.kept_bytes
@@ -223,7 +261,7 @@ class Hints:
             if gone := book.expire(now_ns // _S, left):
                 left -= len(gone)
                 self._add(book, -len(gone))
-                self.counters["pins_expired_blocks_total"] += len(gone)
+                self._counters["pins_expired_blocks_total"] += len(gone)
                 over.append((digest, gone))
         return over
 
@@ -233,7 +271,7 @@ class Hints:
         gone = list(book.until_s)
         book.clear()
         self._add(book, -len(gone))
-        self.counters["pins_overridden_blocks_total"] += len(gone)
+        self._counters["pins_overridden_blocks_total"] += len(gone)
         return gone
 
     def forget(self, digest: bytes) -> None:
@@ -243,8 +281,8 @@ class Hints:
             del self._books[digest]
 
     def _add(self, book: _Book, blocks: int) -> None:
-        self.kept_blocks += blocks
-        self.kept_bytes += blocks * book.slot_bytes
+        self._kept_blocks += blocks
+        self._kept_bytes += blocks * book.slot_bytes
 
     def check(self) -> None:
         """Assert every invariant; for tests."""

@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
+from tierd.core.leases import Lease
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
-from tierd.core.space import Lease, Space
+from tierd.core.space import Space
 from tierd.core.unserved import Unserveds, Why
 from tierd.daemon.lives import Lives
 from tierd.daemon.lookup import Lookup
@@ -189,7 +190,7 @@ class Acquiring:
 
     def _unproven(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
         """Whether some of the blocks are from a life before, and not verified yet."""
-        return any(self._host.unproven(space, hashes) for space in dict.fromkeys(spaces))
+        return any(self._host.unverified(space, hashes) for space in dict.fromkeys(spaces))
 
     async def _prove(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], deadline_ns: int, patience: Patience
@@ -199,7 +200,7 @@ class Acquiring:
         with contextlib.suppress(TimeoutError):
             async with patience.within(max(0.0, left_s)), asyncio.TaskGroup() as group:
                 for space in dict.fromkeys(spaces):
-                    slots = self._host.unproven(space, hashes)
+                    slots = self._host.unverified(space, hashes)
                     group.create_task(self._proofs.prove(space, slots))
 
     async def _promote(self, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:

@@ -18,10 +18,11 @@ from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.config import TIERS_MAX
 from tierd.core.space import Space
+from tierd.core.tier_bits import asked_bit
 from tierd.core.writes import LAST, MISSED_MAX, Miss, Moment, Writes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.renewal import Covers as Covers
-from tierd.daemon.renewal import Renewal, asked_bit
+from tierd.daemon.renewal import Renewal
 from tierd.daemon.tier import StorageTier, batch_blocks
 from tierd.eviction.policy import Ghosts
 
@@ -107,7 +108,7 @@ class WriteQueue:
         """Count blocks that the tier does not get this time, or not at all because they leave L2,
         and remember that it lacks them."""
         if slots:
-            dropped = sum(slot in space.leaving for slot in slots)
+            dropped = sum(slot in space.evicting for slot in slots)
             self.tier.counters["backup_skipped_total"] += len(slots) - dropped
             self.tier.counters["backup_dropped_total"] += dropped
             self.lacks(space, slots, why)
@@ -117,8 +118,9 @@ class WriteQueue:
     ) -> list[int]:
         """Those of the slots, all of which the tier lacks, that its policy wants now."""
         if self.resting and moment is Moment.USED:
-            lacking = [slot for slot in lacking if not self._rests(_key(space, slot))]
-        hashes = [space.identity(slot)[0] for slot in lacking]
+            keyed = zip(lacking, _keys(space, lacking), strict=True)
+            lacking = [slot for slot, key in keyed if not self._rests(key)]
+        hashes = [block_hash for block_hash, _ in space.identities(lacking)]
         places = self.writes.choose(
             moment, space.digest, hashes, space.reuse, space.slot_bytes, now_ns
         )
@@ -129,7 +131,7 @@ class WriteQueue:
     def dropped(self, space: Space, slots: Iterable[int]) -> None:
         """The tier has dropped these blocks by itself."""
         now, had = _now(), self.had.records
-        for key in (_key(space, slot) for slot in slots):
+        for key in _keys(space, slots):
             until = (had.get(key, 0) >> 1) + REST_S
             if key in had and now < until and len(self.resting) < MISSED_MAX:
                 self.resting[key] = until
@@ -142,15 +144,14 @@ class WriteQueue:
 
     def lacks(self, space: Space, slots: Iterable[int], why: Miss) -> None:
         """Remember that the tier did not get these blocks, though its policy wanted them."""
-        hashes = [space.identity(slot)[0] for slot in slots]
+        hashes = [block_hash for block_hash, _ in space.identities(slots)]
         self.writes.missed.add(space.digest, hashes, why)
 
     def got(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Note how the writes of a batch ended."""
         now, records = _now() << 1, self.had.records
-        for slot, outcome in zip(slots, outcomes, strict=True):
-            self.lacked(space, slot)
-            key = _key(space, slot)
+        self.lacked(space, slots)
+        for key, outcome in zip(_keys(space, slots), outcomes, strict=True):
             if outcome is Outcome.STORED:
                 self.stored_blocks += 1
                 self.had.put(key, now | UNREAD)
@@ -159,15 +160,16 @@ class WriteQueue:
         unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
         self.writes.budget.refund(unwritten * space.slot_bytes)
 
-    def lacked(self, space: Space, slot: int) -> bool:
-        """Whether the tier is known not to have got a block; forgets it."""
-        return self.writes.missed.remove(space.digest, space.identity(slot)[0])
+    def lacked(self, space: Space, slots: Sequence[int]) -> list[int]:
+        """Those of the blocks that the tier is known not to have got; forgets that."""
+        remove, digest = self.writes.missed.remove, space.digest
+        identities = zip(slots, space.identities(slots), strict=True)
+        return [slot for slot, (block_hash, _) in identities if remove(digest, block_hash)]
 
     def read(self, space: Space, slots: Iterable[int]) -> None:
         """Blocks came from the tier: count those whose write this is the first use of."""
         now, records = _now() << 1, self.had.records
-        for slot in slots:
-            key = _key(space, slot)
+        for key in _keys(space, slots):
             if records.get(key, 0) & UNREAD:
                 self.tier.counters["written_and_read_total"] += 1
             self.had.put(key, now)
@@ -239,9 +241,7 @@ class _Fresh(NamedTuple):
 class Backups:
     """The queues of all tiers, and the checksums before them.
 
-    Bit i of `Space.backed_up` stands for tier i. It is set while the tier has the block, as
-    far as is known, while the block waits for it, and where the tier is not meant to get it. Beside
-    it `asked_bit` is set in the first case alone: then the tier is asked now and then.
+    What tiers have, or are getting, is in `Space.tiers`.
     """
 
     def __init__(self, memory: HostMemory, tiers: Sequence[StorageTier], clock: Clock) -> None:
@@ -258,8 +258,8 @@ class Backups:
         ]
         self.resize()
         if tiers:
-            self._host.claim = self.leaving
-            self._host.claims_all = any(queue.writes.when_leaving for queue in self.queues)
+            late = any(queue.writes.when_leaving for queue in self.queues)
+            self._host.set_claim(self.leaving, claims_all=late)
         self.renewals = [
             Renewal(queue.tier, queue.bit, memory, partial(self._missing, queue))
             for queue in self.queues
@@ -279,12 +279,11 @@ class Backups:
 
     def used(self, space: Space, hashes: Sequence[bytes]) -> None:
         """A request asks for blocks, and that has been counted: it may make them worth writing."""
-        items, backed_up, every = space.chain.items, space.backed_up, self._every
-        slots = [slot for h in hashes if (slot := items.get(h)) is not None]
+        items, slots = space.items, space.find(hashes)
         for queue in self.queues:
             if len(queue.writes.missed) and len(slots) < len(hashes):
                 queue.asked(space, (h for h in hashes if h not in items))
-        lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] & every != every]
+        lacked = space.tiers.lacking(dict.fromkeys(slots), self._every)
         if lacked:
             self.offer(space, lacked, Moment.USED)
         if slots:
@@ -295,8 +294,8 @@ class Backups:
         """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
         write them, and those of which tiers are asked whether they still have them. What a budget
         or a queue has no room for is what lies deepest."""
-        every, upwards = self._every, slots[::-1]
-        lacked = [slot for slot in upwards if space.backed_up[slot] & every != every]
+        upwards = slots[::-1]
+        lacked = space.tiers.lacking(upwards, self._every)
         held = self.offer(space, lacked, Moment.LEAVING, count_max) if lacked else ()
         if not self.barred(space.digest):
             for renewal in self.renewals:
@@ -307,11 +306,12 @@ class Backups:
         self.lost(space, slots, queue.bit)
         queue.dropped(space, slots)
         if self.stopping:
-            todo = [(space, slot, space.identity(slot)[0]) for slot in slots]
+            identities = zip(slots, space.identities(slots), strict=True)
+            todo = [(space, slot, block_hash) for slot, (block_hash, _) in identities]
             queue.unflushed.extendleft(reversed(todo))
             return
-        leaving = [slot for slot in slots if slot in space.leaving]
-        self.offer(space, [slot for slot in slots if slot not in space.leaving], Moment.USED)
+        leaving = [slot for slot in slots if slot in space.evicting]
+        self.offer(space, [slot for slot in slots if slot not in space.evicting], Moment.USED)
         self.offer(space, leaving, Moment.LEAVING)
 
     def offer(
@@ -349,8 +349,7 @@ class Backups:
         taken = queue.admit(space, [slot for slot in wanted if slot not in beyond])
         queue.writes.budget.refund((len(wanted) - len(taken)) * space.slot_bytes)
         self._host.hold(space, taken)
-        for slot in taken:
-            space.backed_up[slot] |= queue.bit
+        self._host.mark(space, taken, add=queue.bit)
         return taken
 
     def _wanted(
@@ -359,13 +358,7 @@ class Backups:
         """Those of the slots that a tier lacks and that its policy wants now."""
         if self.barred(space.digest):
             return []
-        backed_up, bit = space.backed_up, queue.bit
-        unproven, dropped = space.unproven, space.dropped
-        lacking = [
-            slot
-            for slot in slots
-            if not backed_up[slot] & bit and slot not in unproven and slot not in dropped
-        ]
+        lacking = space.lacking(slots, queue.bit)
         if not lacking:
             return []
         if self.stopping:
@@ -374,7 +367,7 @@ class Backups:
 
     def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
         """Have blocks get their checksums, whether or not a tier is to get them."""
-        fresh = [slot for slot in slots if space.checksums[slot] is None]
+        fresh = space.without_checksum(slots)
         self._host.hold(space, fresh)
         self._fresh.extend(_Fresh(space, slot, 0) for slot in fresh)
         if fresh:
@@ -405,7 +398,7 @@ class Backups:
             while todo and queue.room(todo[0][0]):
                 space, _, block_hash = todo.popleft()
                 # It may have moved since, or left.
-                if (slot := space.chain.items.get(block_hash)) is not None:
+                if (slot := space.items.get(block_hash)) is not None:
                     wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
@@ -420,23 +413,17 @@ class Backups:
         lacking = [
             (space, slot, block_hash)
             for space in self._host.spaces.values()
-            for block_hash, slot in space.chain.items.items()
-            if not space.backed_up[slot] & queue.bit
+            for block_hash, slot in space.items.items()
+            if not space.tiers.of(slot) & queue.bit
         ]
         lacking.sort(key=lambda todo: -todo[0].reuse.uses(todo[2]))
         return lacking
 
     def offer_again(self, space: Space, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         """Offer blocks that an engine presents and that are there already (`slots` < 0)."""
-        items, backed_up, every = space.chain.items, space.backed_up, self._every
-        again: dict[int, None] = {}
-        for block_hash, slot in zip(hashes, slots, strict=True):
-            if slot < 0:
-                resident = items.get(block_hash)
-                if resident is not None and backed_up[resident] & every != every:
-                    again[resident] = None
-        if again:
-            self.offer(space, list(again), Moment.USED)
+        refused = (h for h, slot in zip(hashes, slots, strict=True) if slot < 0)
+        if again := space.tiers.lacking(dict.fromkeys(space.find(refused)), self._every):
+            self.offer(space, again, Moment.USED)
 
     def promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
         """Note that tier number `source` had these blocks, and fill those above that want them.
@@ -454,10 +441,11 @@ class Backups:
         below = [
             q for q in self.queues[source + 1 :] if len(q.writes.missed) and q.tier.writes_allowed
         ]
-        for slot in slots:
-            lacking = sum(queue.both for queue in below if queue.lacked(space, slot))
-            space.backed_up[slot] = bits & ~lacking
-            self._memory.note_tiers(space, [slot], add=bits & ~lacking)
+        self._memory.mark(space, slots, add=bits)
+        for queue in below:
+            # What it lacks it is not to be asked for.
+            lacked = queue.lacked(space, slots)
+            self._memory.mark(space, lacked, remove=queue.both)
         if below or bits & self._every != self._every:
             self.offer(space, slots, Moment.STORED)
 
@@ -509,25 +497,17 @@ class Backups:
 
     def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
         """Tiers, by their bits, do not have these blocks of L2 any more."""
-        bits |= asked_bit(bits)
-        for slot in slots:
-            space.backed_up[slot] &= ~bits
-        self._memory.note_tiers(space, slots, remove=bits)
+        self._memory.mark(space, slots, remove=bits | asked_bit(bits))
 
     def withhold(self, space: Space, slots: Sequence[int], bit: int) -> None:
         """A tier is not to get these blocks of L2, nor to be asked for them."""
-        for slot in slots:
-            space.backed_up[slot] = space.backed_up[slot] & ~asked_bit(bit) | bit
-        self._memory.note_tiers(space, slots, add=bit, remove=asked_bit(bit))
+        self._memory.mark(space, slots, add=bit, remove=asked_bit(bit))
 
     def wrote(self, space: Space, slots: Sequence[int], number: int) -> None:
         """Tier `number` has got these blocks from somebody else."""
         queue = self.queues[number]
         # One that waits for the tier counts as its own write ends.
-        fresh = [slot for slot in slots if not space.backed_up[slot] & queue.bit]
-        for slot in fresh:
-            space.backed_up[slot] |= queue.both
-        self._memory.note_tiers(space, fresh, add=queue.both)
+        self._memory.mark(space, space.tiers.lacking(slots, queue.bit), add=queue.both)
 
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
         """Blocks that were to wait for a tier do not."""
@@ -593,12 +573,12 @@ class Backups:
     async def _sum(self, batch: Iterable[_Fresh]) -> None:
         fresh = ((f.space, f.slot) for f in batch if f.space.checksums[f.slot] is None)
         missing = list(dict.fromkeys(fresh))
+        by_space: dict[Space, dict[int, bytes]] = {}
         sums = await self._memory.checksums(missing)
         for (space, slot), digest in zip(missing, sums, strict=True):
-            space.checksums[slot] = digest
-            # The ledger has forgotten what was dropped meanwhile, and is not to learn it again.
-            if slot not in space.dropped:
-                self._memory.record(space, slot)
+            by_space.setdefault(space, {})[slot] = digest
+        for space, known in by_space.items():
+            self._memory.note_checksums(space, known)
 
     def _pass_on(self, fresh: _Fresh) -> None:
         if not fresh.tiers:
@@ -650,18 +630,14 @@ class Backups:
         lost = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome not in kept]
         queue.got(space, slots, outcomes)
         got = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome in kept]
-        for slot in got:
-            space.backed_up[slot] |= queue.both
-        self._memory.note_tiers(space, got, add=queue.both)
+        self._memory.mark(space, got, add=queue.both)
         queue.lacks(space, lost, Miss.FAILED)
         self._unmark(space, lost, queue)
 
     def _unmark(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
         if self.stopping:
             queue.given_up += len(slots)
-        for slot in slots:
-            space.backed_up[slot] &= ~queue.both
-        self._memory.note_tiers(space, slots, remove=queue.both)
+        self._memory.mark(space, slots, remove=queue.both)
 
     # --- proof -----------------------------------------------------------------------
 
@@ -677,8 +653,9 @@ class Backups:
     def check(self) -> None:
         """Assert the invariants of masks and queues; for tests."""
         for space in self._host.spaces.values():
-            ready = {*space.chain.items.values(), *space.leaving}
-            for slot, bits in enumerate(space.backed_up):
+            ready = {*space.items.values(), *space.evicting}
+            for slot in range(len(space.tiers)):
+                bits = space.tiers.of(slot)
                 assert not bits & ~(self._every | asked_bit(self._every))
                 assert not bits >> TIERS_MAX & ~bits, "a tier is asked for what it does not have"
                 assert slot in ready or not bits, "a slot without a block is backed up"
@@ -686,7 +663,7 @@ class Backups:
             pending = self._pending(number)
             for space, slot in pending:
                 assert space.refs[slot] > 0, "a block that waits for a tier is not held"
-                assert space.backed_up[slot] & queue.both == queue.bit, (
+                assert space.tiers.of(slot) & queue.both == queue.bit, (
                     "a block waits for a tier that has it"
                 )
             assert len(set(pending)) == len(pending) == queue.pending_blocks
@@ -701,5 +678,6 @@ def _now() -> int:
     return int(asyncio.get_running_loop().time())
 
 
-def _key(space: Space, slot: int) -> bytes:
-    return space.digest + space.identity(slot)[0]
+def _keys(space: Space, slots: Iterable[int]) -> list[bytes]:
+    digest = space.digest
+    return [digest + block_hash for block_hash, _ in space.identities(slots)]

@@ -22,7 +22,8 @@ from typing import Final
 import numpy as np
 
 from tierd.clock import Clock
-from tierd.core.space import Reservation, Space
+from tierd.core.reservations import Reservation
+from tierd.core.space import Space
 from tierd.daemon.copy_process import CopyProcess
 from tierd.daemon.memory import HostMemory
 from tierd.device import frames

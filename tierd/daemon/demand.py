@@ -63,7 +63,7 @@ class Demand:
     def _unseat(self) -> bool:
         """Free the seat of a namespace that is gone; whether there was one."""
         for digest, (space, tally) in self._seated.items():
-            if not space.sessions and not space.chain.items:
+            if not space.sessions and not space.items:
                 del self._seated[digest]
                 self._before[digest] = tally
                 return True

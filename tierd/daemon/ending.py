@@ -49,7 +49,7 @@ class Endings:
     async def tick(self) -> None:
         """End what can end; to be called now and then."""
         for space in list(self._host.spaces.values()):
-            while space.worthless and not space.sessions and space.chain.items:
+            while space.worthless and not space.sessions and space.items:
                 self._memory.clear(space, CLEARED_AT_ONCE)
                 await asyncio.sleep(0)
             if not space.sessions:
@@ -67,7 +67,7 @@ class Endings:
         Of those that nobody uses the one used longest ago loses its blocks.
         """
         spaces = self._host.spaces.values()
-        counted = [space for space in spaces if space.sessions or space.chain.items]
+        counted = [space for space in spaces if space.sessions or space.items]
         if len(counted) >= SPACES_MAX:
             unused = [space for space in counted if not space.sessions]
             if not unused:
@@ -76,7 +76,7 @@ class Endings:
         return len(spaces) < SPACES_MAX + WAITING_MAX
 
     def _clear(self, space: Space) -> None:
-        blocks = len(space.chain.items)
+        blocks = len(space.items)
         log.info(
             "there are %d namespaces: the one that was used longest ago, %s of %s, loses its %d "
             "blocks in host memory",

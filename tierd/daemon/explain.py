@@ -12,7 +12,8 @@ from functools import partial
 from typing import Final
 
 from tierd.clock import Clock
-from tierd.core.space import Dropped, Space
+from tierd.core.reasons import Dropped
+from tierd.core.space import Space
 from tierd.core.unserved import Unserveds, Why
 from tierd.core.writes import Miss
 from tierd.daemon.backup import Backups
@@ -155,7 +156,7 @@ class _Case:
 
     async def look(self, end_s: float) -> None:
         """Find what takes a look at more than the block itself."""
-        if self.space is not None and self.space.leaving:
+        if self.space is not None and self.space.evicting:
             self._leaving = await _leaving(self.space, self._hashes)
         missing = [h for h in self._hashes if not self._is_here(h)]
         if missing and self.space is not None:
@@ -196,9 +197,9 @@ class _Case:
         space = self.space
         if space is None:
             return ""
-        slot = space.chain.items.get(block_hash)
+        slot = space.items.get(block_hash)
         if slot is not None:
-            return "unproven" if slot in space.unproven else "ready"
+            return "unproven" if slot in space.unverified else "ready"
         if block_hash in space.writing:
             return "writing"
         return "leaving" if block_hash in self._leaving else ""
@@ -289,20 +290,18 @@ class _Case:
                 yield {"what": "flushed", "tier": number, "ago_s": self._ago_s(flushed_s)}
             else:
                 yield {"what": "tier_dropped", "tier": number, "had_s": self._ago_s(had_s)}
-        elif (
-            self.space is not None and (slot := self.space.chain.items.get(block_hash)) is not None
-        ):
+        elif self.space is not None and (slot := self.space.items.get(block_hash)) is not None:
             yield self._not_admitted(number, self.space, slot)
 
     def _not_admitted(self, number: int, space: Space, slot: int) -> Reason:
         """L2 has a block, and a tier that has never had it has not."""
         queue = self._queues[number]
-        block_hash = space.chain.hash_of(slot)
-        if slot in space.unproven or (
-            space.backed_up[slot] & queue.bit and space.refs[slot] and queue.pending_blocks
+        block_hash, _ = space.identity(slot)
+        if slot in space.unverified or (
+            space.tiers.of(slot) & queue.bit and space.refs[slot] and queue.pending_blocks
         ):
             return {"what": "waiting", "tier": number}
-        if space.backed_up[slot] & queue.bit:
+        if space.tiers.of(slot) & queue.bit:
             if not queue.tier.config.fill_from_lower:
                 return {"what": "not_admitted", "tier": number, "policy": "fill_from_lower"}
             # A tier that is said to have it, by the ledger or by a tier above.
@@ -328,10 +327,7 @@ class _Case:
         if explainer.uptime_s <= YOUNG_S:
             adopted = self._memory.counters["adopted_blocks_total"]
             yield {"what": "restart", "ago_s": explainer.uptime_s, "kept": adopted > 0}
-        ghosts = None if space is None else space.ghosts
-        # It forgets an eighth at a time.
-        full = ghosts is not None and len(ghosts.records) >= ghosts.limit * 7 // 8
-        yield {"what": "never_stored", "forgets": full}
+        yield {"what": "never_stored", "forgets": space is not None and space.forgets}
 
     def _ago_s(self, then_s: float) -> int:
         return max(0, int(self._explainer.now_s - then_s))
@@ -350,7 +346,7 @@ class _Case:
 
     def _note_elsewhere(self, space: Space, nowhere: Sequence[bytes], has: Has) -> None:
         """Note which of the blocks L2 and tiers have of another namespace."""
-        in_memory = space.chain.items.keys() & set(nowhere)
+        in_memory = space.items.keys() & set(nowhere)
         in_tiers = [(n, found) for n, found in enumerate(has) if found and True in found]
         if not in_memory and not in_tiers:
             return
@@ -405,7 +401,7 @@ def _shown(value: object) -> str:
 async def _leaving(space: Space, hashes: Iterable[bytes]) -> set[bytes]:
     """Those of the blocks that are leaving L2 and would stay if they were asked for."""
     wanted, found = set(hashes), set[bytes]()
-    entries = list(space.leaving.items())
+    entries = list(space.evicting.items())
     for start in range(0, len(entries), LEAVING_SLICE):
         for slot, (block_hash, _) in entries[start : start + LEAVING_SLICE]:
             if block_hash in wanted and slot not in space.dropped:

@@ -22,7 +22,8 @@ from functools import partial
 from typing import Final
 
 from tierd.core.epochs import EPOCH_VALID_S, Mark
-from tierd.core.space import Dropped, Space
+from tierd.core.reasons import Dropped
+from tierd.core.space import Space
 from tierd.core.writes import Moment
 from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.cleaning import Cleaning
@@ -288,14 +289,14 @@ class Flushes:
             if flush.covers(space.digest):
                 # What is leaving L2 is what tiers were to get: all at once, since it may be
                 # asked for, and stay, before its turn comes.
-                leaving = [slot for slot in space.leaving if slot not in space.dropped]
+                leaving = [slot for slot in space.evicting if slot not in space.dropped]
                 self._drop(flush, space, leaving)
         await self._in_slices(flush.covers, lambda space, slots: self._drop(flush, space, slots))
 
     def _drop(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:
         self._memory.drop(space, slots, Dropped.FLUSHED)
         flush.host_blocks += len(slots)
-        flush.leased_blocks += len(space.dropped.intersection(slots))
+        flush.leased_blocks += len(space.dropped & set(slots))
         flush.by_namespace[space.digest.hex()] += len(slots)
 
     def _offer(self, space: Space, slots: Sequence[int]) -> None:
@@ -307,11 +308,9 @@ class Flushes:
         for space in list(self._memory.host.spaces.values()):
             if not covers(space.digest):
                 continue
-            items = space.chain.items
-            hashes = list(items)
+            hashes = list(space.items)
             for at in range(0, len(hashes), SLICE):
-                found = map(items.get, hashes[at : at + SLICE])
-                take(space, [slot for slot in found if slot is not None])
+                take(space, space.find(hashes[at : at + SLICE]))
                 await asyncio.sleep(0)
 
 

@@ -43,7 +43,7 @@ def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[list[Block]]:
     """What L2 has of a namespace, in slices. One that moves between slots meanwhile may be missed,
     or come twice."""
     start = 0
-    while (pairs := space.chain.part(start, SLICE)) is not None:
+    while (pairs := space.part(start, SLICE)) is not None:
         now = now_ms()
         yield [known_of(space.reuse, block_hash, parent, now) for block_hash, parent in pairs]
         start += SLICE

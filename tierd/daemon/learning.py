@@ -123,7 +123,7 @@ class Learning:
                 await self._use(book, Request(new[book], asked.now_ns / NS))
         for space in asked.spaces:
             for part in _slices(new[space.reuse]):
-                space.chain.use(Request(part, asked.now_ns / NS))
+                self._host.use(space, Request(part, asked.now_ns / NS))
                 await self._breathe(len(part))
             if self._backups.queues:
                 for part in _slices(asked.hashes):
@@ -150,7 +150,7 @@ class Learning:
     def _count_ghosts(self, asked: _Asked) -> None:
         """Count the blocks that only an arena of twice the size would have had."""
         space, hashes = asked.spaces[0], asked.hashes[asked.own :]
-        found = list(map(space.chain.items.get, hashes))
+        found = list(map(space.items.get, hashes))
         if None in found:
             here = found.index(None)
             self._counters["ghost_blocks_total"] += space.twice(hashes[here:])

@@ -24,7 +24,8 @@ import msgspec
 from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
-from tierd.core.space import Adopted, Lease
+from tierd.core.leases import Lease
+from tierd.core.slots import Adopted
 from tierd.daemon.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
@@ -180,7 +181,7 @@ class Lives:
         known = all(past.complete for past in leased) and not self._copying_before
         for segments in by_space.values():
             self._adopt_space(segments, [past.slots for past in leased] if known else None)
-        adopted = sum(len(space.unproven) for space in self._memory.host.spaces.values())
+        adopted = sum(len(space.unverified) for space in self._memory.host.spaces.values())
         self._memory.counters["adopted_blocks_total"] += adopted
         if pairs:
             why = "; ".join(f"{count}: {why}" for why, count in self._dropped.items())

@@ -102,7 +102,7 @@ class Lookup:
         tier gave is of no use."""
         end = len(self._hashes)
         for at, space in enumerate(self._waiter.spaces):
-            held, items, got = self._waiter.held[at], space.chain.items, self._got[at]
+            held, items, got = self._waiter.held[at], space.items, self._got[at]
             while got < len(self._hashes) and (
                 self._hashes[got] in held or self._hashes[got] in items
             ):
@@ -118,7 +118,7 @@ class Lookup:
     def _advance(self, at: int) -> None:
         """See how far the rank at index `at` reaches now, and promote what all ranks have."""
         space, found = self._waiter.spaces[at], self._found[at]
-        items, under_way = space.chain.items, self._promotions.under_way
+        items, under_way = space.items, self._promotions.under_way
         reach = self._reach[at]
         for block_hash in self._hashes[reach:]:
             if block_hash not in items:
@@ -140,7 +140,7 @@ class Lookup:
         for space, found in zip(self._waiter.spaces, self._found, strict=True):
             for block_hash in hashes:
                 number = found.get(block_hash)
-                if number is not None and block_hash not in space.chain.items:
+                if number is not None and block_hash not in space.items:
                     wanted[number] += space.namespace.block_bytes
         loads_s = {}
         for number, size_bytes in wanted.items():

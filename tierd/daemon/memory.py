@@ -10,24 +10,18 @@ import asyncio
 import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final, TypeVar, assert_never
 
 from tierd.backend import checksum
 from tierd.clock import Clock
-from tierd.core.host import SEGMENT_PAUSE_S, HostTier
-from tierd.core.space import (
-    Dropped,
-    Effect,
-    EndSpace,
-    Forget,
-    HollowSegment,
-    Move,
-    NewSegment,
-    Reservation,
-    Space,
-)
+from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
+from tierd.core.host import HostTier
+from tierd.core.reasons import Dropped
+from tierd.core.reservations import Found, Reservation
+from tierd.core.segments import SEGMENT_PAUSE_S
+from tierd.core.space import Space
 from tierd.daemon.service import ServiceManager
 from tierd.limits import segment_advice
 from tierd.memory.arena import Arena, Segment
@@ -108,6 +102,15 @@ class HostMemory:
         self._apply(effects)
         return reservation
 
+    def commit_found(
+        self, owner: int, reservation: Reservation, found: Sequence[Found | None]
+    ) -> list[int]:
+        """Publish what tiers have delivered into a reservation, by hash, and write it into the
+        ledger; the slots that are readable now."""
+        ready = self.host.commit_found(owner, reservation.reservation_id, found)
+        self._record(reservation.space, ready)
+        return ready
+
     def make_room_ahead(self, space: Space, count: int) -> None:
         """Have slots for the next `count` blocks before they are asked for."""
         self._apply(self.host.make_room_ahead(space, count))
@@ -136,7 +139,7 @@ class HostMemory:
     def let_go(self, space: Space, slots: Sequence[int]) -> None:
         """Undo one hold of each slot; what was to leave and is held by nobody is free then."""
         self.host.unhold(space, slots)
-        if space.leaving:
+        if space.evicting:
             self._apply(self.host.settle(space, slots))
         for waits in self._want_room.pop(space, ()):
             if not waits.done():
@@ -157,23 +160,34 @@ class HostMemory:
         views = [self.payload(space, slot) for space, slot in blocks]
         return await self.in_thread(_checksums, views) if views else []
 
-    def record(self, space: Space, slot: int) -> None:
-        """Write a proven block into the ledger."""
-        digest = space.checksums[slot]
-        assert digest is not None
-        index, place = divmod(slot, space.slots_per_segment)
-        block_hash, parent = space.identity(slot)
-        self.arena.segments(space)[index].ledger.ready(
-            LedgerRecord(
-                place,
-                block_hash,
-                parent,
-                space.namespace.block_bytes,
-                digest,
-                space.generations[slot],
-                self._clock.monotonic_ns(),
+    def note_checksums(self, space: Space, sums: Mapping[int, bytes]) -> None:
+        """The checksums of readable blocks, or evicting ones, are known: the ledger gets them."""
+        # It has forgotten what was dropped meanwhile, and is not to learn it again.
+        self._record(space, self.host.note_checksums(space, sums))
+
+    async def verify(self, space: Space, slots: Sequence[int]) -> int:
+        """Compare unverified blocks, which are held meanwhile, with the ledger; what differs is
+        gone afterwards. How many blocks that is."""
+        self.host.hold(space, slots)
+        try:
+            sums = await self.checksums([(space, slot) for slot in slots])
+            rotten = self.host.verify(space, dict(zip(slots, sums, strict=True)))
+            self.drop(space, rotten)
+        finally:
+            self.let_go(space, slots)
+        return len(rotten)
+
+    def _record(self, space: Space, slots: Sequence[int]) -> None:
+        """Write blocks whose checksums are known into the ledger."""
+        segments, per = self.arena.segments(space), space.slots_per_segment
+        length, now_ns = space.namespace.block_bytes, self._clock.monotonic_ns()
+        for slot, (block_hash, parent) in zip(slots, space.identities(slots), strict=True):
+            digest, generation = space.checksums[slot], space.generations[slot]
+            assert digest is not None
+            index, place = divmod(slot, per)
+            segments[index].ledger.ready(
+                LedgerRecord(place, block_hash, parent, length, digest, generation, now_ns)
             )
-        )
 
     def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
         """Have the segments of a space that a life before left, in the order of their numbers."""
@@ -195,10 +209,11 @@ class HostMemory:
             for segment in self.arena.segments(space):
                 segment.ledger.life = life
 
-    def note_tiers(
-        self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0
-    ) -> None:
-        """Have the ledger say which storage tiers have blocks, by bits, and which no longer do."""
+    def mark(self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0) -> None:
+        """Storage tiers have blocks, by their bits, or no longer do; the ledger says so, too."""
+        if not slots:
+            return
+        self.host.mark(space, slots, add=add, remove=remove)
         segments = self.arena.segments(space)
         for index, places in space.by_segment(slots).items():
             segments[index].ledger.note_tiers(places, add, remove)
@@ -251,7 +266,7 @@ class HostMemory:
             match effect:
                 case NewSegment(space, index):
                     self._new_segment(space, index)
-                case HollowSegment(space, index):
+                case DecommitSegment(space, index):
                     self.hollowed(self.arena.segments(space)[index])
                     self.manager.forget(self.arena.segments(space)[index].kept_as)
                     self.arena.hollow(space, index)
@@ -305,7 +320,7 @@ class HostMemory:
                 for record in segment.ledger.records():
                     slot = index * space.slots_per_segment + record.place
                     assert space.identity(slot)[0] == record.block_hash
-                    known = space.checksums[slot] or space.unproven[slot]
+                    known = space.checksums[slot] or space.unverified[slot]
                     assert known == record.checksum
                     assert space.generations[slot] == record.generation
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Final
 
-from tierd.core.space import Evicted, NoRoom
+from tierd.core.reasons import Evicted, NoRoom
 from tierd.daemon.demand import SEATS_MAX
 from tierd.daemon.exposition import Fields, Labels, Metric, Part, Sample, exposition, number_at
 from tierd.daemon.tier import TierState

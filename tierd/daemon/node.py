@@ -16,10 +16,13 @@ from typing import Final
 from tierd.clock import Clock
 from tierd.config import HostConfig, PrefetchConfig, PrefetchPolicy
 from tierd.core.hints import Hint, Hints
-from tierd.core.host import WRITING_SHARE_MAX, HostTier
+from tierd.core.host import HostTier
+from tierd.core.leases import Lease
 from tierd.core.prefetch import MS
 from tierd.core.pressure import Pressure
-from tierd.core.space import Lease, Reservation, Space
+from tierd.core.reservations import Reservation
+from tierd.core.space import Space
+from tierd.core.storing import WRITING_SHARE_MAX
 from tierd.core.unserved import Unserveds
 from tierd.core.writes import Moment
 from tierd.daemon.acquiring import AcquiredNow, Acquiring, Patience

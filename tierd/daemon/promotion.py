@@ -15,7 +15,10 @@ from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.core.host import HostTier
-from tierd.core.space import Lease, Refusal, Reservation, Space
+from tierd.core.leases import Lease
+from tierd.core.reasons import Refusal
+from tierd.core.reservations import Found, Reservation
+from tierd.core.space import Space
 from tierd.daemon.backup import Backups, Covers, nobody
 from tierd.daemon.memory import INTERNAL, HostMemory
 from tierd.daemon.tier import StorageTier, batch_blocks
@@ -202,14 +205,15 @@ class Promotions:
         """
         loop = asyncio.get_running_loop()
         space, held = waiter.spaces[at], waiter.held[at]
-        items, limit = space.chain.items, batch_blocks(space)
+        items, limit = space.items, batch_blocks(space)
         current: Promotion | None = None
         begun = []
+        here: dict[bytes, int] = {}
         for place, block_hash in enumerate(hashes, first):
             slot = items.get(block_hash)
             if slot is not None:
-                if block_hash not in held and slot not in space.unproven:
-                    waiter.take(self._memory.host, at, [block_hash], [slot])
+                if block_hash not in held and slot not in space.unverified:
+                    here[block_hash] = slot
                 continue
             key = (space.digest, block_hash)
             batch = self.under_way.get(key)
@@ -229,6 +233,7 @@ class Promotions:
                 self.under_way[key] = batch = current
             waiter.batches[batch] = None
             batch.join(waiter)
+        waiter.take(self._memory.host, at, list(here), list(here.values()))
         for batch in begun:
             self._spawn(partial(self._run, batch), "promotion")
 
@@ -341,16 +346,12 @@ class Promotions:
         results: Sequence[GetResult],
     ) -> None:
         space, host = batch.space, self._memory.host
-        good = [False] * len(reservation.slots)
-        for (i, slot), (outcome, header) in zip(granted, results, strict=True):
+        found: list[Found | None] = [None] * len(reservation.slots)
+        for (i, _), (outcome, header) in zip(granted, results, strict=True):
             if outcome is Outcome.HIT and header is not None and not batch.void:
-                good[i] = True
-                reservation.parents[i] = header.parent
-                space.checksums[slot] = header.checksum
-        ready = host.commit_some(INTERNAL, reservation.reservation_id, good)
-        hashes = [space.chain.hash_of(slot) for slot in ready]
-        for slot in ready:
-            self._memory.record(space, slot)
+                found[i] = Found(header.parent, header.checksum)
+        ready = self._memory.commit_found(INTERNAL, reservation, found)
+        hashes = space.hashes_of(ready)
         for waiter in batch.waiters:
             for at, own in enumerate(waiter.spaces):
                 if own is space:

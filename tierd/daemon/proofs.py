@@ -43,37 +43,24 @@ class Proofs:
         """Prove everything, the coldest first: it is the first to leave L2, or to be written."""
         for space in list(self._memory.host.spaces.values()):
             count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
-            while space.unproven:
-                await self._prove(space, list(islice(space.unproven, count)))
+            while space.unverified:
+                await self._prove(space, list(islice(space.unverified, count)))
                 await asyncio.sleep(PAUSE_S)
 
     async def finish(self, budget_s: float) -> None:
         """Prove what is left, for at most so long: what is unproven cannot be written to tiers."""
         end = asyncio.get_running_loop().time() + budget_s
         for space in list(self._memory.host.spaces.values()):
-            while space.unproven and asyncio.get_running_loop().time() < end:
+            while space.unverified and asyncio.get_running_loop().time() < end:
                 count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
-                await self._prove(space, list(islice(space.unproven, count)))
+                await self._prove(space, list(islice(space.unverified, count)))
 
     async def _prove(self, space: Space, slots: Sequence[int]) -> None:
-        slots = [slot for slot in slots if slot in space.unproven]
-        if not slots:
-            return
-        self._memory.host.hold(space, slots)
-        try:
-            sums = await self._memory.checksums([(space, slot) for slot in slots])
-            # Another call may have proven some of them meanwhile, and others been dropped.
-            same = dict(zip(slots, sums, strict=True))
-            rotten = [slot for slot in slots if space.unproven.get(slot, same[slot]) != same[slot]]
-            for slot in slots:
-                if slot in space.unproven and slot not in rotten:
-                    space.checksums[slot] = space.unproven.pop(slot)
-            self._memory.drop(space, rotten)
-        finally:
-            self._memory.let_go(space, slots)
+        slots = [slot for slot in slots if slot in space.unverified]
+        rotten = await self._memory.verify(space, slots) if slots else 0
         if rotten:
-            self._memory.counters["rotten_blocks_total"] += len(rotten)
+            self._memory.counters["rotten_blocks_total"] += rotten
             log.error(
                 "%d blocks in host memory changed between two lives of the daemon, and are gone",
-                len(rotten),
+                rotten,
             )

@@ -10,7 +10,9 @@ import logging
 from collections import Counter
 from typing import Final
 
-from tierd.core.space import NoRoom, Refusal, Reservation, Space
+from tierd.core.reasons import NoRoom, Refusal
+from tierd.core.reservations import Reservation
+from tierd.core.space import Space
 
 LINES_MAX: Final = 20
 LINES_S: Final = 60

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from tierd.config import TIERS_MAX
 from tierd.core.space import Space
+from tierd.core.tier_bits import asked_bit
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.tier import StorageTier
 from tierd.eviction.policy import Ghosts
@@ -49,12 +49,6 @@ Missing = Callable[[Space, Sequence[int]], None]
 Covers = Callable[[bytes], bool]
 
 
-def asked_bit(bit: int) -> int:
-    """The bit of `Space.backed_up` beside that of a tier: it may be asked for the block, which is
-    lost if it says no. A tier that is kept from having the block is not asked."""
-    return bit << TIERS_MAX
-
-
 class Renewal:
     """What one tier is told and asked."""
 
@@ -80,12 +74,11 @@ class Renewal:
 
     def used(self, space: Space, slots: Sequence[int]) -> None:
         """A request has used these blocks, a part of a prefix, parents first."""
-        key = space.digest + space.chain.hash_of(slots[-1])
+        key = space.digest + space.identity(slots[-1])[0]
         now_ms = int(1000 * asyncio.get_running_loop().time())
         if now_ms < self._told.records.get(key, now_ms):
             return
-        backed_up, hash_of = space.backed_up, space.chain.hash_of
-        hashes = [hash_of(slot) for slot in slots if backed_up[slot] & self._asked]
+        hashes = space.hashes_of(space.tiers.having(slots, self._asked))
         if hashes:
             self._told.put(key, now_ms + int(1000 * self.tier.raw.use_every_s))
             self._note(space, hashes)
@@ -114,7 +107,7 @@ class Renewal:
         self.rounds += 1
         self._stored_blocks = stored_blocks
         for space in self._memory.host.spaces.values():
-            worth = [h for h, slot in space.chain.items.items() if self._is_worth(space, slot)]
+            worth = [h for h, slot in space.items.items() if self._is_worth(space, slot)]
             for at in range(0, len(worth), ASK_MAX):
                 self._note(space, worth[at : at + ASK_MAX])
 
@@ -130,7 +123,7 @@ class Renewal:
 
     def _is_worth(self, space: Space, slot: int) -> bool:
         """Whether the tier may be asked for a block that is worth it."""
-        if not space.backed_up[slot] & self._asked or slot in space.unproven:
+        if not space.tiers.of(slot) & self._asked or slot in space.unverified:
             return False
         return space.reuse.uses(space.identity(slot)[0]) >= USED_AGAIN
 
@@ -173,8 +166,7 @@ class Renewal:
                 try:
                     space, hashes = self._next_noted()
                     lost = await self._ask(space, hashes)
-                    found = map(space.chain.items.get, lost)
-                    self._lose(space, [slot for slot in found if slot is not None])
+                    self._lose(space, space.find(lost))
                 finally:
                     self._telling = False
 
@@ -187,7 +179,8 @@ class Renewal:
                 space, slots = self._next_leaving()
                 self._checking = space
                 try:
-                    by_hash = {space.identity(slot)[0]: slot for slot in slots}
+                    hashes = [block_hash for block_hash, _ in space.identities(slots)]
+                    by_hash = dict(zip(hashes, slots, strict=True))
                     lost = await self._ask(space, list(by_hash))
                     self._lose(space, [by_hash[h] for h in lost])
                 finally:
@@ -224,11 +217,8 @@ class Renewal:
 
     def _lose(self, space: Space, slots: Sequence[int]) -> None:
         """The tier has none of these, as it says; it may have been kept from some meanwhile."""
-        lost = [
-            slot
-            for slot in slots
-            if space.backed_up[slot] & self._asked and slot not in space.dropped
-        ]
+        asked = space.tiers.having(slots, self._asked)
+        lost = [slot for slot in asked if slot not in space.dropped]
         if lost:
             self.tier.counters["forgotten_blocks_total"] += len(lost)
             self._missing(space, lost)

@@ -256,8 +256,8 @@ class _Reading:
         memory = self._scrubs.memory
         namespace, block_hash = header.key
         space = memory.host.spaces.get(namespace)
-        slot = space.chain.items.get(block_hash) if space is not None else None
-        if space is None or slot is None or slot in space.unproven:
+        slot = space.items.get(block_hash) if space is not None else None
+        if space is None or slot is None or slot in space.unverified:
             return False
         memory.host.hold(space, [slot])
         try:

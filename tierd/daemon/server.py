@@ -17,7 +17,9 @@ from typing import Any, Final
 
 from tierd import __version__
 from tierd.core.hints import Hint, Priority
-from tierd.core.space import Lease, Refusal, Space
+from tierd.core.leases import Lease
+from tierd.core.reasons import Refusal
+from tierd.core.space import Space
 from tierd.daemon.acquiring import Patience
 from tierd.daemon.listening import EngineSocket
 from tierd.daemon.node import Node

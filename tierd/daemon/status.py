@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from tierd import __version__
-from tierd.core.space import Evicted
+from tierd.core.reasons import Evicted
 from tierd.daemon.demand import SHOWN_CHARS_MAX
 from tierd.daemon.ending import SPACES_MAX
 from tierd.types import Namespace
@@ -68,17 +68,17 @@ def _host(node: Node, counters: Counter[str]) -> dict[str, object]:
         "min_bytes": node.watch.pressure.min_bytes,
         "allocated_bytes": host.allocated_bytes,
         "populated_bytes": arena.populated_bytes,
-        "used_bytes": sum(len(s.chain) * s.slot_bytes for s in spaces),
-        "blocks": sum(len(s.chain) for s in spaces),
+        "used_bytes": sum(len(s.items) * s.slot_bytes for s in spaces),
+        "blocks": sum(len(s.items) for s in spaces),
         **arena.placement.status(),
         "eviction": host.eviction,
         "hit_ratio": _ratio(here, asked),
         "hit_ratio_at_twice": _ratio(min(here + counters["ghost_blocks_total"], asked), asked),
         "writing_blocks": sum(len(s.writing) for s in spaces),
-        "leaving_blocks": sum(len(s.leaving) for s in spaces),
-        "proven_blocks": sum(s.proven_blocks for s in spaces),
-        "unproven_blocks": sum(len(s.unproven) for s in spaces),
-        "doubtful_blocks": sum(len(s.doubtful) for s in spaces),
+        "leaving_blocks": sum(len(s.evicting) for s in spaces),
+        "proven_blocks": sum(s.verified_blocks for s in spaces),
+        "unproven_blocks": sum(len(s.unverified) for s in spaces),
+        "doubtful_blocks": sum(len(s.quarantined) for s in spaces),
         "leases": len(host.leases),
         "pinned_bytes": host.hints.kept_bytes,
         "backlog_blocks": node.backlog(),
@@ -90,7 +90,7 @@ def _namespaces(node: Node) -> list[dict[str, object]]:
         {
             "digest": space.digest.hex(),
             **_fields(space.namespace),
-            "blocks": len(space.chain),
+            "blocks": len(space.items),
             "memory_bytes": space.memory_bytes,
             "sessions": space.sessions,
         }

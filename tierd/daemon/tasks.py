@@ -22,7 +22,7 @@ class Tasks:
 
     def __len__(self) -> int:
         """Tasks that were spawned and have not ended."""
-        return len(self._begun)
+        return sum(not task.done() for task in self._begun)
 
     async def run(
         self,

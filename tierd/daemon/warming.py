@@ -170,12 +170,10 @@ class Warmings:
             self._pin(warming)
 
     def _pin(self, warming: Warming) -> None:
-        hints = self._memory.host.hints
-        before = hints.counters["pins_granted_blocks_total"]
         hint = Hint(warming.want.pin_ms, 0, Priority.NORMAL, False)
         hashes = warming.which(Warmth.HERE, Warmth.BROUGHT)
-        self._memory.host.hint([warming.space], hashes, hint, self._clock.monotonic_ns())
-        warming.pinned_blocks = hints.counters["pins_granted_blocks_total"] - before
+        now_ns = self._clock.monotonic_ns()
+        warming.pinned_blocks = self._memory.host.hint([warming.space], hashes, hint, now_ns)
 
     # --- giving way to engines ---------------------------------------------------------
 
@@ -209,11 +207,8 @@ class Warmings:
 
     async def _fill_host(self, warming: Warming) -> None:
         space = warming.space
-        await self._proofs.prove(space, self._memory.host.unproven(space, warming.hashes))
-        if space.leaving:
-            self._memory.host.revive(space, warming.hashes)
-        items, unproven = space.chain.items, space.unproven
-        here = [h for h in warming.fates if (s := items.get(h)) is not None and s not in unproven]
+        await self._proofs.prove(space, self._memory.host.unverified(space, warming.hashes))
+        here = self._memory.host.verified(space, list(warming.fates))
         warming.all_are(here, Warmth.HERE)
         if warming.want.verify:
             await self._verify(warming, here)
@@ -234,9 +229,9 @@ class Warmings:
         that they were to have is free only once a tier has what is in it."""
         space = warming.space
         refused = warming.which(Warmth.NO_ROOM)
-        if space.leaving:
+        if space.evicting:
             return refused
-        return [h for h in refused if h in space.writing or h in space.chain.items]
+        return [h for h in refused if h in space.writing or h in space.items]
 
     async def _find(
         self, space: Space, wanted: Sequence[bytes], tiers: Sequence[StorageTier]
@@ -287,7 +282,7 @@ class Warmings:
         if number is not None:
             warming.fates[block_hash] = Warmth.BROUGHT
             warming.sources[self._tiers[number].name] += 1
-        elif block_hash in space.chain.items:
+        elif block_hash in space.items:
             warming.fates[block_hash] = Warmth.HERE
         elif self._promotions.barred(space.digest):
             warming.fates[block_hash] = Warmth.BARRED
@@ -302,7 +297,7 @@ class Warmings:
         space, memory = warming.space, self._memory
         for at in range(0, len(hashes), batch_blocks(space)):
             some = hashes[at : at + batch_blocks(space)]
-            slots = [slot for h in some if (slot := space.chain.items.get(h)) is not None]
+            slots = space.find(some)
             known = [slot for slot in slots if space.checksums[slot] is not None]
             warming.unproven_blocks += len(slots) - len(known)
             await warming.pace.wait(len(known) * space.slot_bytes, warming.want.bytes_per_s)
@@ -327,8 +322,8 @@ class Warmings:
         if missed is Warmth.AWAY or not target.writes_allowed:
             warming.all_are(wanted, Warmth.AWAY)
             return
-        items = space.chain.items
-        await self._proofs.prove(space, self._memory.host.unproven(space, wanted))
+        items = space.items
+        await self._proofs.prove(space, self._memory.host.unverified(space, wanted))
         in_host = [block_hash for block_hash in wanted if block_hash in items]
         others = [tier for tier in self._tiers if tier is not target]
         rest = [block_hash for block_hash in wanted if block_hash not in items]
@@ -365,12 +360,12 @@ class Warmings:
         self, warming: Warming, target: StorageTier, batch: Sequence[bytes]
     ) -> None:
         space, memory = warming.space, self._memory
-        slots = {h: slot for h in batch if (slot := space.chain.items.get(h)) is not None}
+        slots = {h: slot for h in batch if (slot := space.items.get(h)) is not None}
         warming.all_are((h for h in batch if h not in slots), Warmth.NOWHERE)
         held = list(slots.values())
         memory.host.hold(space, held)
         try:
-            bare = [slot for slot in held if space.checksums[slot] is None]
+            bare = space.without_checksum(held)
             sums = dict(zip(bare, await memory.checksums([(space, s) for s in bare]), strict=True))
             length = space.namespace.block_bytes
             requests = []

@@ -136,7 +136,7 @@ class Life:
         withhold = backups.withhold
 
         def noting(space: Space, slots: Sequence[int], bit: int) -> None:
-            names = map(space.chain.hash_of, slots)
+            names = space.hashes_of(slots)
             keys = (BlockKey(space.digest, name) for name in names)
             self._withheld[bit.bit_length() - 1].update(keys)
             withhold(space, slots, bit)
@@ -245,7 +245,7 @@ class Life:
                 del self.leases[lease_id]
                 continue
             for space, slot, block_hash in lease.slots:
-                in_place = space.chain.items.get(block_hash) == slot or slot in space.dropped
+                in_place = space.items.get(block_hash) == slot or slot in space.dropped
                 assert in_place, "a leased slot was reused"
                 assert space.refs[slot] > 0, "a leased slot is not held"
 
@@ -267,10 +267,10 @@ class Life:
         """A tier that is said to have a block has said so, or is to get it, or was left out
         because another one had it."""
         for space in self.node.host.spaces.values():
-            for block_hash, slot in space.chain.items.items():
+            for block_hash, slot in space.items.items():
                 key = BlockKey(space.digest, block_hash)
                 for number, queue in enumerate(self.node.backups.queues):
-                    if space.backed_up[slot] & queue.bit and not self._is_with(number, key, slot):
+                    if space.tiers.of(slot) & queue.bit and not self._is_with(number, key, slot):
                         raise AssertionError(f"tier {number} does not have what it is said to have")
 
     def _is_with(self, number: int, key: BlockKey, slot: int) -> bool:
@@ -288,7 +288,7 @@ class Life:
         return [
             (space, block_hash)
             for space in self.node.host.spaces.values()
-            for block_hash in space.chain.items
+            for block_hash in space.items
             if space.reuse.uses(block_hash) >= USED_AGAIN
         ]
 
@@ -301,11 +301,11 @@ class Life:
             if not plan.sound or plan.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
                 continue
             for space, block_hash in often:
-                slot = space.chain.items.get(block_hash)
-                if slot is None or slot in space.unproven:
+                slot = space.items.get(block_hash)
+                if slot is None or slot in space.unverified:
                     continue
                 # What the tier is kept from has only one of the bits.
-                if space.backed_up[slot] & queue.both == queue.bit:
+                if space.tiers.of(slot) & queue.both == queue.bit:
                     continue
                 self.world.counts["used_blocks_kept"] += 1
                 if not self.world.on_disk(number, BlockKey(space.digest, block_hash)):
@@ -313,11 +313,8 @@ class Life:
 
     def _check_evictable(self) -> None:
         """Nothing that clients said may keep a block for ever; this empties the index."""
-        for space in self.node.host.spaces.values():
-            space.chain.unkeep(self.node.host.hints.override(space.digest))
-            count = len(space.chain)
-            if len(space.chain.evict(count, lambda slot: False)) < count:
-                self.world.fail("blocks that can never be evicted")
+        if not self.node.host.evict_everything():
+            self.world.fail("blocks that can never be evicted")
 
     def calm(self) -> None:
         """Tiers sound and quick from now on."""
@@ -338,7 +335,7 @@ class Life:
         for number in range(len(flush.tiers)) if complete else ():
             world.check_flushed(number, flush.covers)
         for space in self.node.host.spaces.values():
-            for block_hash in space.chain.items:
+            for block_hash in space.items:
                 key = BlockKey(space.digest, block_hash)
                 if complete and flush.covers(space.digest) and key not in world.stored:
                     world.fail("a flushed block is still in L2")
@@ -391,8 +388,8 @@ class Life:
             "reservations": len(node.host.reservations),
             "writing": sum(len(s.writing) for s in node.host.spaces.values()),
             "refs": sum(sum(s.refs) for s in node.host.spaces.values()),
-            "unproven": sum(len(s.unproven) for s in node.host.spaces.values()),
-            "doubtful": sum(len(s.doubtful) for s in node.host.spaces.values()),
+            "unproven": sum(len(s.unverified) for s in node.host.spaces.values()),
+            "doubtful": sum(len(s.quarantined) for s in node.host.spaces.values()),
             "dropped": sum(len(s.dropped) for s in node.host.spaces.values()),
             "lives kept": len(_past(self.world.keeper)) - 2 if self.world.keeper else 0,
             "registered": sum(s.sessions for s in node.host.spaces.values()),
@@ -566,7 +563,7 @@ class Referee:
             segment = handle, slot // space.slots_per_segment
             if segment not in self._announced and handle not in self._unmapped:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
-            if space.chain.items.get(block_hash) != slot:
+            if space.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
             self._life.served(BlockKey(space.digest, block_hash))
             slots.append((space, slot, block_hash))
@@ -594,13 +591,13 @@ class Referee:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
-            if space.chain.items.get(block_hash) != slot:
+            if space.items.get(block_hash) != slot:
                 # What came in the same read may have evicted it since.
                 if self._life.node.host.evicted_blocks == evicted_before:
                     self._world.fail("COMMITTED counts a block that is not readable")
             else:
                 key, promised = BlockKey(space.digest, block_hash), self._world.promised
-                promised[key] = promised.get(key, 0) | space.backed_up[slot]
+                promised[key] = promised.get(key, 0) | space.tiers.of(slot)
                 payload = self._life.node.memory.payload(space, slot)
                 if payload != self._world.payload_of(key, len(payload)):
                     self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")

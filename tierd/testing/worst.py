@@ -124,7 +124,7 @@ async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
 def _unrecorded(life: Life) -> bool:
     """Whether a block is leased whose checksum is not known yet."""
     return any(
-        space.checksums[slot] is None and slot not in space.unproven
+        space.checksums[slot] is None and slot not in space.unverified
         for lease in life.leases.values()
         for space, slot, _ in lease.slots
     )

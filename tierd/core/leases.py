@@ -1,0 +1,92 @@
+"""Leases: who may read which slots until when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tierd.core.space import Space
+from tierd.core.states import LEASES, LeaseEvent, LeaseState, step
+
+LEASED_BLOCKS_MAX: Final = 1 << 22
+LEASED_BLOCKS_ALL_MAX: Final = 1 << 24
+"""Blocks that one owner may have leased at once, and all together, each as often as it is leased:
+8 bytes each of the daemon's own memory. An engine that forgets to give leases back gets no more."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), whatever the owner's fate."""
+
+    lease_id: int
+    owner: int
+    parts: list[tuple[Space, list[int]]]
+    expires_ns: int
+    sources: bytes = b""
+    """A byte a block: 0 if host memory had it, else 1 + the number of the tier that brought it; no
+    bytes if host memory had them all."""
+    state: LeaseState = LeaseState.HELD
+
+
+class Leases:
+    """The leases that have not ended."""
+
+    __slots__ = ("_blocks", "_held")
+
+    def __init__(self) -> None:
+        self._held: dict[int, Lease] = {}
+        self._blocks: Counter[int] = Counter()
+
+    @property
+    def held(self) -> Mapping[int, Lease]:
+        """By their numbers."""
+        return self._held
+
+    def may(self, owner: int, blocks: int) -> bool:
+        """Whether neither the owner nor all together have too many leased for so many more."""
+        known = self._blocks
+        mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
+        return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
+
+    def grant(self, lease: Lease) -> None:
+        """A new lease of readable slots."""
+        for space, slots in lease.parts:
+            space._hold(slots)
+            self._blocks[lease.owner] += len(slots)
+        self._held[lease.lease_id] = lease
+
+    def end(self, lease_id: int, owner: int, event: LeaseEvent) -> bool:
+        """End a lease; False if it is not, or no longer, the owner's."""
+        lease = self._held.get(lease_id)
+        if lease is None or lease.owner != owner:
+            return False
+        lease.state = step(LEASES, lease.state, event)
+        del self._held[lease_id]
+        for space, slots in lease.parts:
+            space._unhold(slots)
+            self._blocks[owner] -= len(slots)
+        if not self._blocks[owner]:
+            del self._blocks[owner]
+        return True
+
+    def expire(self, now_ns: int) -> int:
+        """End the leases whose time is over; their count."""
+        # In no order: how long a lease lasts can be changed at any time.
+        over = [lease for lease in self._held.values() if lease.expires_ns <= now_ns]
+        for lease in over:
+            self.end(lease.lease_id, lease.owner, LeaseEvent.EXPIRE)
+        return len(over)
+
+    def check(self) -> dict[bytes, Counter[int]]:
+        """Assert every invariant; how often each slot is leased, by namespace. For tests."""
+        leased = Counter(dict.fromkeys(self._blocks, 0))
+        held: dict[bytes, Counter[int]] = {}
+        for lease in self._held.values():
+            assert lease.state is LeaseState.HELD
+            for space, slots in lease.parts:
+                leased[lease.owner] += len(slots)
+                held.setdefault(space.digest, Counter()).update(slots)
+        assert leased == self._blocks
+        return held
