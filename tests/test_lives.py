@@ -24,7 +24,7 @@ from tierd.core.host import HostTier
 from tierd.core.space import Space
 from tierd.daemon.lives import Lives
 from tierd.daemon.memory import INTERNAL, HostMemory
-from tierd.daemon.proofs import Proofs
+from tierd.daemon.proofs import Verification
 from tierd.memory.ledger import Ledger, LedgerError, LedgerRecord
 from tierd.memory.past import LOG_BYTES, Guard, LifePage, PastPage
 from tierd.testing.keeper import Keeper
@@ -100,7 +100,7 @@ class OneLife:
 
     def prove(self) -> None:
         """Verify everything."""
-        asyncio.run(Proofs(self.memory).run())
+        asyncio.run(Verification(self.memory).run())
         self.memory.check()
 
     def end(self) -> None:
@@ -505,7 +505,7 @@ def test_what_was_adopted_is_proven_before_it_is_written(
         assert len(bench.space.unverified) == 8
         # Were one to leave L2 now: nobody has looked at it.
         slot = next(iter(bench.space.items.values()))
-        bench.node.backups.leaving(bench.space, [slot], 8)
+        bench.node.backups.claim(bench.space, [slot], 8)
         await bench.backed_up()
         assert not raw.blocks
         assert await bench.node.drain(60.0) == 0
@@ -513,10 +513,10 @@ def test_what_was_adopted_is_proven_before_it_is_written(
     run(before, tier, raw=[raw], manager=keeper)
     assert not raw.blocks
 
-    async def nothing(self: Proofs) -> None:
+    async def nothing(self: Verification) -> None:
         """Nobody proves what nobody asks for."""
 
-    monkeypatch.setattr(Proofs, "run", nothing)
+    monkeypatch.setattr(Verification, "run", nothing)
     run(after, tier, raw=[raw], manager=keeper)
     assert len(raw.blocks) == (7 if rotten else 8)
 
@@ -557,12 +557,12 @@ def test_a_request_does_not_wait_for_proofs_beyond_its_deadline(
         monkeypatch.undo()
         assert await bench.acquire(stored, 0.5) == 8
 
-    async def never(self: Proofs, *_: object) -> None:
+    async def never(self: Verification, *_: object) -> None:
         await asyncio.get_running_loop().create_future()
 
     run(before, config("tier"), manager=keeper)
-    monkeypatch.setattr(Proofs, "run", never)
-    monkeypatch.setattr(Proofs, "prove", never)
+    monkeypatch.setattr(Verification, "run", never)
+    monkeypatch.setattr(Verification, "verify", never)
     run(after, config("tier"), manager=keeper)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tierd.core.evictions import Evictions
+from tierd.core.finding import Finding
 from tierd.core.hints import Hints
 from tierd.core.host import HostTier
 from tierd.core.leases import Leases
@@ -28,6 +29,7 @@ from tierd.core.tier_bits import TierBits
 ROOT = Path(__file__).parent.parent / "tierd"
 CLASSES = (
     Evictions,
+    Finding,
     Hints,
     HostTier,
     Leases,

@@ -407,7 +407,7 @@ def test_two_fetches_of_one_block_are_harmless(monkeypatch: pytest.MonkeyPatch) 
 def test_memory_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments lent between namespaces would add up to more than host.capacity."""
     monkeypatch.setattr(Arena, "hollow", lambda self, space, index: None)
-    monkeypatch.setattr(Arena, "keep_hollow", lambda self, space: None)
+    monkeypatch.setattr(Arena, "keep_decommitted", lambda self, space: None)
     assert "bytes of memory" in caught()
 
 

@@ -173,4 +173,4 @@ def test_a_used_block_is_wanted_by_a_selective_tier() -> None:
     tier = config("tier", write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
     writes = Writes(tier, 1 << 20)
     writes.budget.demand, writes.budget._first_steps = 2 * DEMAND_EARLY, 0
-    assert writes.choose(Moment.LEAVING, b"n" * 16, hashes, book, 4096, 2 * 10**9) == [0, 1, 2, 3]
+    assert writes.choose(Moment.EVICTING, b"n" * 16, hashes, book, 4096, 2 * 10**9) == [0, 1, 2, 3]

@@ -231,7 +231,7 @@ def test_write_back_writes_when_a_block_leaves_and_not_before() -> None:
     writes = Writes(config(WritePolicy.WRITE_BACK), 1)
     assert not takes(writes, Moment.STORED, 1)
     assert not takes(writes, Moment.USED, 50)
-    assert takes(writes, Moment.LEAVING, 1)
+    assert takes(writes, Moment.EVICTING, 1)
 
 
 def test_selective_writes_at_once_while_the_budget_has_room() -> None:
@@ -256,7 +256,7 @@ def test_selective_asks_for_more_the_higher_the_demand() -> None:
         writes = selective(demand)
         assert not takes(writes, Moment.STORED, 1), "one use is not enough"
         assert not takes(writes, Moment.USED, 1)
-        assert least(writes, Moment.LEAVING) == pytest.approx(demand, abs=0.001)
+        assert least(writes, Moment.EVICTING) == pytest.approx(demand, abs=0.001)
         # What stays can be written later, and with better knowledge.
         assert least(writes, Moment.USED) > demand
 
@@ -276,7 +276,7 @@ def bounded(blocks: int) -> Writes:
 def test_selective_writes_nothing_beyond_a_bound() -> None:
     """The bound that an operator set would be a wish."""
     writes = bounded(10)
-    taken = sum(takes(writes, Moment.LEAVING, 9, 1.0) for _ in range(50))
+    taken = sum(takes(writes, Moment.EVICTING, 9, 1.0) for _ in range(50))
     assert taken == 10
     assert not any(takes(writes, moment, 9, 1.0) for moment in Moment)
 
@@ -285,7 +285,7 @@ def test_a_bound_that_ends_within_a_chain_keeps_the_prefix() -> None:
     """Children without their parents would be written, which no request can use."""
     writes = bounded(5)
     hashes = chain(8)
-    chosen = writes.choose(Moment.LEAVING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
+    chosen = writes.choose(Moment.EVICTING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
     assert chosen == [0, 1, 2, 3, 4]
     assert writes.missed.lost(SPACE, hashes) == 3
 
@@ -296,7 +296,7 @@ def test_what_was_refused_is_offered_once() -> None:
     writes = selective(0.5)
     for _ in range(2000):
         takes(writes, Moment.STORED, 1)
-        assert not takes(writes, Moment.LEAVING, 1, 0.0)
+        assert not takes(writes, Moment.EVICTING, 1, 0.0)
     assert writes.budget.demand == 0.5
 
 
@@ -317,7 +317,7 @@ def test_turns_are_told_from_documents_that_are_read_once() -> None:
         reuse.use(Request(chain(64, turn), 20.0 * turn))
     last = [talk[396], talk[0], *chain(64, 199)[:2]]
     writes = selective(0.2)
-    assert writes.choose(Moment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
+    assert writes.choose(Moment.EVICTING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
 
 
 def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> None:
@@ -333,5 +333,5 @@ def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> 
         writes.budget.demand = DEMAND_MAX
         return writes.choose(moment, SPACE, [*used, *once], reuse, BLOCK, 2 * S)
 
-    assert chosen(Moment.LEAVING) == []
+    assert chosen(Moment.EVICTING) == []
     assert chosen(Moment.STOPPING) == [*range(10)]

@@ -15,6 +15,7 @@ from typing import Final
 from tierd.chain import ChainIndex
 from tierd.core.effects import Effect, EndSpace
 from tierd.core.evictions import Claim, Evictions
+from tierd.core.finding import Finding, Taken
 from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
 from tierd.core.leases import Lease, Leases
 from tierd.core.reasons import Dropped, Evicted
@@ -36,6 +37,7 @@ class HostTier:
 
     __slots__ = (
         "_evictions",
+        "_finding",
         "_leases",
         "_next_id",
         "_now_s",
@@ -68,6 +70,7 @@ class HostTier:
         self._evictions = Evictions()
         self._room = Room(self._spaces, self._segments, self._evictions, self.hints)
         self._leases = Leases()
+        self._finding = Finding(self._evictions, self._leases)
         self._reservations = Reservations()
         self._storing = Storing(self._reservations, self._segments, self._room)
         self._now_s = 0
@@ -238,25 +241,27 @@ class HostTier:
 
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
         """Slots of the longest run of verified blocks from the first hash on; touches them."""
-        space._used_s = self._now_s
-        get = space._chain.items.get
-        found = list(map(get, hashes))
-        if None in found and space._evicting and self.revive(space, hashes):
-            found = list(map(get, hashes))
-        if None in found:
-            del found[found.index(None) :]
-        slots: list[int] = found  # type: ignore[assignment]  # cut at the first None
-        if unverified := space._unverified:
-            doubted = (i for i, slot in enumerate(slots) if slot in unverified)
-            del slots[next(doubted, len(slots)) :]
-        space._chain.touch(slots)
-        return slots
+        return self._finding.prefix(space, hashes, self._now_s)
+
+    def take_prefix(
+        self,
+        owner: int,
+        spaces: Sequence[Space],
+        hashes: Sequence[bytes],
+        expires_ns: int,
+        *,
+        more_elsewhere: bool,
+    ) -> Taken:
+        """Lease the longest prefix that all spaces have; but not if something could make it
+        longer: a tier, if there is `more_elsewhere`, or a verification."""
+        number, now_s = self._take_id(), self._now_s
+        return self._finding.take(
+            number, owner, spaces, hashes, expires_ns, now_s, more_elsewhere=more_elsewhere
+        )
 
     def unverified(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
         """Slots of those of the blocks that are resident but unverified."""
-        if not space._unverified:
-            return []
-        return [slot for slot in space.find(hashes) if slot in space._unverified]
+        return self._finding.unverified(space, hashes)
 
     def verified(self, space: Space, hashes: Sequence[bytes]) -> list[bytes]:
         """Those of the blocks that are resident and verified; they are not evicting any more."""
@@ -321,8 +326,7 @@ class HostTier:
         return space._verify(sums)
 
     def note_checksums(self, space: Space, sums: Mapping[int, bytes]) -> list[int]:
-        """These are the checksums of readable blocks, or evicting ones; the slots of those that
-        were not dropped meanwhile, for the ledger."""
+        """These blocks have these checksums; the slots that were not dropped, for the ledger."""
         checksums, dropped = space._checksums, space._dropped
         for slot, digest in sums.items():
             checksums[slot] = digest
@@ -331,8 +335,6 @@ class HostTier:
     def mark(self, space: Space, slots: Collection[int], *, add: int = 0, remove: int = 0) -> None:
         """Change the bits of storage tiers of some slots; see `tier_bits`."""
         space.tiers._mark(slots, add, remove)
-
-    # --- hints ----------------------------------------------------------------------
 
     def hint(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint, now_ns: int
@@ -375,10 +377,9 @@ class HostTier:
     ) -> Space | None:
         """Take a namespace over as an earlier incarnation left it; the block used last comes last.
 
-        Its blocks are unverified; whatever else is in its live segments is quarantined until
-        `end_writes_before`. Slots in `leased` are held until `end_leases_before`, with a block or
-        without: what is leased need not be in the ledger. None if no slot of it fits the
-        capacity. What exceeds the capacity goes when the arena shrinks.
+        Its blocks are unverified, its other slots quarantined until `end_writes_before`. Slots in
+        `leased` are held until `end_leases_before`, whether the ledger has a block there or not.
+        None if no slot fits the capacity. What exceeds the capacity goes when the arena shrinks.
         """
         assert namespace.digest not in self._spaces
         if namespace.slot_bytes > self.capacity_bytes:
@@ -386,8 +387,7 @@ class HostTier:
         space = self._make_space(namespace, slots_per_segment)
         space._adopt(live, blocks, leased)
         self._segments.adopt(space, self._now_s)
-        generations = (block.generation for block in blocks)
-        self._next_id = max(self._next_id, max(generations, default=0))
+        self._next_id = max(self._next_id, *(block.generation for block in blocks), 0)
         return space
 
     def end_leases_before(self) -> None:
@@ -466,16 +466,14 @@ class HostTier:
         return self._room.grow_ahead(space, self._now_s)
 
     def lose_segments(self, space: Space, made: int) -> None:
-        """Undo NewSegment effects that could not be carried out, for whoever got their slots: the
-        namespace has no segments but the first `made`. None is asked for again for a while."""
+        """Undo NewSegment effects that could not be carried out: the namespace has no segments but
+        the first `made`. None is asked for again for a while."""
         self._reservations.lose(space, made * space.slots_per_segment)
         self._segments.lose(space, made, self._now_s)
 
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-    # --- proof ----------------------------------------------------------------------
 
     def check(self) -> None:
         """Assert every invariant; for tests and simulation."""
@@ -490,8 +488,7 @@ class HostTier:
         self._segments.check(allocated)
 
     def evict_everything(self) -> bool:
-        """Empty the index, whoever holds blocks; whether that could be done. The last thing that a
-        test asks: nothing that clients say may keep a block for ever."""
+        """Empty the index, whoever holds blocks; whether that worked. The last call of a test."""
         emptied = True
         for space in self._spaces.values():
             space._chain.unkeep(self.hints.override(space.digest))

@@ -17,7 +17,7 @@ SEGMENT_BYTES_MIN: Final = 64 << 20
 SEGMENT_BYTES_MAX: Final = 256 << 20
 SEGMENTS_TARGET: Final = 256
 """Segments that a full arena has: few enough to map, enough to lend between namespaces.
-Between 64 MiB and 256 MiB each: hollowing one takes about 0.1 ms a MiB of the loop's time.
+Between 64 MiB and 256 MiB each: decommitting one takes about 0.1 ms a MiB of the loop's time.
 """
 
 SEGMENTS_MIN: Final = 32

@@ -72,13 +72,13 @@ class Moment(enum.Enum):
     """It has just become readable in L2."""
     USED = "used"
     """A request asks for it, and it is in L2."""
-    LEAVING = "leaving"
+    EVICTING = "evicting"
     """It is about to leave L2, by eviction."""
     STOPPING = "stopping"
     """The daemon stops, and L2 may be lost with it."""
 
 
-LAST: Final = (Moment.LEAVING, Moment.STOPPING)
+LAST: Final = (Moment.EVICTING, Moment.STOPPING)
 """What is not written then is lost with L2's copy."""
 
 
@@ -295,7 +295,7 @@ class Writes:
         self.budget.configure(self._config)
 
     @property
-    def when_leaving(self) -> bool:
+    def when_evicting(self) -> bool:
         """Whether blocks are meant to be written as late as when they leave L2."""
         return self.policy is not WritePolicy.WRITE_THROUGH
 
@@ -320,9 +320,9 @@ class Writes:
         """Places of the blocks that are to be written now, of some that the tier lacks.
 
         All are `size_bytes`, and in the order in which they are to be written: parents before
-        children, but for those that leave. Spent are the bytes of those chosen; those that leave
-        and are not are missed. A stop writes what `write_uses` requests have used, whatever is
-        demanded: it comes all at once, and no later chance comes.
+        children, or the reverse if they are evicted. The bytes of the chosen blocks are spent; an
+        evicted block that is not chosen is missed. A stop writes what `write_uses` requests have
+        used, whatever is demanded: it comes all at once, and no later chance comes.
         """
         if self.policy is WritePolicy.WRITE_THROUGH:
             return [*range(len(hashes))]

@@ -20,7 +20,7 @@ from tierd.daemon.lives import Lives
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.proofs import Proofs
+from tierd.daemon.proofs import Verification
 from tierd.daemon.refusals import Refusals
 from tierd.daemon.tier import StorageTier
 
@@ -70,7 +70,7 @@ class Acquiring:
         self,
         memory: HostMemory,
         promotions: Promotions,
-        proofs: Proofs,
+        verification: Verification,
         lives: Lives,
         refusals: Refusals,
         unserveds: Unserveds,
@@ -81,7 +81,7 @@ class Acquiring:
         self._host = memory.host
         self._counters: Counter[str] = memory.counters
         self._promotions = promotions
-        self._proofs = proofs
+        self._verification = verification
         self._lives = lives
         self._refusals = refusals
         self._unserveds = unserveds
@@ -99,17 +99,16 @@ class Acquiring:
         lease_ttl_ns: int,
     ) -> AcquiredNow:
         """Lease the resident prefix if no tier is needed."""
-        parts = [(space, self._host.prefix(space, hashes)) for space in spaces]
-        count = min(len(slots) for _, slots in parts)
-        if count < len(hashes) and (self._tiers or self._unproven(spaces, hashes)):
-            return AcquiredNow(False, None, count)
-        if count == 0 or not self._may_lease(owner, client, spaces, count):
-            return AcquiredNow(True, None, 0)
-        self._counters["acquired_blocks_total"] += count
-        cut = [(space, slots[:count]) for space, slots in parts]
-        lease = self._host.grant(owner, cut, self._clock.monotonic_ns() + lease_ttl_ns)
-        self._lives.leased(lease)
-        return AcquiredNow(True, lease, count)
+        expires_ns = self._clock.monotonic_ns() + lease_ttl_ns
+        taken = self._host.take_prefix(
+            owner, spaces, hashes, expires_ns, more_elsewhere=bool(self._tiers)
+        )
+        if taken.refused:
+            self._refusals.leased(spaces[0], client, self._host.now_s)
+        if taken.lease is not None:
+            self._counters["acquired_blocks_total"] += taken.resident
+            self._lives.leased(taken.lease)
+        return AcquiredNow(taken.settled, taken.lease, 0 if taken.refused else taken.resident)
 
     def deadline_ns(
         self,
@@ -148,8 +147,8 @@ class Acquiring:
         waiter = Waiter(spaces, began_ns - waited_ms * MS)
         tokens = spaces[0].namespace.block_tokens
         try:
-            if self._unproven(spaces, hashes):
-                await self._prove(spaces, hashes, deadline_ns, patience)
+            if self._has_unverified(spaces, hashes):
+                await self._verify(spaces, hashes, deadline_ns, patience)
             waiter.refresh(self._host, hashes)
             resident = min(waiter.length(at, hashes) for at in range(len(spaces)))
             if resident and not self._may_lease(owner, client, spaces, resident):
@@ -188,11 +187,11 @@ class Acquiring:
         self._refusals.leased(spaces[0], client, self._host.now_s)
         return False
 
-    def _unproven(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
+    def _has_unverified(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
         """Whether some of the blocks are from a life before, and not verified yet."""
         return any(self._host.unverified(space, hashes) for space in dict.fromkeys(spaces))
 
-    async def _prove(
+    async def _verify(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], deadline_ns: int, patience: Patience
     ) -> None:
         """Have what a request asks for verified, as far as the deadline allows."""
@@ -201,7 +200,7 @@ class Acquiring:
             async with patience.within(max(0.0, left_s)), asyncio.TaskGroup() as group:
                 for space in dict.fromkeys(spaces):
                     slots = self._host.unverified(space, hashes)
-                    group.create_task(self._proofs.prove(space, slots))
+                    group.create_task(self._verification.verify(space, slots))
 
     async def _promote(self, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
         """Have the tiers asked, and what they have promoted, as far as the deadline allows."""

@@ -258,8 +258,8 @@ class Backups:
         ]
         self.resize()
         if tiers:
-            late = any(queue.writes.when_leaving for queue in self.queues)
-            self._host.set_claim(self.leaving, claims_all=late)
+            late = any(queue.writes.when_evicting for queue in self.queues)
+            self._host.set_claim(self.claim, claims_all=late)
         self.renewals = [
             Renewal(queue.tier, queue.bit, memory, partial(self._missing, queue))
             for queue in self.queues
@@ -290,16 +290,16 @@ class Backups:
             for renewal in self.renewals:
                 renewal.used(space, slots)
 
-    def leaving(self, space: Space, slots: Sequence[int], count_max: int) -> None:
+    def claim(self, space: Space, slots: Sequence[int], count_max: int) -> None:
         """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
         write them, and those of which tiers are asked whether they still have them. What a budget
         or a queue has no room for is what lies deepest."""
         upwards = slots[::-1]
         lacked = space.tiers.lacking(upwards, self._every)
-        held = self.offer(space, lacked, Moment.LEAVING, count_max) if lacked else ()
+        held = self.offer(space, lacked, Moment.EVICTING, count_max) if lacked else ()
         if not self.barred(space.digest):
             for renewal in self.renewals:
-                held = {*held, *renewal.leaving(space, upwards, held, count_max - len(held))}
+                held = {*held, *renewal.claim(space, upwards, held, count_max - len(held))}
 
     def _missing(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
         """A tier says that it does not have these blocks any more."""
@@ -310,9 +310,9 @@ class Backups:
             todo = [(space, slot, block_hash) for slot, (block_hash, _) in identities]
             queue.unflushed.extendleft(reversed(todo))
             return
-        leaving = [slot for slot in slots if slot in space.evicting]
+        evicting = [slot for slot in slots if slot in space.evicting]
         self.offer(space, [slot for slot in slots if slot not in space.evicting], Moment.USED)
-        self.offer(space, leaving, Moment.LEAVING)
+        self.offer(space, evicting, Moment.EVICTING)
 
     def offer(
         self, space: Space, slots: Sequence[int], moment: Moment, count_max: int | None = None

@@ -126,7 +126,7 @@ class CopyProcess:
         return serial
 
     def unpin(self, segment: Segment) -> None:
-        """Have it let go of a segment that is hollow from now on."""
+        """Have it let go of a segment that is decommitted from now on."""
         serial = segment.mapping.serial
         if serial in self._pinned:
             self._pinned.discard(serial)
@@ -207,5 +207,5 @@ class CopyProcess:
 
 
 def _let_go(segment: Segment, _: Reply | None = None) -> None:
-    """A process has a segment pinned no more; the memory of a hollow one is given back in time."""
+    """A process has unpinned a segment; if it is decommitted, its memory is given back in time."""
     segment.pins -= 1

@@ -123,7 +123,7 @@ class Copies:
         # In the order in which they began; those that are over go when they are the oldest.
         self._under_way: deque[_UnderWay] = deque()
         memory.listeners.append(self._segment_made)
-        memory.hollowed = self._segment_hollowed
+        memory.decommitted = self._segment_decommitted
         memory.closed = self._segment_closed
 
     def process(self, uuid: bytes) -> CopyProcess:
@@ -231,7 +231,7 @@ class Copies:
         }:
             _share(process, segment)
 
-    def _segment_hollowed(self, segment: Segment) -> None:
+    def _segment_decommitted(self, segment: Segment) -> None:
         for process in self._processes.values():
             process.unpin(segment)
 

@@ -28,8 +28,8 @@ ASK_S: Final = 2.0
 SLICE: Final = 32
 """Blocks looked at between two turns of the loop: less than 1 ms with four tiers."""
 
-LEAVING_SLICE: Final = 4096
-"""Blocks that are leaving L2 looked at between two turns: they are found by slot, not by hash."""
+EVICTING_SLICE: Final = 4096
+"""Blocks under eviction that are looked at between two turns: they are found by slot, not hash."""
 
 SPACES_SLICE: Final = 8
 """Other namespaces looked at between two turns, each for up to 1,024 blocks."""
@@ -143,7 +143,7 @@ class _Case:
         self.others: list[dict[str, object]] = []
         """Namespaces that have some of the same hashes."""
         self._barred = explainer.backups.barred(digest)
-        self._leaving: set[bytes] = set()
+        self._evicting: set[bytes] = set()
         self._unserved: dict[Why, dict[bytes, int]] = {}
         self._elsewhere: dict[bytes, list[Reason]] = {}
 
@@ -157,7 +157,7 @@ class _Case:
     async def look(self, end_s: float) -> None:
         """Find what takes a look at more than the block itself."""
         if self.space is not None and self.space.evicting:
-            self._leaving = await _leaving(self.space, self._hashes)
+            self._evicting = await _evicting(self.space, self._hashes)
         missing = [h for h in self._hashes if not self._is_here(h)]
         if missing and self.space is not None:
             for why in Why:
@@ -202,7 +202,7 @@ class _Case:
             return "unproven" if slot in space.unverified else "ready"
         if block_hash in space.writing:
             return "writing"
-        return "leaving" if block_hash in self._leaving else ""
+        return "leaving" if block_hash in self._evicting else ""
 
     def _is_here(self, block_hash: bytes) -> bool:
         return self._state(block_hash) not in ("", "writing")
@@ -398,12 +398,12 @@ def _shown(value: object) -> str:
     return (value.hex() if isinstance(value, bytes) else str(value))[:SHOWN_CHARS_MAX]
 
 
-async def _leaving(space: Space, hashes: Iterable[bytes]) -> set[bytes]:
-    """Those of the blocks that are leaving L2 and would stay if they were asked for."""
+async def _evicting(space: Space, hashes: Iterable[bytes]) -> set[bytes]:
+    """Those of the blocks that are being evicted and would stay if they were asked for."""
     wanted, found = set(hashes), set[bytes]()
     entries = list(space.evicting.items())
-    for start in range(0, len(entries), LEAVING_SLICE):
-        for slot, (block_hash, _) in entries[start : start + LEAVING_SLICE]:
+    for start in range(0, len(entries), EVICTING_SLICE):
+        for slot, (block_hash, _) in entries[start : start + EVICTING_SLICE]:
             if block_hash in wanted and slot not in space.dropped:
                 found.add(block_hash)
         await asyncio.sleep(0)

@@ -287,10 +287,10 @@ class Flushes:
     async def _drop_host(self, flush: Flush) -> None:
         for space in list(self._memory.host.spaces.values()):
             if flush.covers(space.digest):
-                # What is leaving L2 is what tiers were to get: all at once, since it may be
-                # asked for, and stay, before its turn comes.
-                leaving = [slot for slot in space.evicting if slot not in space.dropped]
-                self._drop(flush, space, leaving)
+                # Tiers were to get what is being evicted: it goes all at once, since a request
+                # could revive it before its turn comes.
+                evicting = [slot for slot in space.evicting if slot not in space.dropped]
+                self._drop(flush, space, evicting)
         await self._in_slices(flush.covers, lambda space, slots: self._drop(flush, space, slots))
 
     def _drop(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:

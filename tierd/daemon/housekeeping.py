@@ -37,7 +37,7 @@ async def keep_house(
         counters["leases_expired_total"] += host.expire(clock.monotonic_ns())
         while host.expire_hints(clock.monotonic_ns()):
             await asyncio.sleep(0)
-        memory.keep_hollow()
+        memory.keep_decommitted()
         lives.tick()
         await endings.tick()
         memory.manager.flush()

@@ -1,6 +1,6 @@
 """Host memory: carries out what the core decides about it.
 
-Makes, fills and hollows segments, moves blocks, and keeps the ledger. It refuses to know
+Makes, fills and decommits segments, moves blocks, and keeps the ledger. It refuses to know
 why: who stores, who waits and where else a block lies is decided elsewhere.
 """
 
@@ -57,7 +57,7 @@ class HostMemory:
         self.manager = manager or ServiceManager()
         self.counters = counters
         self.listeners: list[SegmentListener] = []
-        self.hollowed: Callable[[Segment], None] = lambda _: None
+        self.decommitted: Callable[[Segment], None] = lambda _: None
         """Told of a segment before its memory is given back."""
         self.closed: Callable[[Segment], None] = lambda _: None
         """Told of a segment that is no more."""
@@ -234,10 +234,10 @@ class HostMemory:
         """Drop so many blocks, at most, of a namespace that nobody uses any more."""
         self._apply(self.host.clear_space(space, most))
 
-    def keep_hollow(self) -> None:
+    def keep_decommitted(self) -> None:
         """Give back what clients that faulted memory in have taken beyond the capacity."""
         for space in self.host.spaces.values():
-            self.arena.keep_hollow(space)
+            self.arena.keep_decommitted(space)
 
     async def populate(self) -> None:
         """Fault new segments in ahead of use, for ever."""
@@ -267,9 +267,9 @@ class HostMemory:
                 case NewSegment(space, index):
                     self._new_segment(space, index)
                 case DecommitSegment(space, index):
-                    self.hollowed(self.arena.segments(space)[index])
+                    self.decommitted(self.arena.segments(space)[index])
                     self.manager.forget(self.arena.segments(space)[index].kept_as)
-                    self.arena.hollow(space, index)
+                    self.arena.decommit(space, index)
                 case Forget(space, slots):
                     self.arena.forget(space, slots)
                 case Move(space, pairs):

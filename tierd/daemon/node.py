@@ -42,7 +42,7 @@ from tierd.daemon.memory import HostMemory, SegmentListener
 from tierd.daemon.options import NodeOptions
 from tierd.daemon.pressure import Machine, MemoryWatch
 from tierd.daemon.promotion import Promotions
-from tierd.daemon.proofs import Proofs
+from tierd.daemon.proofs import Verification
 from tierd.daemon.refusals import Refusals
 from tierd.daemon.savings import count_loaded
 from tierd.daemon.scrub import Scrubs
@@ -95,7 +95,7 @@ class Node:
             self.host, clock, self.counters, executor, options.placement, manager
         )
         self.lives = Lives(self.memory, [tier.config for tier in tiers], self.epoch, clock)
-        self.proofs = Proofs(self.memory)
+        self.verification = Verification(self.memory)
         self.endings = Endings(self.memory)
         self.refusals = Refusals(self.counters)
         self.backups = Backups(self.memory, self.tiers, clock)
@@ -114,7 +114,7 @@ class Node:
             self.memory,
             self.backups,
             self.promotions,
-            self.proofs,
+            self.verification,
             self.flushes,
             self.tiers,
             clock,
@@ -134,7 +134,7 @@ class Node:
         self._acquiring = Acquiring(
             self.memory,
             self.promotions,
-            self.proofs,
+            self.verification,
             self.lives,
             self.refusals,
             self.unserveds,
@@ -156,7 +156,7 @@ class Node:
         workers: dict[str, Work] = {
             "checksum": self.backups.sum_up,
             "populate": self.memory.populate,
-            "prove": self.proofs.run,
+            "verify": self.verification.run,
             "learning": self.learning.run,
             "flushes of other nodes": self.flushes.follow,
             "housekeeping": partial(keep_house, *house, self._clock, self.counters),
@@ -164,7 +164,7 @@ class Node:
         }
         for renewal in self.backups.renewals:
             workers[f"uses-{renewal.tier.name}"] = renewal.tell
-            workers[f"leaving-{renewal.tier.name}"] = renewal.check
+            workers[f"evicting-{renewal.tier.name}"] = renewal.check
         for queue in self.backups.queues:
             for number in range(queue.tier.config.write_batches):
                 name = f"backup-{queue.tier.name}-{number}"
@@ -210,7 +210,7 @@ class Node:
         """
         end_s = asyncio.get_running_loop().time() + budget_s
         if self.tiers:
-            await self.proofs.finish(budget_s / 2)
+            await self.verification.finish(budget_s / 2)
         return await self.backups.drain(end_s, enough or asyncio.Event())
 
     def left(self) -> int:

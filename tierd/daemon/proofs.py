@@ -1,7 +1,7 @@
-"""Blocks of a life before become blocks of this one once their checksums have been seen.
+"""Verification: blocks of an earlier incarnation are served once their checksums were computed.
 
-Those that a request asks for come first, while it waits; the others one batch after the other,
-behind whatever else the daemon's threads have to do.
+The blocks of a waiting request come first; the others follow a batch at a time, behind the other
+work of the daemon's threads.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ PAUSE_S: Final = 0.01
 """Between two batches that nobody waits for: they take about half of a thread."""
 
 
-class Proofs:
-    """What is still to be proven of the arena."""
+class Verification:
+    """Verifies the unverified blocks of the arena."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
 
-    async def prove(self, space: Space, slots: Sequence[int]) -> None:
-        """Verify those of the blocks that are unproven; what is damaged is gone afterwards.
+    async def verify(self, space: Space, slots: Sequence[int]) -> None:
+        """Verify the unverified ones of these slots; a damaged block is gone afterwards.
 
-        Can be cancelled between batches, whose blocks are proven then.
+        Can be cancelled between batches, whose blocks are verified then.
         """
         count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
         for at in range(0, len(slots), count):
-            await self._prove(space, slots[at : at + count])
+            await self._verify_batch(space, slots[at : at + count])
 
     async def run(self) -> None:
-        """Prove everything, the coldest first: it is the first to leave L2, or to be written."""
+        """Verify everything, the coldest first: it is the first to be evicted, or written."""
         for space in list(self._memory.host.spaces.values()):
             count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
             while space.unverified:
-                await self._prove(space, list(islice(space.unverified, count)))
+                await self._verify_batch(space, list(islice(space.unverified, count)))
                 await asyncio.sleep(PAUSE_S)
 
     async def finish(self, budget_s: float) -> None:
-        """Prove what is left, for at most so long: what is unproven cannot be written to tiers."""
+        """Verify the rest within a time: an unverified block cannot be written to a tier."""
         end = asyncio.get_running_loop().time() + budget_s
         for space in list(self._memory.host.spaces.values()):
             while space.unverified and asyncio.get_running_loop().time() < end:
                 count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
-                await self._prove(space, list(islice(space.unverified, count)))
+                await self._verify_batch(space, list(islice(space.unverified, count)))
 
-    async def _prove(self, space: Space, slots: Sequence[int]) -> None:
+    async def _verify_batch(self, space: Space, slots: Sequence[int]) -> None:
         slots = [slot for slot in slots if slot in space.unverified]
         rotten = await self._memory.verify(space, slots) if slots else 0
         if rotten:

@@ -2,8 +2,8 @@
 
 Host memory answers for the blocks that are used most, so a tier never sees them used, and its
 eviction drops them first. Uses are told to it in the background, in batches and seldom, and its
-answers say what it does not have any more: evicted, expired, lost with a server's restart. What is
-leaving host memory is held until the tier has answered, if requests have used it again.
+answers say what it does not have any more: evicted, expired, lost with a server's restart. A block
+that host memory evicts is held until the tier has answered, if requests have used it again.
 
 Answers only ever take away: no block is taken for kept because of one, so none that comes late
 or from before a flush does harm. What is missing is for the write policy to judge.
@@ -66,8 +66,8 @@ class Renewal:
         self._noted_blocks = 0
         self._noted_ready = asyncio.Event()
         self._telling = False
-        self._leaving: deque[tuple[Space, int]] = deque()
-        self._leaving_ready = asyncio.Event()
+        self._evicting: deque[tuple[Space, int]] = deque()
+        self._evicting_ready = asyncio.Event()
         self._checking: Space | None = None
 
     # --- what it is to hear -----------------------------------------------------------
@@ -85,7 +85,7 @@ class Renewal:
             while self._noted_blocks > NOTED_MAX and len(self._noted) > 1:
                 self._noted_blocks -= len(self._noted.popleft()[1])
 
-    def leaving(
+    def claim(
         self, space: Space, slots: Sequence[int], held: Collection[int], more: int
     ) -> Sequence[int]:
         """Hold those of the slots that leave L2 and may have left the tier before, until it has
@@ -94,9 +94,9 @@ class Renewal:
             return ()
         wanted = [slot for slot in slots if self._is_worth(space, slot) and slot not in held][:more]
         self._memory.host.hold(space, wanted)
-        self._leaving.extend((space, slot) for slot in wanted)
+        self._evicting.extend((space, slot) for slot in wanted)
         if wanted:
-            self._leaving_ready.set()
+            self._evicting_ready.set()
         return wanted
 
     def recheck(self, stored_blocks: int) -> None:
@@ -136,12 +136,12 @@ class Renewal:
 
     def give_up(self, covers: Covers) -> None:
         """Blocks of these namespaces that wait to be asked for leave without."""
-        waiting, self._leaving = self._leaving, deque()
+        waiting, self._evicting = self._evicting, deque()
         for space, slot in waiting:
             if covers(space.digest):
                 self._memory.let_go(space, [slot])
             else:
-                self._leaving.append((space, slot))
+                self._evicting.append((space, slot))
 
     def under_way(self, covers: Covers) -> bool:
         """Whether blocks that leave are being asked for just now."""
@@ -150,7 +150,7 @@ class Renewal:
     @property
     def busy(self) -> bool:
         """Whether something waits to be told or asked, or is."""
-        return bool(self._noted or self._telling or self._leaving or self._checking)
+        return bool(self._noted or self._telling or self._evicting or self._checking)
 
     # --- work -------------------------------------------------------------------------
 
@@ -173,10 +173,10 @@ class Renewal:
     async def check(self) -> None:
         """Ask for what leaves, for ever."""
         while True:
-            await self._leaving_ready.wait()
-            self._leaving_ready.clear()
-            while self._leaving:
-                space, slots = self._next_leaving()
+            await self._evicting_ready.wait()
+            self._evicting_ready.clear()
+            while self._evicting:
+                space, slots = self._next_evicting()
                 self._checking = space
                 try:
                     hashes = [block_hash for block_hash, _ in space.identities(slots)]
@@ -200,11 +200,11 @@ class Renewal:
             self._noted_blocks -= len(more)
         return space, list(hashes)
 
-    def _next_leaving(self) -> tuple[Space, list[int]]:
-        space, slot = self._leaving.popleft()
+    def _next_evicting(self) -> tuple[Space, list[int]]:
+        space, slot = self._evicting.popleft()
         slots = [slot]
-        while self._leaving and self._leaving[0][0] is space and len(slots) < ASK_MAX:
-            slots.append(self._leaving.popleft()[1])
+        while self._evicting and self._evicting[0][0] is space and len(slots) < ASK_MAX:
+            slots.append(self._evicting.popleft()[1])
         return space, slots
 
     async def _ask(self, space: Space, hashes: Sequence[bytes]) -> Sequence[bytes]:

@@ -268,8 +268,8 @@ class Session:
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
         if message.want_segments:
             self._wants_segments.add(handle)
-            # A hollow one is announced when it is filled: a client that faulted it in before
-            # would take memory that nobody counts.
+            # A decommitted one is announced when it is filled: a client that faulted it in
+            # before would take memory that nobody counts.
             for index, segment in self._node.live_segments(space):
                 self._send(m.Segment(handle, index), segment.fd)
 

@@ -21,7 +21,7 @@ from tierd.daemon.backup import Backups
 from tierd.daemon.flush import Flushes
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.proofs import Proofs
+from tierd.daemon.proofs import Verification
 from tierd.daemon.scratch import Scratch, scratch_memory
 from tierd.daemon.tier import StorageTier, batch_blocks
 from tierd.daemon.turns import LAST_NS, Turn
@@ -43,7 +43,7 @@ BATCHES_AHEAD: Final = 16
 """Batches of one order that wait for their turn, or are read."""
 
 AGAIN_S: Final = 0.05
-"""Pause before the second attempt at blocks that were being written, or whose room was leaving."""
+"""Pause before the second attempt at blocks that were being written, or waited for evictions."""
 
 _FATES: Final = {
     None: Warmth.NO_ROOM,
@@ -94,7 +94,7 @@ class Warming:
         self.sources: Counter[str] = Counter()
         """Blocks that came from each tier, by its name, or from L2."""
         self.pinned_blocks = 0
-        self.unproven_blocks = 0
+        self.unverified_blocks = 0
         """Blocks that were to be verified and have no checksum yet."""
 
     def call_off(self) -> None:
@@ -120,7 +120,7 @@ class Warming:
         return {
             "from": dict(self.sources),
             "pinned": self.pinned_blocks,
-            "unproven": self.unproven_blocks,
+            "unproven": self.unverified_blocks,
         }
 
 
@@ -132,7 +132,7 @@ class Warmings:
         memory: HostMemory,
         backups: Backups,
         promotions: Promotions,
-        proofs: Proofs,
+        verification: Verification,
         flushes: Flushes,
         tiers: Sequence[StorageTier],
         clock: Clock,
@@ -143,7 +143,7 @@ class Warmings:
         self._memory = memory
         self._backups = backups
         self._promotions = promotions
-        self._proofs = proofs
+        self._verification = verification
         self._flushes = flushes
         self._tiers = list(tiers)
         self._clock = clock
@@ -207,7 +207,7 @@ class Warmings:
 
     async def _fill_host(self, warming: Warming) -> None:
         space = warming.space
-        await self._proofs.prove(space, self._memory.host.unverified(space, warming.hashes))
+        await self._verification.verify(space, self._memory.host.unverified(space, warming.hashes))
         here = self._memory.host.verified(space, list(warming.fates))
         warming.all_are(here, Warmth.HERE)
         if warming.want.verify:
@@ -299,7 +299,7 @@ class Warmings:
             some = hashes[at : at + batch_blocks(space)]
             slots = space.find(some)
             known = [slot for slot in slots if space.checksums[slot] is not None]
-            warming.unproven_blocks += len(slots) - len(known)
+            warming.unverified_blocks += len(slots) - len(known)
             await warming.pace.wait(len(known) * space.slot_bytes, warming.want.bytes_per_s)
             memory.host.hold(space, known)
             try:
@@ -323,7 +323,7 @@ class Warmings:
             warming.all_are(wanted, Warmth.AWAY)
             return
         items = space.items
-        await self._proofs.prove(space, self._memory.host.unverified(space, wanted))
+        await self._verification.verify(space, self._memory.host.unverified(space, wanted))
         in_host = [block_hash for block_hash in wanted if block_hash in items]
         others = [tier for tier in self._tiers if tier is not target]
         rest = [block_hash for block_hash in wanted if block_hash not in items]

@@ -1,7 +1,7 @@
 """The memory of L2: memfd segments and the ledger that describes their slots.
 
 Acts on what `tierd.core.host` decides. Segments are sealed against resizing, so that
-neither side can turn the other's access into a SIGBUS. A hollow segment keeps its
+neither side can turn the other's access into a SIGBUS. A decommitted segment keeps its
 descriptor and its mappings, here and in the clients: only its memory is given back.
 """
 
@@ -99,7 +99,7 @@ class Arena:
         self._segments: dict[Space, list[Segment]] = {}
 
     def create(self, space: Space, index: int) -> Segment:
-        """Make segment `index` usable: a new one, or the hollow one as it is.
+        """Make segment `index` usable: a new one, or the decommitted one as it is.
 
         Raises OSError, and nothing has changed then.
         """
@@ -118,7 +118,7 @@ class Arena:
         assert len(segments) == len(space.live)
         self._segments[space] = list(segments)
 
-    def hollow(self, space: Space, index: int) -> None:
+    def decommit(self, space: Space, index: int) -> None:
         """Give the memory of a segment back to the system."""
         self._segments[space][index].give_back()
 
@@ -132,8 +132,8 @@ class Arena:
             segment.close()
         return gone
 
-    def keep_hollow(self, space: Space) -> None:
-        """Give back what clients that faulted hollow segments in have made them hold again."""
+    def keep_decommitted(self, space: Space) -> None:
+        """Give back what clients that faulted decommitted segments in have made them hold again."""
         for live, segment in zip(space.live, self.segments(space), strict=True):
             if not live and os.fstat(segment.fd).st_blocks:
                 segment.give_back()
@@ -152,7 +152,7 @@ class Arena:
             self._segments[space][index].ledger.forget(places)
 
     def segments(self, space: Space) -> Sequence[Segment]:
-        """The segments of a space, hollow ones included, by index."""
+        """The segments of a space, decommitted ones included, by index."""
         return self._segments.get(space, ())
 
     def view(self, space: Space, slot: int) -> memoryview:

@@ -152,7 +152,7 @@ class _Node:
         # The deepest came first.
         leaving = [self.blocks[item] for item in reversed(gone)]
         leaving = [block for block in leaving if block[0] not in below]
-        chosen = self._choose(Moment.LEAVING, [block_hash for block_hash, _ in leaving])
+        chosen = self._choose(Moment.EVICTING, [block_hash for block_hash, _ in leaving])
         self._write([leaving[place] for place in chosen])
         self.outcome.l3_refused += len(leaving) - len(chosen)
 
