@@ -27,9 +27,10 @@ from tierd.clock import SystemClock
 from tierd.daemon import telling
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
+from tierd.daemon.hotset import FILE, STOP_S
 from tierd.daemon.listening import engine_socket
 from tierd.daemon.node import Node
-from tierd.daemon.serve import Signals
+from tierd.daemon.serve import EXIT_GRACE_S, Signals
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.telling import LINE_CHARS_MAX, Teller, status_line
 from tierd.errors import ConfigError
@@ -290,7 +291,8 @@ async def test_signals_before_and_while_there_is_a_loop() -> None:
 @pytest.mark.slow
 def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
     """`systemctl start` would return too early or never, and a unit be restarted for nothing."""
-    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    state = tmp_path / "state"
+    daemon = DaemonProcess(tmp_path / "tierd", storage="", extra=f'state_dir = "{state}"')
     with FakeManager(tmp_path / "manager") as manager, daemon.log.open("ab") as log:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(daemon.socket)
@@ -323,6 +325,10 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
             manager.wait_for("STOPPING")
+            (stopping,) = [each for each in manager.states if "STOPPING" in each]
+            # Else the manager would end it while it writes the hot set.
+            assert int(stopping["EXTEND_TIMEOUT_USEC"]) >= (STOP_S + EXIT_GRACE_S) * 1e6
+            assert (state / FILE).exists()
         finally:
             process.kill()
             process.wait()
