@@ -14,7 +14,9 @@ from pathlib import Path
 from tests.service_manager import ServiceManager
 from tierd.client import Client
 
-READY_S = 20.0
+READY_S = 120.0
+"""A busy machine may take so long for what the daemon, which has not ended, is to do: a bound that
+tells a hang, not a wait."""
 
 
 class DaemonProcess:
@@ -107,7 +109,7 @@ class DaemonProcess:
             return 0
         self.process.send_signal(signal.SIGTERM)
         try:
-            status = self.process.wait(30)
+            status = self.process.wait(READY_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
@@ -139,7 +141,7 @@ class DaemonProcess:
         status: dict = json.loads(done.stdout)
         return status
 
-    def wait_backed_up(self, timeout_s: float = 20.0) -> dict:
+    def wait_backed_up(self, timeout_s: float = READY_S) -> dict:
         """Wait until nothing waits for checksum or backup; the status then."""
         client = Client(self.socket, name="test-status", map_segments=False)
         try:
@@ -153,7 +155,7 @@ class DaemonProcess:
         finally:
             client.close()
 
-    def wait_tier(self, name: str, state: str, timeout_s: float = 20.0) -> None:
+    def wait_tier(self, name: str, state: str, timeout_s: float = READY_S) -> None:
         """Wait until a storage tier is in a state."""
         end = time.monotonic() + timeout_s
         while (tier := self.tiers()[name])["state"] != state:

@@ -303,7 +303,7 @@ def test_it_is_written_now_and_then_and_at_a_stop(
 def test_a_stop_with_very_many_blocks_keeps_all_of_them(
     live: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The larger L2, the older the hot set that is left of it: the one of the stop would be lost."""
+    """The larger L2 is, the older would be the hot set that is left of it."""
     monkeypatch.setattr(hotset, "STOP_S", math.inf)  # However slow the machine.
     small = namespace(64)
     life = live(capacity_bytes=300_000 * small.slot_bytes)

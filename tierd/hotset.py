@@ -26,6 +26,7 @@ import heapq
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import BinaryIO, Final, NamedTuple
 
 from tierd.errors import ConfigError, NamespaceError
@@ -106,13 +107,14 @@ class Forest:
     def __init__(self, root: bytes) -> None:
         self._root = root
         self._places: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self._hashes: list[bytes] = []
-        self._parents: list[bytes] = []
+        # One after another: a garbage collection would look at each object of a list, for 45 ms.
+        self._hashes = bytearray()
+        self._parents = bytearray()
         self._uses = array("I")
         self._ages_s = array("I")
 
     def __len__(self) -> int:
-        return len(self._hashes)
+        return len(self._uses)
 
     def add(
         self,
@@ -123,13 +125,14 @@ class Forest:
     ) -> None:
         """Take in blocks, as `Blocks` has them."""
         shards, known_uses, known_ages_s = self._places, self._uses, self._ages_s
-        free = len(self._hashes)
+        own_hashes, own_parents = self._hashes, self._parents
+        free = len(self)
         for block_hash, parent, count, age_s in zip(hashes, parents, uses, ages_s, strict=True):
             place = shards[block_hash[0] % SHARDS].setdefault(block_hash, free)
             if place == free:
                 free += 1
-                self._hashes.append(block_hash)
-                self._parents.append(parent)
+                own_hashes += block_hash
+                own_parents += parent
                 known_uses.append(count)
                 known_ages_s.append(age_s)
             else:
@@ -141,7 +144,7 @@ class Forest:
     def runs(self) -> Iterator[Run | None]:
         """Runs, most worth first and parents' before their children's; None is a chance to do
         something else. Add no block meanwhile."""
-        count = len(self._hashes)
+        count = len(self)
         # Each block's parent, first child, and the next child of its parent. The place after the
         # last one is the root's.
         above, nexts = array("i"), array("i", [_NONE]) * count
@@ -162,13 +165,11 @@ class Forest:
                 yield None
         yield from self._best_first(firsts, nexts)
 
-    def _link(
-        self, above: array[int], firsts: array[int], nexts: array[int]
-    ) -> Iterator[None]:
-        root, shards, count = self._root, self._places, len(self._hashes)
+    def _link(self, above: array[int], firsts: array[int], nexts: array[int]) -> Iterator[None]:
+        root, shards, count = self._root, self._places, len(self)
         for start in range(0, count, STEP):
             # What hangs on nothing is nobody's child.
-            parents = self._parents[start : start + STEP]
+            parents = map(partial(_hash_at, self._parents), range(start, min(start + STEP, count)))
             above.extend(
                 [
                     count if parent == root else shards[parent[0] % SHARDS].get(parent, _NONE)
@@ -185,7 +186,7 @@ class Forest:
         # Worth and blocks, negated, then the first and last place and the blocks above. Numbers
         # only, which no garbage collection looks at for long.
         ready: list[tuple[float, int, int, int, int]] = []
-        above, depth, blocks = len(self._hashes), 0, 0
+        above, depth, blocks = len(self), 0, 0
         while True:
             head = firsts[above]
             while head != _NONE:
@@ -201,13 +202,14 @@ class Forest:
             if not ready:
                 return
             _, _, head, above, depth = heapq.heappop(ready)
-            hashes = [self._hashes[head]]
+            hashes = [_hash_at(self._hashes, head)]
             place = head
             while place != above:
                 place = firsts[place]
-                hashes.append(self._hashes[place])
+                hashes.append(_hash_at(self._hashes, place))
             depth += len(hashes)
-            yield Run(self._parents[head], hashes, self._uses[above], self._ages_s[above], depth)
+            parent = _hash_at(self._parents, head)
+            yield Run(parent, hashes, self._uses[above], self._ages_s[above], depth)
 
     def _end(self, place: int, firsts: array[int], nexts: array[int]) -> tuple[int, int]:
         """The last place of the run that begins with one, and how many blocks it has."""
@@ -224,6 +226,10 @@ class Forest:
                 break
             place, length = child, length + 1
         return place, length
+
+
+def _hash_at(hashes: bytearray, place: int) -> bytes:
+    return bytes(hashes[HASH_BYTES * place : HASH_BYTES * (place + 1)])
 
 
 def _downwards(firsts: array[int], nexts: array[int], order: array[int]) -> Iterator[None]:

@@ -30,9 +30,7 @@ SLICE: Final = 256
 """Blocks looked at between two turns of the loop: 0.3 ms."""
 
 
-def known_of(
-    book: Reuse | None, hashes: list[bytes], parents: list[bytes], now_ms: int
-) -> Blocks:
+def known_of(book: Reuse | None, hashes: list[bytes], parents: list[bytes], now_ms: int) -> Blocks:
     """Blocks, and what their book says of their uses."""
     if book is None:
         return Blocks(hashes, parents, [0] * len(hashes), [NEVER] * len(hashes))
@@ -123,9 +121,7 @@ class Inventory:
             )
         )
 
-    async def _list(
-        self, digest: bytes, source: int, pages: asyncio.Queue[Blocks | str]
-    ) -> None:
+    async def _list(self, digest: bytes, source: int, pages: asyncio.Queue[Blocks | str]) -> None:
         """Fill pages, of which all but the last one are full; or say why it ended before."""
         space = self._host.spaces.get(digest)
         page = Blocks([], [], [], [])
