@@ -22,7 +22,8 @@ tells a hang, not a wait."""
 class DaemonProcess:
     """`tierd serve` in `directory`, with its socket, file tier and log there.
 
-    `storage` is TOML text for `[[storage]]` tables; None means a file tier in `directory`.
+    `storage` is TOML text for `[[storage]]` tables, which may take writes only some time after the
+    start; None means a file tier in `directory`, which has been opened by then.
     `prefetch` has keys of the `[prefetch]` table. With a `manager` it is that one's service;
     else `launcher` is a command that becomes the one after it.
     """
@@ -45,6 +46,7 @@ class DaemonProcess:
         self.store = directory / "store"
         self.log = directory / "tierd.log"
         self.config = directory / "tierd.toml"
+        self._own_tier = storage is None
         if storage is None:
             storage = (
                 f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
@@ -94,6 +96,9 @@ class DaemonProcess:
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"tierd did not start:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.01)
+        while self._own_tier and self.tiers()["file"]["state"] in ("opening", "indexing"):
+            assert time.monotonic() < end, "the file tier is not opened"
             time.sleep(0.01)
 
     def kill(self) -> None:

@@ -57,7 +57,7 @@ def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
     """All runs of blocks."""
     forest = Forest(root)
     for block in blocks:
-        forest.add(*([value] for value in block))
+        forest.add([block.hash], [block.parent], [block.uses], [block.age_s])
     return [run for run in forest.runs() if run is not None]
 
 

@@ -67,7 +67,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("hotset")
     admin = f'state_dir = "{directory}/state"\n[admin]\nlisten = "{directory}/admin.sock"'
     with DaemonProcess(directory, capacity="64MiB", extra=admin) as process:
-        process.wait_tier("file", "ready")  # It is given nothing before.
         with closing(process.client()) as client:
             store(client, RANKS, 8, "hot")
             store(client, RANKS, 12, "cold")

@@ -70,12 +70,16 @@ class Blocks(NamedTuple):
 
     def take(self, others: Blocks) -> None:
         """Append others."""
-        for column, more in zip(self, others, strict=True):
-            column.extend(more)
+        self.hashes.extend(others.hashes)
+        self.parents.extend(others.parents)
+        self.uses.extend(others.uses)
+        self.ages_s.extend(others.ages_s)
 
     def cut(self, count: int) -> Blocks:
         """Take the first `count` blocks out and return them."""
-        first = Blocks(*(column[:count] for column in self))
+        first = Blocks(
+            self.hashes[:count], self.parents[:count], self.uses[:count], self.ages_s[:count]
+        )
         for column in self:
             del column[:count]
         return first

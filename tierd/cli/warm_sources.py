@@ -141,8 +141,12 @@ class Sources:
         ranks = self.default()
         forest = Forest(ranks[0].hash_root)
         for page in self._operator.inventory(ranks[0].digest, number + 1):
-            hashes, parents = split_hashes(page.hashes), split_hashes(page.parents)
-            forest.add(hashes, parents, unpack_slots(page.uses), unpack_slots(page.ages_s))
+            forest.add(
+                split_hashes(page.hashes),
+                split_hashes(page.parents),
+                unpack_slots(page.uses),
+                unpack_slots(page.ages_s),
+            )
         block_bytes = sum(rank.block_bytes for rank in ranks)
         left = len(forest) if size_bytes is None else size_bytes // block_bytes
         whole = max(1, min(left, len(forest)))
