@@ -220,8 +220,8 @@ class Slots:
         checksums = self._checksums
         return [slot for slot in slots if checksums[slot] is None]
 
-    def part(self, start: int, count: int) -> list[tuple[bytes, bytes]] | None:
-        """Hash and parent of the readable blocks in some slots; None beyond the last one."""
+    def part(self, start: int, count: int) -> tuple[list[bytes], list[bytes]] | None:
+        """Hashes and parents of the readable blocks in some slots; None beyond the last one."""
         return self._chain.part(start, count)
 
     def twice(self, hashes: Sequence[bytes]) -> int:
