@@ -128,7 +128,7 @@ def test_a_seed_repeats() -> None:
     program = "from tests.sim_tables import simulate_everything as s; print(s(7).digest)"
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "backends", "connectors"))
     digests = {simulate_everything(7).digest}
-    for hash_seed in ("1", "2"):
+    for hash_seed in ("1", "3"):
         environment = dict(os.environ, PYTHONHASHSEED=hash_seed, PYTHONPATH=path)
         out = subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=environment)
         digests.add(out.decode().strip())
