@@ -180,15 +180,13 @@ class HostTier:
         self._spaces[space.digest] = space
         return space
 
-    def register(self, space: Space) -> None:
+    def register(self, space: Space, *, worthless: bool = False) -> None:
         """One session more uses a space."""
-        space._register(self._now_s)
+        space._register(self._now_s, worthless=worthless)
 
-    def unregister(
-        self, space: Space, known_until_s: int = 0, worthless: bool | None = None
-    ) -> None:
+    def unregister(self, space: Space, known_until_s: int = 0, *, worthless: bool = False) -> None:
         """One session less uses a space; see `Space.known_until_s` and `Space.worthless`."""
-        space._unregister(known_until_s, worthless)
+        space._unregister(known_until_s, worthless=worthless)
 
     def empty_space(self, space: Space) -> list[Effect]:
         """Take all memory from a namespace that nobody uses and that holds nothing any more."""

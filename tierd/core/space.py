@@ -16,8 +16,8 @@ class Space(Slots):
     `reuse` is what is known of its blocks, resident or not. `used_s` is when an engine last
     stored or asked for blocks, `since_s` since when it has had memory, both by `HostTier.now_s`.
     Until `known_until_s` a client that was cut off may come back with the segments that it has
-    mapped. `worthless` says that nobody will ask for its blocks once its sessions have ended,
-    `ended` that it is no more.
+    mapped. `worthless` says, for good, that nobody will ask for its blocks once its sessions have
+    ended, `ended` that it is no more.
     """
 
     __slots__ = (
@@ -93,14 +93,13 @@ class Space(Slots):
             or any(self._refs)
         )
 
-    def _register(self, now_s: int) -> None:
+    def _register(self, now_s: int, *, worthless: bool) -> None:
         self._sessions += 1
-        self._worthless = False
+        self._worthless = self._worthless or worthless
         self._used_s = now_s
 
-    def _unregister(self, known_until_s: int, worthless: bool | None) -> None:
+    def _unregister(self, known_until_s: int, *, worthless: bool) -> None:
         assert self._sessions > 0
         self._sessions -= 1
         self._known_until_s = max(self._known_until_s, known_until_s)
-        if worthless is not None:
-            self._worthless = worthless
+        self._worthless = self._worthless or worthless

@@ -206,7 +206,8 @@ class Node:
         """Write what tiers are to get and lack, at most `budget_s`, and not once there is
         `enough`; the count left undone.
 
-        A tier that takes no writes is not waited for.
+        A tier that takes no writes is not waited for, but a flush that keeps blocks from being
+        written is.
         """
         end_s = asyncio.get_running_loop().time() + budget_s
         if self.tiers:
@@ -273,19 +274,20 @@ class Node:
                 f"({self.host.capacity_bytes} bytes)"
             )
         self.endings.names.pop(namespace.digest, None)
-        self.host.register(space)
+        worthless = namespace.digest in self.endings.worthless
+        self.host.register(space, worthless=worthless)
         if to_store:
             self.memory.make_room_ahead(space, 0)
         return space
 
-    def unregister(self, space: Space, known_s: int = 0, *, worthless: bool | None = None) -> None:
+    def unregister(self, space: Space, known_s: int = 0, *, worthless: bool = False) -> None:
         """One session less uses the space; its blocks stay, unless they are worthless.
 
-        For `known_s` its client may come back with what it has mapped. `worthless` says whether
-        nobody will ask for its blocks any more; None: as was said before.
+        For `known_s` its client may come back with what it has mapped. `worthless` says that
+        nobody will ask for its blocks any more.
         """
         until_s = self._clock.monotonic_ns() // NS + known_s + KNOWN_MORE_S if known_s else 0
-        self.host.unregister(space, until_s, worthless)
+        self.host.unregister(space, until_s, worthless=worthless)
 
     def live_segments(self, space: Space) -> Iterator[tuple[int, Segment]]:
         """The segments of a space that hold memory, by number."""

@@ -263,6 +263,10 @@ class Session:
             )
             self._send(m.Error(message.call, str(error)))
             return
+        if self._over:
+            # Something that was sent meanwhile has found the client gone, and nobody closes again.
+            self._node.unregister(space)
+            return
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._spaces[handle] = space
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
@@ -277,7 +281,7 @@ class Session:
         self._space(message.handle)
         self._drop_handle(message.handle, worthless=message.worthless)
 
-    def _drop_handle(self, handle: int, known_s: int = 0, *, worthless: bool | None = None) -> None:
+    def _drop_handle(self, handle: int, known_s: int = 0, *, worthless: bool = False) -> None:
         """The client may come back within `known_s`, with what it has mapped."""
         maps = handle in self._wants_segments
         self._wants_segments.discard(handle)
