@@ -13,8 +13,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
+from tierd.core.finding import Taken
 from tierd.core.host import HostTier
 from tierd.core.leases import Lease, Leases
 from tierd.core.reservations import Reservation, Reservations
@@ -154,7 +157,7 @@ def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the referees would stand between a reused slot and a green run."""
-    grant = HostTier.grant
+    grant, take = HostTier.grant, HostTier.take_prefix
 
     def too_long(
         self: HostTier,
@@ -163,10 +166,17 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
         expires_ns: int,
         sources: bytes = b"",
     ) -> Lease:
-        lease = grant(self, owner, parts, expires_ns, sources)
-        return Lease(lease.lease_id, owner, parts, expires_ns + 10**12, sources)
+        return told(grant(self, owner, parts, expires_ns, sources))
+
+    def told(lease: Lease) -> Lease:
+        return replace(lease, expires_ns=lease.expires_ns + 10**12)
+
+    def take_too_long(self: HostTier, *args: Any, more_elsewhere: bool) -> Taken:
+        taken = take(self, *args, more_elsewhere=more_elsewhere)
+        return taken if taken.lease is None else taken._replace(lease=told(taken.lease))
 
     monkeypatch.setattr(HostTier, "grant", too_long)
+    monkeypatch.setattr(HostTier, "take_prefix", take_too_long)
     monkeypatch.setattr("tierd.testing.life.Life._check_leases", lambda self: None)
     # The next life would wait for such a lease to end.
     monkeypatch.setattr("tierd.daemon.lives.Lives.leased", lambda self, lease: None)
@@ -406,7 +416,7 @@ def test_two_fetches_of_one_block_are_harmless(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_memory_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments lent between namespaces would add up to more than host.capacity."""
-    monkeypatch.setattr(Arena, "hollow", lambda self, space, index: None)
+    monkeypatch.setattr(Arena, "decommit", lambda self, space, index: None)
     monkeypatch.setattr(Arena, "keep_decommitted", lambda self, space: None)
     assert "bytes of memory" in caught()
 
