@@ -10,8 +10,8 @@ import pytest
 from tests.tier_bench import DEADLINE_S, PAGE, Bench, Tier, config, key, run
 from tierd.backend import HEADER_BYTES
 from tierd.config import WritePolicy
-from tierd.daemon.backup import REST_S
 from tierd.daemon.renewal import ASK_MAX, TELL_PAUSE_S
+from tierd.daemon.write_queue import REST_S
 
 HOT = 4
 COLD = 8

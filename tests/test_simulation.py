@@ -34,13 +34,14 @@ from tierd.core.space import Space
 from tierd.core.states import LeaseEvent
 from tierd.daemon import tier as tier_module
 from tierd.daemon.acquiring import Acquiring, Patience
-from tierd.daemon.backup import Backups, WriteQueue
+from tierd.daemon.backup import Backups
 from tierd.daemon.lookup import Lookup
 from tierd.daemon.memory import HostMemory
 from tierd.daemon.node import Node
 from tierd.daemon.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.server import Session
 from tierd.daemon.tier import StorageTier
+from tierd.daemon.write_queue import WriteQueue
 from tierd.eviction import L2_DEFAULT
 from tierd.memory.arena import Arena
 from tierd.storage.breaker import BreakerBackend
