@@ -61,11 +61,8 @@ def registered(client: Client, handle: Handle) -> None:
 
 @contextmanager
 def connected(daemon: DaemonProcess, *, timeout_ms: int = 5000) -> Iterator[Client]:
-    client = Client(daemon.socket, name="test", call_timeout_ms=timeout_ms)
-    try:
+    with Client(daemon.socket, name="test", call_timeout_ms=timeout_ms) as client:
         yield client
-    finally:
-        client.close()
 
 
 def store(client: Client, handle: Handle, count: int, tag: object = 0) -> list[bytes]:
@@ -290,6 +287,21 @@ def test_a_lease_keeps_its_blocks_under_pressure(tmp_path: Path) -> None:
         assert counter(client, "evicted_blocks_total") > 0
 
 
+def test_leaving_a_clients_context_ends_its_session(l2_daemon: DaemonProcess) -> None:
+    def sessions(watcher: Client) -> int:
+        namespaces = watcher.status()["namespaces"]
+        assert isinstance(namespaces, list)
+        return sum(entry["sessions"] for entry in namespaces)
+
+    with connected(l2_daemon) as watcher:
+        with contextlib.suppress(ZeroDivisionError), Client(l2_daemon.socket) as client:
+            store(client, client.register(blocks.namespace()), 1)
+            assert sessions(watcher) == 1
+            raise ZeroDivisionError
+        assert not client.connected
+        eventually(lambda: sessions(watcher) == 0, "the session has ended")
+
+
 def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
     """Engines that crash with leases would fill the arena for ever."""
     text = "lease_ttl_ms = 1000\n"
@@ -370,7 +382,7 @@ def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptu
         assert client.get(handle, hashes, 0) == []
         assert client.last_error == "", "that was long enough"
         assert client.get(handle, hashes[:6], 0) == []
-        said = "96 tokens are missing in host memory, and storage tiers are not asked for less "
+        said = "96 tokens are missing in host memory, and storage tiers are not asked for fewer "
         assert said in client.last_error
         assert client.get(handle, hashes[:1], 0) == []
         assert [said in record.getMessage() for record in caplog.records] == [True], "once"

@@ -486,12 +486,12 @@ def test_a_server_that_comes_back_as_it_was(tmp_path: Path) -> None:
     fleet(after, server, state=tmp_path)
 
 
-def test_what_is_remembered_is_told_apart_and_may_be_damaged(tmp_path: Path) -> None:
+async def test_what_is_remembered_is_told_apart_and_may_be_damaged(tmp_path: Path) -> None:
     """Marks of one server would be taken for another one's, or a damaged file stop the daemon."""
     mine, other = MarksFile(tmp_path / "state", "one"), MarksFile(tmp_path / "state", "two")
     marks = [Mark("", 5), Mark("aabb", 9)]
     assert mine.read() == []
-    mine.write(marks)
+    await mine.write(marks)
     assert mine.read() == marks
     assert other.read() == []
     (path,) = (tmp_path / "state").iterdir()

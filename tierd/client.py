@@ -1,8 +1,12 @@
-"""The client of a tierd daemon: sync, without threads or an event loop of its own.
+"""The client of a tierd daemon: synchronous, without threads and without an event loop.
 
-Made for the inside of an engine. Nothing here waits longer than it was told to, and
-while the daemon is away every call answers a miss at once. Bytes never cross the
-socket: they are copied to and from slots that both sides have mapped.
+It is made to run inside an engine. No call waits longer than its timeout, and while the
+daemon is away every call returns a miss at once. Block bytes never cross the socket: the
+caller copies them to and from slots of shared memory that both sides have mapped.
+
+The simple API is `register`, `put` and `get`. An engine that must not wait uses
+`begin_acquire`, `lease_views` and `release` to load, and `reserve`, `commit` and `abort`
+to store. `attach`, `begin_load` and `begin_store` have the daemon make the copies.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from typing_extensions import Buffer
 
 log = logging.getLogger("tierd.client")
@@ -61,8 +67,8 @@ _CMSG_SPACE: Final = socket.CMSG_SPACE(16 * 4)
 _PLAIN_REPLIES: Final = frozenset({m.Reserved, m.Committed, m.StatusReply})
 
 
-class _Life:
-    """What belongs to one life of the daemon and is worthless in the next."""
+class _Incarnation:
+    """State that is valid for one incarnation of the daemon only."""
 
     __slots__ = (
         "epoch",
@@ -92,7 +98,12 @@ class _Life:
 
 
 class Handle:
-    """One registered namespace. It outlives disconnects; `ready` says if it is usable now."""
+    """One registered namespace. It stays valid when the connection breaks.
+
+    `ready` says whether it can be used now. `refusal` is the daemon's reason once it has
+    refused the namespace, else None. `slot_bytes` is the size of a slot: `block_bytes` of the
+    namespace, rounded up to whole pages of 4,096 bytes.
+    """
 
     __slots__ = ("namespace", "number", "refusal", "slot_bytes")
 
@@ -109,11 +120,12 @@ class Handle:
 
 
 class Lease:
-    """The right to use slots of READY blocks until `expires_ns` (CLOCK_MONOTONIC).
+    """The right to read the slots of `blocks` readable blocks until `expires_ns`.
 
-    `blocks` is their number, from block `own` of the acquire on; `slots[i][k]` the slot of the kth
-    for handle i. `sources` says what had each: 0 host memory, n + 1 storage tier n.
-    A copy out of a slot that has ended after `expires_ns` must be thrown away.
+    `expires_ns` is a time of CLOCK_MONOTONIC. The first leased block is number `own` of the
+    acquire. `slots[i][k]` is the slot of leased block k for handle i. `sources[k]` says which
+    tier had it: 0 for host memory, n + 1 for storage tier n. The daemon owns the slots: read
+    them only, and throw away a copy that ended after `expires_ns`. `release` ends the lease.
     """
 
     __slots__ = ("blocks", "epoch", "expires_ns", "lease_id", "slots", "sources")
@@ -136,7 +148,7 @@ class Lease:
 
 
 class PendingAcquire:
-    """An ACQUIRE under way; `lease` stays None when nothing was found in time."""
+    """An acquire under way. Once `done`, `lease` is the result, or None if nothing was found."""
 
     __slots__ = ("call", "done", "handles", "lease")
 
@@ -148,9 +160,11 @@ class PendingAcquire:
 
 
 class Reservation:
-    """Slots to fill. `slots[i]` is None where hash i needs none or gets none.
+    """Slots to fill, one for each hash of `reserve`.
 
-    `present[i]` says that the block is stored already. `views[i]` is the whole slot.
+    `slots[i]` is None where hash i got no slot: `present[i]` then says whether the daemon has
+    the block already; if not, the daemon refused it. `views[i]` is the whole slot, `slot_bytes`
+    long, and writable until `commit` or `abort`.
     """
 
     __slots__ = ("epoch", "present", "reservation_id", "slots", "views")
@@ -171,10 +185,14 @@ class Reservation:
 
 
 class Client:
-    """A session with the daemon at `socket_path`, made again whenever it breaks.
+    """A session with the daemon at `socket_path`. It reconnects by itself after it breaks.
 
-    Thread-safe; a call that waits holds off the others. `map_segments=False` is for
-    callers that only look blocks up. `call_timeout_ms` bounds every call that waits.
+    All methods are thread-safe; a call that waits blocks the calls of other threads.
+    `call_timeout_ms` bounds every call that waits for the daemon. `map_segments=False` suits a
+    caller that looks blocks up and never touches their bytes. `name` appears in the daemon's
+    log. `last_error` says why the last connection or call failed.
+
+    A context manager: leaving the block calls `close`.
     """
 
     def __init__(
@@ -207,36 +225,42 @@ class Client:
         self._filling: dict[Reservation, socket.socket] = {}
         self._guards: dict[socket.socket, int] = {}
         self._attachments = Attachments(self._send, self._next_call)
-        self._life: _Life | None = None
-        self._past: _Life | None = None
+        self._incarnation: _Incarnation | None = None
+        self._past: _Incarnation | None = None
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._receive_timeout_s: float | None = None
         self._turned_away = ""
         """Why the daemon that was last met wants no session with this process."""
         self.last_error = ""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
     # --- session --------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
         """Whether a daemon has answered the greeting of the present session."""
-        return self._life is not None
+        return self._incarnation is not None
 
     @property
     def epoch(self) -> bytes:
-        """Identity of the connected daemon's life; empty when there is none."""
-        return self._life.epoch if self._life is not None else b""
+        """Identity of the connected daemon's incarnation, 8 bytes; empty without a connection."""
+        return self._incarnation.epoch if self._incarnation is not None else b""
 
     def fileno(self) -> int:
-        """The socket, to select on; -1 when disconnected."""
+        """The socket's descriptor, to select on; -1 when disconnected. The client owns it."""
         return self._sock.fileno() if self._sock is not None else -1
 
     def register(self, namespace: Namespace) -> Handle:
-        """A handle for a namespace, once the daemon has accepted it; while there is no daemon at
-        once, and it is registered as soon as there is one.
+        """Register a namespace and wait for the daemon's answer, at most `call_timeout_ms`.
 
-        Raises NamespaceError for a namespace that no daemon would accept, and RefusedError if
-        this one refuses it, or this process.
+        While the daemon is away the handle comes back at once, not `ready`; the client registers
+        it when it has connected. Raises NamespaceError for a namespace that no daemon would
+        accept, and RefusedError if this daemon refuses the namespace or this process.
         """
         with self._lock:
             handle = self.begin_register(namespace)
@@ -248,7 +272,7 @@ class Client:
             return handle
 
     def begin_register(self, namespace: Namespace) -> Handle:
-        """`register` without waiting for the answer: `Handle.ready` and `refusal` have it later.
+        """Register without waiting: `Handle.ready` and `Handle.refusal` show the answer later.
 
         Raises NamespaceError for a namespace that no daemon would accept. Never blocks.
         """
@@ -263,19 +287,19 @@ class Client:
             return handle
 
     def unregister(self, handle: Handle, *, worthless: bool = False) -> None:
-        """Use a handle no more; never blocks, and again does nothing. Detach what is attached to it
-        before. What is leased or reserved under it stays so.
+        """End the use of a handle. Never blocks; a second call does nothing.
 
-        With `worthless` nobody will ask for the namespace's blocks again: the daemon drops them.
+        Detach its attachments first. Its leases and reservations stay valid. `worthless` says
+        that nobody will ask for the namespace's blocks again: the daemon drops them.
         """
         with self._lock:
             if handle not in self._handles:
                 return
             self._handles.remove(handle)
             handle.refusal = "it is registered no more"
-            for life in (self._life, self._past):
-                if life is not None:
-                    life.forget(handle)
+            for incarnation in (self._incarnation, self._past):
+                if incarnation is not None:
+                    incarnation.forget(handle)
             number, handle.number = handle.number, None
             if number is not None:
                 self._end_handle(number, worthless)
@@ -287,7 +311,7 @@ class Client:
         self._send(m.Unregister(number, worthless))
 
     def poll(self) -> None:
-        """Connect if it is time to, send and receive what can be, without waiting."""
+        """Connect if a retry is due, then send and receive as much as possible. Never blocks."""
         with self._lock:
             if self._sock is None and not self._connect():
                 return
@@ -297,7 +321,7 @@ class Client:
                 pass
 
     def wait(self, timeout_s: float) -> None:
-        """Like poll(), but wait up to `timeout_s` for the daemon to say something."""
+        """Like `poll`, but wait up to `timeout_s` for a message of the daemon."""
         with self._lock:
             if self._sock is None and not self._connect():
                 return
@@ -308,7 +332,7 @@ class Client:
                     pass
 
     def close(self) -> None:
-        """End the session; the client may be used again and would connect again."""
+        """End the session. The next call would connect again, but earlier leases are lost."""
         with self._lock:
             self._disconnect("closed")
             self._past = None
@@ -327,12 +351,16 @@ class Client:
         prefill_tokens_per_s: int = 0,
         own: int = 0,
     ) -> PendingAcquire:
-        """Ask for the longest prefix of `hashes` that all `handles` have. Never blocks.
+        """Ask for a lease of the longest prefix of `hashes` that all `handles` have. Never blocks.
 
-        The engine has the first `own` blocks in its own cache: the lease begins after them. At most
-        KEYS_PER_CALL_MAX hashes are asked for; a longer prefix is cut. `request` is the same number
-        each time that one request of a user asks (`request_number`), which arrived `waited_ms` ago;
-        `prefill_tokens_per_s` is how fast the engine computes prompts, if known.
+        `hashes` are 32 bytes each, in the order of the prefix; hashes beyond KEYS_PER_CALL_MAX
+        are ignored. The daemon answers at the latest after `deadline_ms`. `own` is the number of
+        leading blocks that the engine's own cache holds: the lease starts after them.
+
+        `request` identifies a user's request (`request_number`): pass the same number each time
+        that the request asks, so that it counts as one use. `waited_ms` is the request's age,
+        `prefill_tokens_per_s` the engine's prefill speed; 0 means unknown for both.
+        Raises ValueError for a hash of a wrong length.
         """
         with self._lock:
             self.poll()
@@ -349,7 +377,7 @@ class Client:
         self._calls += 1
         pending = PendingAcquire(self._calls, len(handles))
         known = [handle.number for handle in handles if handle.number is not None]
-        if self._life is None or not hashes or not known or len(known) < len(handles):
+        if self._incarnation is None or not hashes or not known or len(known) < len(handles):
             pending.done = True
             return pending
         _check_hashes(hashes)
@@ -362,9 +390,10 @@ class Client:
     def acquire(
         self, handles: Sequence[Handle], hashes: Sequence[bytes], deadline_ms: int
     ) -> Lease | None:
-        """`begin_acquire` and wait for the answer, at most `deadline_ms` and a call's timeout.
+        """`begin_acquire`, and wait for the answer: at most `deadline_ms` plus `call_timeout_ms`.
 
-        What comes of it is counted once `loaded` says so.
+        Returns None when no tier has the first block, or while the daemon is away. Call
+        `release` when done, and `loaded` to have the daemon count the hit.
         """
         with self._lock:
             self._ensure_ready(handles)
@@ -379,7 +408,10 @@ class Client:
             return pending.lease
 
     def ready(self, pending: PendingAcquire) -> None:
-        """Tell that the request could be computed now; it may be answered sooner. Never blocks."""
+        """Tell the daemon that the engine could compute the request now. Never blocks.
+
+        The daemon may then answer before the deadline with the prefix that it has.
+        """
         with self._lock:
             if pending.call in self._pending:
                 self._send(m.Ready(pending.call))
@@ -387,15 +419,16 @@ class Client:
     def loaded(
         self, handles: Sequence[Handle], wanted: int, sources: Sequence[int], *, prefill_us: int = 0
     ) -> bool:
-        """Tell what was saved, for the daemon's metrics: of `wanted` blocks that were asked for,
-        `sources[s]` are used instead of computed, of those that a lease's source s had.
+        """Report a request's outcome to the daemon, which counts hits and savings. Never blocks.
 
-        `prefill_us` is how long computing them would have taken, if known. False, and nothing is
-        told, while the daemon is away. Never blocks.
+        The request asked for `wanted` blocks and loaded `sources[s]` blocks from source s instead
+        of computing them (s as in `Lease.sources`). `prefill_us` is the time that computing
+        the loaded blocks would have taken, in microseconds; 0 means unknown. Returns False, and
+        reports nothing, while the daemon is away.
         """
         known = [handle.number for handle in handles if handle.number is not None]
         with self._lock:
-            if self._life is None or not known or len(known) < len(handles):
+            if self._incarnation is None or not known or len(known) < len(handles):
                 return False
             self._send(
                 m.Loaded(
@@ -417,17 +450,18 @@ class Client:
         priority: int = 0,
         session_ended: bool = False,
     ) -> None:
-        """Say how the prefix `hashes`, from its first block on, will be used. Never blocks.
+        """Tell the daemon how the prefix `hashes` will be used. Never blocks.
 
-        `pin_ms` has it kept so long, `next_use_ms` until its likely next use; `priority` is below
-        0 for what may go first, above for what had better stay. A prefix whose session has ended
-        goes first. The daemon honours it within bounds, and need not have the blocks yet. Nothing
-        happens while it is away. At most KEYS_PER_CALL_MAX hashes; the rest is left out.
+        `hashes` start at the prefix's first block; hashes beyond KEYS_PER_CALL_MAX are ignored.
+        `pin_ms` keeps the prefix for that time. `next_use_ms` is the time until its likely next
+        use. A `priority` below 0 evicts it earlier, above 0 later. `session_ended` evicts it
+        first. The daemon honours hints within configured bounds, also for blocks that arrive
+        later. A hint is lost while the daemon is away.
         """
         _check_hashes(hashes)
         known = [handle.number for handle in handles if handle.number is not None]
         with self._lock:
-            if self._life is None or not hashes or not known or len(known) < len(handles):
+            if self._incarnation is None or not hashes or not known or len(known) < len(handles):
                 return
             self._send(
                 m.Hint(
@@ -441,7 +475,7 @@ class Client:
             )
 
     def cancel(self, pending: PendingAcquire) -> None:
-        """Give an acquire up; a lease that comes too late is released."""
+        """Give up an acquire. A lease that has come, or comes later, is released. Never blocks."""
         with self._lock:
             pending.done = True
             if pending.lease is not None:
@@ -451,7 +485,7 @@ class Client:
                 self._send(m.Cancel(pending.call))
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back. Never blocks; a second release does nothing."""
+        """End a lease. Never blocks; a second release does nothing."""
         with self._lock:
             if lease.epoch == self.epoch:
                 self._send(m.Release(lease.lease_id))
@@ -459,22 +493,24 @@ class Client:
     def lease_views(
         self, handle: Handle, epoch: bytes, slots: Sequence[int]
     ) -> list[memoryview] | None:
-        """The bytes of leased slots, or None if they are not mapped here.
+        """Views of leased slots, `slot_bytes` each; None if a slot is not mapped in this process.
 
-        Works for the life of a daemon that has died, until its last lease would have ended.
+        `epoch` and `slots` are the lease's. The daemon owns the memory: do not write to it. The
+        views of a daemon that has died stay readable until its last lease would have ended.
+        Never blocks.
         """
         with self._lock:
-            life = self._life_of(epoch)
-            if life is None:
+            incarnation = self._incarnation_of(epoch)
+            if incarnation is None:
                 # The segment may be on its way.
                 self.poll()
-                life = self._life_of(epoch)
-            if life is None:
+                incarnation = self._incarnation_of(epoch)
+            if incarnation is None:
                 return None
-            views = self._views(life, handle, slots)
+            views = self._views(incarnation, handle, slots)
             if views is None:
                 self.poll()
-                views = self._views(life, handle, slots)
+                views = self._views(incarnation, handle, slots)
             return views
 
     # --- storing --------------------------------------------------------------------
@@ -482,10 +518,12 @@ class Client:
     def reserve(
         self, handle: Handle, hashes: Sequence[bytes], parents: Sequence[bytes]
     ) -> Reservation | None:
-        """Slots for new blocks; None when the daemon is away. `commit` or `abort` must follow.
+        """Reserve slots for new blocks; `commit` or `abort` must follow.
 
-        At most KEYS_PER_CALL_MAX hashes. `parents[i]` is the hash before `hashes[i]`, or
-        the namespace's hash_root. ValueError for anything that is not a hash, or too many.
+        `parents[i]` is the hash of the block before `hashes[i]`, or the namespace's `hash_root`
+        for a first block. Waits at most `call_timeout_ms`. Returns None while the daemon is away
+        or refuses the namespace. Raises ValueError for more than KEYS_PER_CALL_MAX hashes, for
+        lists of different lengths and for a hash of a wrong length.
         """
         if not len(hashes) == len(parents) <= m.KEYS_PER_CALL_MAX:
             raise ValueError(f"a parent a hash, at most {m.KEYS_PER_CALL_MAX} of them")
@@ -499,20 +537,20 @@ class Client:
             reply = self._call(
                 call, m.Reserve(call, handle.number, b"".join(hashes), b"".join(parents))
             )
-            life = self._life
-            if not isinstance(reply, m.Reserved) or life is None:
+            incarnation = self._incarnation
+            if not isinstance(reply, m.Reserved) or incarnation is None:
                 return None
             raw = m.unpack_slots(reply.slots)
             slots = [None if slot >= m.SLOT_PRESENT else slot for slot in raw]
             wanted = [slot for slot in slots if slot is not None]
-            mapped = self._views(life, handle, wanted)
+            mapped = self._views(incarnation, handle, wanted)
             if mapped is None:
                 self._send(m.Abort(reply.reservation))
                 return None
             views = iter(mapped)
             reservation = Reservation(
                 reply.reservation,
-                life.epoch,
+                incarnation.epoch,
                 slots,
                 [slot == m.SLOT_PRESENT for slot in raw],
                 [None if slot is None else next(views) for slot in slots],
@@ -522,7 +560,12 @@ class Client:
             return reservation
 
     def commit(self, reservation: Reservation, count: int | None = None) -> list[bool]:
-        """Publish the slots of a reservation, or the first `count` of them; per hash if stored."""
+        """Publish the slots of a reservation, or only the first `count` of them.
+
+        Returns for each hash of `reserve` whether the daemon has the block now. All False but
+        for `present` blocks if the session broke meanwhile. Waits at most `call_timeout_ms`.
+        The views of the reservation are the daemon's again.
+        """
         with self._lock:
             granted = sum(slot is not None for slot in reservation.slots)
             stored = 0
@@ -542,7 +585,7 @@ class Client:
             return result
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the slots of a reservation back unwritten. Never blocks."""
+        """Return the slots of a reservation without publishing them. Never blocks."""
         with self._lock:
             if self._filled(reservation):
                 self._send(m.Abort(reservation.reservation_id))
@@ -578,11 +621,16 @@ class Client:
     ) -> Attachment:
         """Show the daemon where blocks lie in this process, so that it copies them. Never blocks.
 
-        The descriptors stay the caller's, and open until `detach`. It is attached again after
-        each reconnect. `probe(first)` is called each time: it fills a block of its choice, tells
-        which and the SHA-256 of its bytes in the order of the runs, and leaves them be until
-        the daemon has answered; after the `first` time blocks may be in use. `layer_ends` are
-        the places in a block where layers end that a load brings one after the other.
+        `exports` are the allocations, `layout` the place of each block in them. `events` are
+        handles of events that copies may wait for (`native_handle`, `counter_handle`). `gate_fd`
+        is the memfd of the caller's gate. `layer_ends` are the offsets in a block, in bytes, at
+        which layers end; a load brings the layers in this order.
+
+        The caller keeps its descriptors open until `detach`; the client does not close them.
+        The client attaches again after each reconnect and calls `probe(first)` each time: it
+        fills one block that the engine does not use, returns its number and the SHA-256 of its
+        bytes in the order of the runs, and leaves the block alone until the daemon has answered.
+        `first` is False once blocks may be in use.
         """
         attachment = Attachment(
             handle,
@@ -598,9 +646,10 @@ class Client:
         return attachment
 
     def detach(self, attachment: Attachment) -> bool:
-        """End an attachment; False if the daemon did not say in time that it copies no more.
+        """End an attachment, and wait at most `call_timeout_ms` for the daemon to stop copying.
 
-        It copies no more either way once a gate's `call_off` says so, for loads.
+        Returns False if the daemon did not confirm in time: pages may still be read. A gate's
+        `call_off` ends loads in any case.
         """
         with self._lock:
             self._attachments.remove(attachment)
@@ -623,10 +672,11 @@ class Client:
         event: int = NO_EVENT,
         value: int = 0,
     ) -> PendingCopy:
-        """Have pages copied into the slots of a reservation. Never blocks.
+        """Have the daemon copy pages into the slots of a reservation. Never blocks.
 
-        `blocks[i]` is the engine's block for the i-th slot that was granted. The copy begins
-        after the event. `commit` or `abort` must follow once the copy is done.
+        `blocks[i]` is the engine's block number for the i-th granted slot. The copy starts when
+        event number `event` of the attachment has reached `value`; NO_EVENT starts it at once.
+        Call `commit` or `abort` once the copy is done.
         """
         with self._lock:
             number = attachment.number
@@ -655,15 +705,16 @@ class Client:
         event: int = NO_EVENT,
         value: int = 0,
     ) -> PendingCopy:
-        """Have leased slots copied into pages. Never blocks.
+        """Have the daemon copy leased slots into pages. Never blocks.
 
-        `epoch` and `expires_ns` are the lease's. The caller has prepared the `job` of its gate,
-        and may use neither the pages nor the number again before the copy is done, or its gate
-        has called it off: the session may end while pages are written.
+        `epoch` and `expires_ns` are the lease's; slot `slots[i]` goes to the engine's block
+        `blocks[i]`. The caller has prepared number `job` of its gate. It must not use the pages
+        or the number again until the copy is done or the gate has called the job off, because
+        the session may end while the daemon writes pages.
         """
         with self._lock:
             number = attachment.number
-            if number is None or self._life is None or self._life.epoch != epoch:
+            if number is None or self._incarnation is None or self._incarnation.epoch != epoch:
                 return _not_begun("the daemon does not copy for this engine now")
             return self._attachments.begin(
                 lambda call: m.Load(
@@ -681,11 +732,12 @@ class Client:
     # --- the simple API -------------------------------------------------------------
 
     def put(self, handle: Handle, blocks: Sequence[tuple[bytes, bytes, Buffer]]) -> list[bool]:
-        """Store blocks given as (hash, parent, buffer); per block whether the daemon has it now.
+        """Store blocks given as (hash, parent, buffer). The caller keeps the buffers.
 
-        False: there is no daemon, no room, or another session is storing it. Every buffer must
-        hold exactly the namespace's `block_bytes`; ValueError otherwise. Raises RefusedError if
-        the daemon refuses the namespace, or this process.
+        Returns for each block whether the daemon has it now. False means that the daemon is
+        away, that it has no room, or that another session is storing the block. Raises
+        ValueError for a buffer that does not hold exactly the namespace's `block_bytes`, and
+        RefusedError if the daemon refuses the namespace or this process.
         """
         self._check_allowed(handle)
         size = handle.namespace.block_bytes
@@ -714,12 +766,16 @@ class Client:
         deadline_ms: int,
         into: Sequence[Buffer] | None = None,
     ) -> list[memoryview]:
-        """Copies of the longest prefix of `hashes` to be had by the deadline.
+        """Return copies of the longest prefix of `hashes` that arrives before the deadline.
 
-        `into` gives the buffers to fill, of `block_bytes` each; new ones are made otherwise.
-        Raises RefusedError if the daemon refuses the namespace, or this process. Where storage
-        tiers were not asked because too few tokens are missing (`prefetch.min_tokens`), the log
-        and `last_error` say so.
+        Each copy has the namespace's `block_bytes`. `into` gives writable buffers of that size
+        to fill; without it the client allocates new ones. The caller owns them in both cases. The
+        contents of `into` beyond the returned prefix are undefined. Returns [] on a miss and
+        while the daemon is away. Raises RefusedError if the daemon refuses the namespace or this
+        process, and ValueError for a buffer of a wrong size.
+
+        The daemon does not ask storage tiers for fewer than `prefetch.min_tokens` missing
+        tokens; the log and `last_error` say so when that cut the result short.
         """
         self._check_allowed(handle)
         found = self._get(handle, hashes, deadline_ms, into)
@@ -768,19 +824,19 @@ class Client:
                 raise RefusedError(f"{self._path} refuses this process: {self._turned_away}")
 
     def _note_too_short(self, handle: Handle, missing: int) -> None:
-        """Say, once a life of the daemon, that so few blocks are never brought from a tier."""
+        """Log, once per incarnation, that tiers are not asked for so few missing tokens."""
         with self._lock:
-            life = self._life
-            if life is None or life.told_too_short:
+            incarnation = self._incarnation
+            if incarnation is None or incarnation.told_too_short:
                 return
-            if life.min_tokens is None:
-                life.min_tokens = self._min_tokens()
+            if incarnation.min_tokens is None:
+                incarnation.min_tokens = self._min_tokens()
             tokens = missing * handle.namespace.block_tokens
-            if life.min_tokens is not None and tokens < life.min_tokens:
-                life.told_too_short = True
+            if incarnation.min_tokens is not None and tokens < incarnation.min_tokens:
+                incarnation.told_too_short = True
                 self.last_error = (
                     f"{tokens} tokens are missing in host memory, and storage tiers are not asked "
-                    f"for less than {life.min_tokens} (prefetch.min_tokens of the daemon)"
+                    f"for fewer than {incarnation.min_tokens} (prefetch.min_tokens of the daemon)"
                 )
                 log.warning("%s: %s", self._path, self.last_error)
 
@@ -793,12 +849,15 @@ class Client:
         return found if isinstance(found, int) else None
 
     def populate(self, budget_bytes: int = _POPULATE_BYTES_MAX) -> bool:
-        """Fault mapped segments in ahead of use, without the GIL; True while more remains.
+        """Fault in at most `budget_bytes` of the mapped segments; True while more remains.
 
-        Without it the first copy to or from each page runs at a tenth of memcpy.
+        Runs without the GIL. Without it the first copy to or from each page runs at a tenth of
+        memcpy's speed.
         """
         with self._lock:
-            segments = list(self._life.segments.values()) if self._life is not None else []
+            segments = (
+                list(self._incarnation.segments.values()) if self._incarnation is not None else []
+            )
         for segment in segments:
             while segment.populated_bytes < segment.size_bytes:
                 if budget_bytes <= 0:
@@ -812,7 +871,7 @@ class Client:
         return False
 
     def status(self) -> dict[str, object]:
-        """The daemon's status; raises DisconnectedError with the reason when it is away."""
+        """The daemon's status document. Raises DisconnectedError with the reason if it is away."""
         with self._lock:
             call = self._next_call()
             self._ensure_ready([])
@@ -865,9 +924,9 @@ class Client:
             self._close_socket(self._sock)
         self._sock = None
         self._back_off(why)
-        if self._life is not None:
-            self._life.usable_until = time.monotonic() + self._life.lease_ttl_s
-            self._past, self._life = self._life, None
+        if self._incarnation is not None:
+            self._incarnation.usable_until = time.monotonic() + self._incarnation.lease_ttl_s
+            self._past, self._incarnation = self._incarnation, None
         for handle in self._handles:
             handle.number = None
         self._outbound.clear()
@@ -889,7 +948,7 @@ class Client:
 
     def _ensure_ready(self, handles: Sequence[Handle]) -> None:
         """Connect and register, waiting at most a call's timeout for a daemon that is there."""
-        if self._life is not None:
+        if self._incarnation is not None:
             for handle in handles:
                 if handle.number is None:
                     break
@@ -1041,9 +1100,11 @@ class Client:
                 self._guards[self._sock] = fds[0]
         elif isinstance(message, m.Welcome):
             # A new session with the same daemon: leases and mappings are as good as before.
-            life = self._life_of(message.epoch)
-            self._life = life or _Life(message.epoch, message.lease_ttl_ms / 1000)
-            self._life.usable_until = float("inf")
+            incarnation = self._incarnation_of(message.epoch)
+            self._incarnation = incarnation or _Incarnation(
+                message.epoch, message.lease_ttl_ms / 1000
+            )
+            self._incarnation.usable_until = float("inf")
             self._retry_pause = RECONNECT_FIRST_S
             self.last_error = self._turned_away = ""
         elif isinstance(message, m.Registered):
@@ -1057,7 +1118,7 @@ class Client:
         handle = self._registering.pop(message.call, None)
         if (
             handle is None
-            or self._life is None
+            or self._incarnation is None
             or message.slot_bytes != handle.slot_bytes
             or not message.slots_per_segment
         ):
@@ -1066,14 +1127,14 @@ class Client:
             self._end_handle(message.handle, self._leaving.pop(handle))
             return
         handle.refusal = None
-        self._life.slots_per_segment[handle] = message.slots_per_segment
+        self._incarnation.slots_per_segment[handle] = message.slots_per_segment
         handle.number = message.handle
         self._attachments.offer(handle)
 
     def _refused(self, message: m.Error) -> None:
         if message.call == 0:
             self.last_error = message.reason
-            if self._life is None:
+            if self._incarnation is None:
                 self._turned_away = message.reason
         elif message.call in self._registering:
             handle = self._registering.pop(message.call)
@@ -1086,8 +1147,8 @@ class Client:
 
     def _acquired(self, message: m.Acquired) -> None:
         pending = self._pending.pop(message.call, None)
-        life = self._life
-        if pending is None or life is None or not message.blocks:
+        incarnation = self._incarnation
+        if pending is None or incarnation is None or not message.blocks:
             if pending is not None:
                 pending.done = True
             return
@@ -1101,7 +1162,9 @@ class Client:
         if len(message.sources) not in (0, message.blocks):
             raise RemoteProtocolError("ACQUIRED does not name a source a block")
         sources = message.sources or bytes(message.blocks)
-        lease = Lease(message.lease, life.epoch, message.blocks, slots, message.expires_ns, sources)
+        lease = Lease(
+            message.lease, incarnation.epoch, message.blocks, slots, message.expires_ns, sources
+        )
         if pending.done:
             self.release(lease)
             return
@@ -1113,40 +1176,42 @@ class Client:
             if message.handle in self._ended:
                 return
             handle = next((h for h in self._handles if h.number == message.handle), None)
-            life = self._life
-            if handle is None or life is None:
+            incarnation = self._incarnation
+            if handle is None or incarnation is None:
                 raise RemoteProtocolError("SEGMENT of a handle that is not registered")
             key = handle, message.segment
-            mapped = life.segments.get(key)
+            mapped = incarnation.segments.get(key)
             # A namespace that was forgotten meanwhile has others, with the same numbers.
             if mapped is None or not mapped.is_of(fd):
-                size = life.slots_per_segment[handle] * handle.slot_bytes
+                size = incarnation.slots_per_segment[handle] * handle.slot_bytes
                 # The daemon's memory may outlive it: what is mapped, and faulted in, stays so.
                 known = self._past.segments.get(key) if self._past is not None else None
                 if known is None or not known.is_of(fd) or known.size_bytes != size:
                     known = SharedMapping(fd, size)
-                life.segments[key] = known
+                incarnation.segments[key] = known
         except (OSError, ValueError) as error:
             raise RemoteProtocolError(f"SEGMENT cannot be mapped: {error}") from error
         finally:
             os.close(fd)
 
-    def _life_of(self, epoch: bytes) -> _Life | None:
-        if self._life is not None and self._life.epoch == epoch:
-            return self._life
+    def _incarnation_of(self, epoch: bytes) -> _Incarnation | None:
+        if self._incarnation is not None and self._incarnation.epoch == epoch:
+            return self._incarnation
         past = self._past
         if past is not None and past.usable_until <= time.monotonic():
             self._past = past = None
         return past if past is not None and past.epoch == epoch else None
 
-    def _views(self, life: _Life, handle: Handle, slots: Sequence[int]) -> list[memoryview] | None:
-        per, size = life.slots_per_segment.get(handle), handle.slot_bytes
+    def _views(
+        self, incarnation: _Incarnation, handle: Handle, slots: Sequence[int]
+    ) -> list[memoryview] | None:
+        per, size = incarnation.slots_per_segment.get(handle), handle.slot_bytes
         if per is None:
             return None
         views = []
         for slot in slots:
             index, place = divmod(slot, per)
-            segment = life.segments.get((handle, index))
+            segment = incarnation.segments.get((handle, index))
             if segment is None:
                 return None
             views.append(segment.view[place * size : (place + 1) * size])

@@ -70,10 +70,40 @@ def slot_bytes_for(block_bytes: int) -> int:
 class Namespace:
     """Everything besides the tokens that decides what a block's bytes mean.
 
-    `weights` is a fingerprint or a revision, not a display name. `groups` holds one
-    string a KV cache group, which names its layers' specification. `layout` is the
-    physical order of a page's bytes. `hash_root` is the digest that the first
-    block's hash is chained to.
+    Two engines share blocks only if all fields are equal. Every field is required.
+
+    `weights` is a fingerprint or a revision of the weights, not a display name. `block_bytes` is
+    the size of one rank's block of `block_tokens` tokens, all layers together. `layout` names
+    the physical order of a block's bytes. `groups` holds one string for each KV cache group,
+    which names the specification of its layers. `platform` separates devices whose kernels
+    write different bytes. `tp`, `pp` and `cp` are tensor, pipeline and context parallelism.
+    `hash_scheme` says how the engine computes block hashes (HASH_SCHEMES or `opaque-NAME`), and
+    `hash_root` is the 32-byte parent of a first block's hash.
+
+    >>> namespace = Namespace(
+    ...     model="meta-llama/Llama-3.1-8B",
+    ...     weights="sha256:4f2a9c",
+    ...     kv_dtype="bfloat16",
+    ...     block_tokens=16,
+    ...     block_bytes=2 * 32 * 8 * 128 * 2 * 16,  # K and V, layers, heads, size, bytes, tokens
+    ...     layout="layers-kv-tokens-heads",
+    ...     groups=("full:32x8x128",),
+    ...     platform="cuda-sm90",
+    ...     tp_rank=0,
+    ...     tp_size=1,
+    ...     pp_rank=0,
+    ...     pp_size=1,
+    ...     cp_rank=0,
+    ...     cp_size=1,
+    ...     hash_scheme="opaque-my-engine",
+    ...     hash_root=hashlib.sha256(b"my-engine, seed 0").digest(),
+    ...     format_version=FORMAT_VERSION,
+    ... )
+    >>> namespace.validate()
+    >>> namespace.slot_bytes // 1024
+    2048
+    >>> len(namespace.digest)
+    16
     """
 
     model: str

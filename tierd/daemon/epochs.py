@@ -12,9 +12,8 @@ import asyncio
 import enum
 import hashlib
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from tierd.core.epochs import (
     split_scope,
     unpack_mark,
 )
+from tierd.daemon.state_files import replace_file
 from tierd.errors import BackendError
 
 log = logging.getLogger("tierd")
@@ -99,7 +99,8 @@ class Times:
 
 
 class MarksFile:
-    """The marks that this node has seen in one shared tier, in the state directory. Blocking."""
+    """The marks that this node has seen in one shared tier, in the state directory. Reading
+    blocks, which a start may."""
 
     def __init__(self, directory: Path, place: str) -> None:
         digest = hashlib.sha256(place.encode()).hexdigest()
@@ -119,20 +120,13 @@ class MarksFile:
             log.warning("%d marks in %s are damaged", len(lines) - len(marks), self._path)
         return marks
 
-    def write(self, marks: Iterable[Mark]) -> None:
-        """Keep these, whole or as it was before. Raises OSError."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = self._path.with_name(f"{self._path.name}.new")
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.writelines(f"{pack_mark(mark)}\n" for mark in marks)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self._path)
-        parent = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+    async def write(self, marks: Iterable[Mark]) -> None:
+        """Keep these instead of what was kept. Raises OSError; all stays as it was then."""
+        await replace_file(self._path, _encoded(tuple(marks)))
+
+
+async def _encoded(marks: Sequence[Mark]) -> AsyncIterator[bytes]:
+    yield "".join(f"{pack_mark(mark)}\n" for mark in marks).encode("ascii")
 
 
 class TierEpochs:
@@ -331,7 +325,7 @@ class TierEpochs:
         news = self._view.learn(filter(None, map(unpack_mark, texts)))
         if news and self._file is not None and self._backend.shared:
             try:
-                await asyncio.to_thread(self._file.write, self._view.known)
+                await self._file.write(self._view.known)
             except OSError as error:
                 log.warning("the marks of storage tier %s are not kept: %s", self._name, error)
         # A flush that is complete has kept its mark for longer than that.
