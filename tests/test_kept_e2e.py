@@ -13,6 +13,7 @@ import pytest
 from tests.blocks import chain, namespace, payload
 from tests.daemon_process import DaemonProcess
 from tests.redis_servers import RedisServer
+from tests.s3_servers import SeaweedFS
 from tests.tier_scene import is_idle, table
 from tests.traffic import wait_until
 from tierd.config import WritePolicy
@@ -76,10 +77,16 @@ class Work:
         return [found[few] / asked[few] for few in FEW]
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", "redis", "s3"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, object]]:
-    """A tier that drops by itself what it has no room for."""
+    """A tier that drops by itself what it has no room for, or takes no more."""
     with ExitStack() as stack:
+        if request.param == "s3":
+            weed: SeaweedFS = request.getfixturevalue("weed")
+            # What a tier beside it would hold, if blocks went into it as they come.
+            bucket = weed.options(weed.make_bucket(), capacity=f"{TIER_MIB}MiB")
+            yield {"type": "s3", **bucket, "timeout_ms": 20_000}
+            return
         if request.param == "file":
             yield {
                 "type": "file",
