@@ -295,7 +295,7 @@ def nothing(node: Node) -> None:
 
 SCENES: dict[str, list[Callable[[Node], None]]] = {
     "Cold start": [cold_start],
-    "Hits are few": [hits_are_few, same_seed],
+    "Few hits": [hits_are_few, same_seed],
     "A tier is down": [tier_is_down, tier_is_back],
     "Another model": [another_model, nothing],
     "A disk is full": [disk_is_full, disk_has_room],
