@@ -22,7 +22,7 @@ engine_python := TIERD_ENGINE_PYTHON="$${TIERD_ENGINE_PYTHON:-$$(engine/install.
 parallel := -n 2 --dist loadfile
 
 # Links and anchors that lead nowhere fail it.
-build_site := NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
+build_site := NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 benches := $(filter-out common,$(basename $(notdir $(wildcard bench/[a-z]*.py))))
 

@@ -1,7 +1,7 @@
 """The configuration: one TOML file, checked as a whole before anything starts.
 
-A field is one line plus its description; the reference in README.md is generated
-from here. Every key can be overridden by an environment variable: TIERD_ and the key's
+A field is one line plus its description; the reference in docs/configuration.md is
+generated from here. Every key can be overridden by an environment variable: TIERD_ and the key's
 path in capitals, as in TIERD_HOST_CAPACITY, and with a tier's name in the place of its
 table, as in TIERD_STORAGE_FILE_DEADLINE_MS.
 """

@@ -1,6 +1,6 @@
 """What keys the configuration has, and where the value of each comes from.
 
-The reference in README.md, `tierd config docs` and `tierd config show` are made from here.
+The reference in docs/configuration.md, `tierd config docs` and `tierd config show` are made from here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def options(kind: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
 
 
 def reference() -> str:
-    """The configuration reference, as Markdown table rows, for README.md."""
+    """The configuration reference, as Markdown table rows, for docs/configuration.md."""
     return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *map(_row, keys())])
 
 

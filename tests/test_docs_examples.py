@@ -1,0 +1,103 @@
+"""The backend and the connector that the pages show, run as they stand there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import blocks
+from tests.daemon_process import DaemonProcess
+from tests.page_texts import files
+
+pytestmark = pytest.mark.slow
+
+BACKEND, CONNECTOR = "docs/backend.md", "docs/connector.md"
+
+
+def extracted(page: str, directory: Path) -> Path:
+    """The files of a page, in `directory`."""
+    for name, content in files(page).items():
+        (directory / name).write_text(content)
+    return directory
+
+
+def ran(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The backend's package, with it installed into its folder `site`."""
+    directory = extracted(BACKEND, tmp_path_factory.mktemp("sqlite"))
+    pip = ("-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-index")
+    ran(*pip, "--target", "site", ".", cwd=directory)
+    return directory
+
+
+def test_the_backend_passes_its_suite(package: Path) -> None:
+    """A third party would start from a backend that breaks the contract."""
+    (package / "pytest.ini").write_text(
+        "[pytest]\nfilterwarnings = error\nasyncio_default_fixture_loop_scope = function\n"
+    )
+    told = ran(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sqlite.py",
+        cwd=package, env={"PYTHONPATH": str(package / "site")},
+    )  # fmt: skip
+    assert "passed" in told
+    assert "skipped" not in told
+
+
+def test_a_daemon_uses_the_backend(package: Path, tmp_path: Path) -> None:
+    """A package that is installed beside tierd would not be found by its entry point."""
+    table = files(BACKEND)["storage"].replace("/var/lib/tierd/blocks.db", f"{tmp_path}/blocks.db")
+    env = {"PYTHONPATH": str(package / "site")}
+    space = blocks.namespace()
+    hashes, parents = blocks.chain(8)
+    payloads = [blocks.payload(space, each) for each in hashes]
+    with DaemonProcess(tmp_path / "tierd", storage=table, env=env) as daemon:
+        client = daemon.client()
+        handle = client.register(space)
+        assert all(client.put(handle, list(zip(hashes, parents, payloads, strict=True))))
+        daemon.wait_backed_up()
+        daemon.stop()
+        daemon.start()
+        client.close()
+        client = daemon.client()
+        handle = client.register(space)
+        assert [bytes(each) for each in client.get(handle, hashes, 5000)] == payloads
+        client.close()
+        [tier] = daemon.status()["storage"]
+    assert (tier["name"], tier["counters"]["get_hit_total"]) == ("sqlite", 8)
+
+
+def test_the_connector_over_a_restart(tmp_path: Path) -> None:
+    """Who attaches an engine would start from a connector that loses blocks, or gets wrong ones."""
+    engine = extracted(CONNECTOR, tmp_path) / "toy_engine.py"
+    defaults = {"min_tokens": 256, "break_even": True}
+    with DaemonProcess(tmp_path / "tierd", capacity="64MiB", prefetch=defaults) as daemon:
+
+        def answer() -> str:
+            return ran(str(engine), daemon.socket, cwd=tmp_path).strip()
+
+        assert answer() == "0 of 100 blocks loaded, all bytes right"
+        daemon.wait_backed_up()
+        assert answer() == "100 of 100 blocks loaded, all bytes right"
+        daemon.stop()
+        daemon.start()
+        assert answer() == "100 of 100 blocks loaded, all bytes right"
+        status = daemon.status()
+    assert status["storage"][0]["counters"]["get_hit_total"] == 100
+    assert status["counters"]["saved_tokens_total"] == 1600
