@@ -1,8 +1,8 @@
-"""What MkDocs does to a page besides: files of the repository within pages, and links to such files.
+"""What MkDocs does to a page besides: included files, and links to files of the repository.
 
-The pages are read in two places. In the repository, links to files beside docs/ work as they are. The
-site has only pages, so there such a link becomes its text; a link to a file that is missing is a
-warning in both, and warnings fail the build.
+The pages are read in two places. In the repository, links to files beside docs/ work as they are.
+The site has only pages, so there such a link becomes its text. A link to a file that is missing is
+a warning in both, and warnings fail the build.
 """
 
 from __future__ import annotations

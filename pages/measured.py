@@ -36,8 +36,13 @@ def _machines() -> Table:
         found = report(path.stem)
         machine = found["machine"]
         body.append(
-            (f"`{path.stem}`", machine["cpu"], machine["cores"], machine["kernel"])
-            + (f"`{found['commit']}`",)
+            (
+                f"`{path.stem}`",
+                machine["cpu"],
+                machine["cores"],
+                machine["kernel"],
+                f"`{found['commit']}`",
+            )
         )
     return ("benchmark", "processor", "cores", "kernel", "commit"), body
 
@@ -45,19 +50,17 @@ def _machines() -> Table:
 def _restart() -> Table:
     passes = results("demo")
     cold = passes["cold"]["first_turn_ttft_s"]
-    return (
-        ("engine", "prompt tokens", "loaded from tierd", "time to first token", "speed-up"),
-        [
-            (
-                name,
-                f"{found['prompt_tokens']:,}",
-                f"{found['tokens_from_tierd']:,}",
-                f"{found['first_turn_ttft_s']:.3f} s",
-                f"{cold / found['first_turn_ttft_s']:.1f}x",
-            )
-            for name, found in passes.items()
-        ],
-    )
+    body: list[tuple[object, ...]] = [
+        (
+            name,
+            f"{found['prompt_tokens']:,}",
+            f"{found['tokens_from_tierd']:,}",
+            f"{found['first_turn_ttft_s']:.3f} s",
+            f"{cold / found['first_turn_ttft_s']:.1f}x",
+        )
+        for name, found in passes.items()
+    ]
+    return ("engine", "prompt tokens", "loaded from tierd", "time to first token", "speed-up"), body
 
 
 def _hits(trace: str) -> Callable[[], Table]:
@@ -81,15 +84,10 @@ def _writes() -> Table:
             continue
         trace, sizes, _ = name.removeprefix("mooncake_").replace("_trace", "").split()
         for found in policies:
-            body.append(
-                (trace, sizes, f"`{found['write'].partition(',')[0]}`{_share(found['write'])}")
-                + (f"{found['writes']:.0f} %", f"{found['all_hits_kept']:.1f} %")
-            )
+            policy, comma, share = found["write"].partition(",")
+            written, kept = f"{found['writes']:.0f} %", f"{found['all_hits_kept']:.1f} %"
+            body.append((trace, sizes, f"`{policy}`{comma}{share}", written, kept))
     return ("trace", "L2/L3 blocks", "write policy", "blocks written", "hits kept"), body
-
-
-def _share(policy: str) -> str:
-    return policy.partition(",")[1] + policy.partition(",")[2]
 
 
 def _host() -> Table:
@@ -143,8 +141,13 @@ def _s3() -> Table:
     for name, found in results("s3").items():
         get = found["get"]
         body.append(
-            (name, f"{get['tierd']['gb_s']:.2f} GB/s", percent(get["ratio_to_raw"]))
-            + (f"{get['ratio_to_boto3']:.1f}x", percent(get["cpu_ratio_to_boto3"]))
+            (
+                name,
+                f"{get['tierd']['gb_s']:.2f} GB/s",
+                percent(get["ratio_to_raw"]),
+                f"{get['ratio_to_boto3']:.1f}x",
+                percent(get["cpu_ratio_to_boto3"]),
+            )
         )
     return ("reads", "speed", "of a raw socket", "against boto3", "CPU time of boto3's"), body
 
@@ -164,7 +167,7 @@ def _calls() -> Table:
 
 
 def _us(found: Mapping[str, float]) -> tuple[str, str]:
-    return tuple(f"{found[key] / 1000:.2f} ms" for key in ("p50_us", "p99_us"))  # type: ignore[return-value]  # two keys
+    return f"{found['p50_us'] / 1000:.2f} ms", f"{found['p99_us'] / 1000:.2f} ms"
 
 
 def _adoption() -> Table:

@@ -14,9 +14,7 @@ SITE: Final = tuple(sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rgl
 PAGES: Final = ("README.md", "ARCHITECTURE.md", *SITE)
 """Every document that says how tierd is used, or works."""
 
-_FENCED: Final = re.compile(
-    r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL
-)
+_FENCED: Final = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _INDENTED: Final = re.compile(r"(?<=\n\n)((?:^    \S[^\n]*\n)+)", re.MULTILINE)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pages.tables import CHARTS, KINDS, LABELS, METRICS, filled, labels_of, pages
+from pages.tables import CHARTS, KINDS, LABELS, filled, labels_of, pages
 from tests.daemon_process import DaemonProcess
 from tests.page_texts import PAGES, codes, text
 from tests.test_admin import ADMIN, metrics, port_of
@@ -17,6 +17,7 @@ from tierd.backend import Backend
 from tierd.cli.break_even import Model
 from tierd.config import backend_options, parse
 from tierd.core.sharing import segment_bytes
+from tierd.daemon.metrics import METRICS
 from tierd.daemon.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX
 from tierd.sizes import parse_size
 from tierd.types import slot_bytes_for
@@ -82,9 +83,7 @@ def test_code_has_a_language() -> None:
 
 def test_example_configurations_are_accepted() -> None:
     """An operator's first try, copied from the page, would be refused."""
-    examples = re.findall(
-        r"^\[\[storage\]\]\n(?:\w+ = .+\n)+", text("docs/tiers.md"), re.MULTILINE
-    )
+    examples = re.findall(r"^\[\[storage\]\]\n(?:\w+ = .+\n)+", text("docs/tiers.md"), re.MULTILINE)
     assert {"file", "redis", "s3"} == {tomllib.loads(e)["storage"][0]["type"] for e in examples}
     for example in examples:
         (tier,) = parse(tomllib.loads('[host]\ncapacity = "1GiB"\n' + example), {}).storage
@@ -140,7 +139,9 @@ def test_batches_of_the_contract() -> None:
 
 def rows_of(page: str, head: str) -> list[list[str]]:
     """The cells of the table whose head begins with `head`."""
-    found = re.search(rf"^\| {re.escape(head)}.*\n\|[- |]+\n((?:\|.*\n)+)", text(page), re.MULTILINE)
+    found = re.search(
+        rf"^\| {re.escape(head)}.*\n\|[- |]+\n((?:\|.*\n)+)", text(page), re.MULTILINE
+    )
     assert found is not None, head
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in found[1].splitlines()]
 

@@ -26,7 +26,7 @@ from tierd.hashing import KeyStyle, hash_blocks, root_hash
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PAGE = Path(__file__).parent.parent / "RUNBOOK.md"
+PAGE = Path(__file__).parent.parent / "docs" / "runbook.md"
 SEED = root_hash()
 OLD = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED)
 NEW = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED, model="next")

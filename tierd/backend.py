@@ -222,14 +222,14 @@ class Backend(ABC):
     talks to a peer must let go soon, however silent the peer is.
 
     Batches: a call of get_into or put_many has one namespace, and at most 32 blocks or 8 MiB of
-    slots; a larger block comes alone. A call with hashes has at most 16,384 of them. Any list may be
-    empty, and may name a block twice.
+    slots; a larger block comes alone. A call with hashes has at most 16,384 of them. Any list may
+    be empty, and may name a block twice.
 
-    Eviction, where a backend keeps a capacity itself, never makes a hole in a prefix: it takes only
-    blocks that are no parent of another block held, the least recently used first, and neither
-    blocks of a batch in progress nor their parents. Reading a block (get_into), storing it again and
-    use_many are uses. `tierd.chain.ChainIndex` keeps such an order. `used_bytes` of stats() never
-    exceeds the capacity. A backend whose server evicts only stops storing.
+    Eviction, where a backend keeps a capacity itself, never makes a hole in a prefix: it takes
+    only blocks that are no parent of another block held, the least recently used first, and
+    neither blocks of a batch in progress nor their parents. Uses are reading a block (get_into),
+    storing it again and use_many. `tierd.chain.ChainIndex` keeps such an order. `used_bytes` of
+    stats() never exceeds the capacity. A backend whose server evicts only stops storing.
 
     A `namespace` is a scope here, SCOPE_BYTES that mean nothing to a backend. Marks are short
     texts of MARK_CHARS that it keeps beside the blocks, and never drops by itself: they say which

@@ -1,6 +1,7 @@
 """What keys the configuration has, and where the value of each comes from.
 
-The reference in docs/configuration.md, `tierd config docs` and `tierd config show` are made from here.
+The reference in docs/configuration.md, `tierd config docs` and `tierd config show` are made from
+here.
 """
 
 from __future__ import annotations
