@@ -40,11 +40,12 @@ def _machines() -> Table:
                 f"`{path.stem}`",
                 machine["cpu"],
                 machine["cores"],
+                found["load_average_1m"],
                 machine["kernel"],
                 f"`{found['commit']}`",
             )
         )
-    return ("benchmark", "processor", "cores", "kernel", "commit"), body
+    return ("benchmark", "processor", "cores", "load average", "kernel", "commit"), body
 
 
 def _restart() -> Table:
@@ -67,7 +68,7 @@ def _hits(trace: str) -> Callable[[], Table]:
     def make() -> Table:
         policies = results("policies")[trace]
         sizes = [size for size in policies["hazard"] if size.isdigit()]
-        body = [
+        body: list[tuple[object, ...]] = [
             (f"`{name}`", *(f"{found[size]:.1f} %" for size in sizes))
             for name, found in policies.items()
             if "," not in name

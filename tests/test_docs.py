@@ -13,6 +13,7 @@ from tests.daemon_process import DaemonProcess
 from tests.page_texts import PAGES, codes, text
 from tests.test_admin import ADMIN, metrics, port_of
 from tests.tier_scene import table
+from tests.vllm_server import README_ARGUMENTS, README_TRANSFER
 from tierd.backend import Backend
 from tierd.cli.break_even import Model
 from tierd.config import backend_options, parse
@@ -104,6 +105,8 @@ def test_the_readme_attaches_as_the_page_does() -> None:
         for page in ("README.md", "docs/vllm.md")
     ]
     assert both[0] == both[1] != []
+    command = " ".join(both[0][0].replace("\\\n", " ").split())
+    assert f"{' '.join(README_ARGUMENTS)} '{README_TRANSFER}'" in command
     starts = [
         [code.text for code in codes(page) if "tierd serve" in code.text]
         for page in ("README.md", "docs/getting-started.md")
