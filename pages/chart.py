@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from pages.measured import results
+from pages.measured import report, results
 
 WIDTH: Final = 720
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c")
@@ -30,7 +30,10 @@ def restart_chart() -> str:
             f'<rect x="220" y="{y}" width="{width:.1f}" height="28" fill="{colour}"/>',
         )
         parts.append(_text(228 + width, y + 19, f"{seconds:.2f} s"))
-    return _picture(50 + 40 * len(found) + 10, parts)
+    end = 50 + 40 * len(found)
+    load = report("demo")["load_average_1m"]
+    parts.append(_text(20, end + 14, f"Medians of three prompts; load average {load:.1f}", 12))
+    return _picture(end + 30, parts)
 
 
 def hits_chart() -> str:
