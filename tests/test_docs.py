@@ -10,7 +10,7 @@ import pytest
 
 from pages.tables import CHARTS, KINDS, LABELS, filled, labels_of, pages
 from tests.daemon_process import DaemonProcess
-from tests.page_texts import PAGES, codes, text
+from tests.page_texts import PAGES, codes, prose, text
 from tests.test_admin import ADMIN, metrics, port_of
 from tests.tier_scene import table
 from tests.vllm_server import README_ARGUMENTS, README_TRANSFER
@@ -78,8 +78,22 @@ def test_documents_are_short() -> None:
 def test_code_has_a_language() -> None:
     """A command could be shown that no test finds."""
     for page in PAGES:
+        assert 2 * len(codes(page)) == len(re.findall(r"^```", text(page), re.MULTILINE)), page
         for code in codes(page):
             assert code.language in {"bash", "json", "python", "text", "toml", "yaml"}, page
+
+
+PRIVATE = re.compile(
+    r"\b(unproven|doubtful|hollow|hollowed|lid|li[fv]es?( of| before)|whoever|those of"
+    r"|is to be had|gives? way)\b"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_use_the_words_of_the_glossary(page: str) -> None:
+    """A reader would search for a word that only this page has."""
+    plain = re.sub(r"`[^`]*`|\"[^\"]*\"", "", prose(page))
+    assert not PRIVATE.search(" ".join(plain.split()))
 
 
 def test_example_configurations_are_accepted() -> None:

@@ -39,8 +39,8 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     tls_ca: Annotated[
         str,
         Meta(
-            description="PEM file of the certificate authorities to trust; empty: those of the "
-            "system."
+            description="PEM file of the certificate authorities to trust; empty: the system's "
+            "authorities."
         ),
     ] = ""
     tls_cert: Annotated[

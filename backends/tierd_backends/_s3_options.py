@@ -79,8 +79,8 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     tls_ca: Annotated[
         str,
         Meta(
-            description="PEM file of the certificate authority to trust instead of those of the "
-            "system."
+            description="PEM file of the certificate authority to trust instead of the "
+            "system's authorities."
         ),
     ] = ""
     connections: Annotated[
