@@ -11,7 +11,7 @@ import pytest
 
 from tests import blocks
 from tests.daemon_process import DaemonProcess
-from tests.page_texts import files
+from tests.page_texts import ROOT, files
 
 pytestmark = pytest.mark.slow
 
@@ -45,6 +45,16 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = ("-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-index")
     ran(*pip, "--target", "site", ".", cwd=directory)
     return directory
+
+
+def test_the_examples_are_typed(tmp_path: Path) -> None:
+    """Who copies them into a project that checks types would begin by mending them."""
+    for page in (BACKEND, CONNECTOR):
+        extracted(page, tmp_path)
+    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "typings"))
+    strict = ("-m", "mypy", "--strict", "--ignore-missing-imports", "--explicit-package-bases")
+    cache = ("--cache-dir", str(ROOT / ".mypy_cache"), "--config-file", "/dev/null")
+    ran(*strict, *cache, "tierd_sqlite.py", "toy_engine.py", cwd=tmp_path, env={"MYPYPATH": paths})
 
 
 def test_the_backend_passes_its_suite(package: Path) -> None:
