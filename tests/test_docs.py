@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pages.measured import results
 from pages.tables import CHARTS, KINDS, LABELS, filled, labels_of, pages
 from tests.daemon_process import DaemonProcess
 from tests.page_texts import PAGES, codes, prose, text
@@ -151,14 +152,41 @@ def test_batches_of_the_contract() -> None:
             assert each in " ".join(words.split())
 
 
+def test_numbers_of_the_readme_were_measured() -> None:
+    """The first page would claim what no benchmark has shown, or an older one."""
+    soak, overhead = results("soak"), results("vllm_overhead")
+    kills = soak["happened"]["kill"]
+    others = sum(soak["happened"].values()) - kills
+    plain = " ".join(text("README.md").split())
+    for claim in (
+        f"{soak['calls'] / 1e6:.1f} million calls with {kills} kills and {others} stops",
+        f"{soak['proven_blocks'] / 1e6:.1f} million blocks were compared and "
+        f"{soak['wrong_blocks']} were wrong",
+        f"output throughput was {overhead['median_of_pair_ratios']:.3f} of vLLM alone",
+    ):
+        assert claim in plain
+
+
+def test_numbers_of_the_comparison_were_measured() -> None:
+    """Another system would be compared with a tierd that there is not."""
+    host, rpc = results("host"), results("rpc")
+    cells = {row[0]: row[-1] for row in rows_of("docs/comparison.md", " | LMCache MP")}
+    whole = "16 blocks of 2 MiB, of memcpy"
+    assert cells[f"store, {whole}"] == f"{host['put, 2048 KiB x 16']['ratio_to_memcpy']:.2f}"
+    assert cells[f"load, {whole}"] == f"{host['get, 2048 KiB x 16']['ratio_to_memcpy']:.2f}"
+    median_ms = rpc["acquire 1000"]["p50_us"] / 1000
+    assert cells["lookup of 1,000 keys"] == f"{median_ms:.2f} ms"
+    plain = " ".join(text("docs/comparison.md").split())
+    pages = [host[f"{way}, 64 KiB x 32 layers"]["ratio_to_memcpy"] for way in ("gather", "scatter")]
+    assert f"at {pages[0]:.2f} and {pages[1]:.2f} of memcpy" in plain
+
+
 # --- sizing ---------------------------------------------------------------------------
 
 
 def rows_of(page: str, head: str) -> list[list[str]]:
     """The cells of the table whose head begins with `head`."""
-    found = re.search(
-        rf"^\| {re.escape(head)}.*\n\|[- |]+\n((?:\|.*\n)+)", text(page), re.MULTILINE
-    )
+    found = re.search(rf"^\|{re.escape(head)}.*\n\|[- |]+\n((?:\|.*\n)+)", text(page), re.MULTILINE)
     assert found is not None, head
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in found[1].splitlines()]
 
@@ -169,7 +197,7 @@ def number(cell: str) -> int:
 
 def test_sizes_of_models() -> None:
     """An operator would buy memory for a number that the formula does not give."""
-    rows = rows_of("docs/sizing.md", "model shape")
+    rows = rows_of("docs/sizing.md", " model shape")
     assert len(rows) >= 4
     for _, *cells in rows:
         layers, heads, dim, value, tokens, ranks, per_token, slot, kept = map(number, cells)
@@ -182,7 +210,7 @@ def test_sizes_of_models() -> None:
 
 def test_segments_and_descriptors() -> None:
     """A container's limit of descriptors would be set too low."""
-    for capacity, segment, count, descriptors in rows_of("docs/sizing.md", "`host.capacity`"):
+    for capacity, segment, count, descriptors in rows_of("docs/sizing.md", " `host.capacity`"):
         bytes_each = segment_bytes(parse_size(capacity))
         assert bytes_each == parse_size(segment)
         assert number(count) == parse_size(capacity) // bytes_each
@@ -191,7 +219,7 @@ def test_segments_and_descriptors() -> None:
 
 def test_break_even_speeds() -> None:
     """A disk would be bought that is slower than the engine."""
-    for per_token, prefill, speed in rows_of("docs/sizing.md", "bytes per token"):
+    for per_token, prefill, speed in rows_of("docs/sizing.md", " bytes per token"):
         assert f"{number(per_token) * number(prefill) / 1e9:.2f}" == speed
 
 
