@@ -12,10 +12,15 @@ import pytest
 from tests import blocks
 from tests.daemon_process import DaemonProcess
 from tests.page_texts import ROOT, files
+from tests.tier_scene import table
+from tests.traffic import wait_until
 
 pytestmark = pytest.mark.slow
 
 BACKEND, CONNECTOR = "docs/backend.md", "docs/connector.md"
+
+PATIENT = {"policy": "wait_complete"}
+"""A busy machine brings nothing in the time that an operator would grant."""
 
 
 def extracted(page: str, directory: Path) -> Path:
@@ -36,6 +41,13 @@ def ran(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def restart(daemon: DaemonProcess) -> None:
+    """Stop and start it, and wait for its tier, which opens beside the start."""
+    daemon.stop()
+    daemon.start()
+    wait_until(lambda: daemon.status()["storage"][0]["state"] == "ready", 60, "no tier")
 
 
 @pytest.fixture(scope="module")
@@ -72,22 +84,22 @@ def test_the_backend_passes_its_suite(package: Path) -> None:
 
 def test_a_daemon_uses_the_backend(package: Path, tmp_path: Path) -> None:
     """A package that is installed beside tierd would not be found by its entry point."""
-    table = files(BACKEND)["storage"].replace("/var/lib/tierd/blocks.db", f"{tmp_path}/blocks.db")
+    storage = files(BACKEND)["storage"].replace("/var/lib/tierd/blocks.db", f"{tmp_path}/blocks.db")
+    storage += "deadline_ms = 60_000\nslow_ms = 60_000\n"
     env = {"PYTHONPATH": str(package / "site")}
     space = blocks.namespace()
     hashes, parents = blocks.chain(8)
     payloads = [blocks.payload(space, each) for each in hashes]
-    with DaemonProcess(tmp_path / "tierd", storage=table, env=env) as daemon:
+    with DaemonProcess(tmp_path / "tierd", storage=storage, env=env, prefetch=PATIENT) as daemon:
         client = daemon.client()
         handle = client.register(space)
         assert all(client.put(handle, list(zip(hashes, parents, payloads, strict=True))))
         daemon.wait_backed_up()
-        daemon.stop()
-        daemon.start()
+        restart(daemon)
         client.close()
         client = daemon.client()
         handle = client.register(space)
-        assert [bytes(each) for each in client.get(handle, hashes, 5000)] == payloads
+        assert [bytes(each) for each in client.get(handle, hashes, 30_000)] == payloads
         client.close()
         [tier] = daemon.status()["storage"]
     assert (tier["name"], tier["counters"]["get_hit_total"]) == ("sqlite", 8)
@@ -96,8 +108,12 @@ def test_a_daemon_uses_the_backend(package: Path, tmp_path: Path) -> None:
 def test_the_connector_over_a_restart(tmp_path: Path) -> None:
     """Who attaches an engine would start from a connector that loses blocks, or gets wrong ones."""
     engine = extracted(CONNECTOR, tmp_path) / "toy_engine.py"
-    defaults = {"min_tokens": 256, "break_even": True}
-    with DaemonProcess(tmp_path / "tierd", capacity="64MiB", prefetch=defaults) as daemon:
+    patient = {**PATIENT, "min_tokens": 256, "break_even": True}
+    file = {"path": str(tmp_path / "store"), "capacity": "64MiB", "reserve_free": "0"}
+    storage = table("file", {**file, "deadline_ms": 60_000, "slow_ms": 60_000})
+    with DaemonProcess(
+        tmp_path / "tierd", capacity="64MiB", storage=storage, prefetch=patient
+    ) as daemon:
 
         def answer() -> str:
             return ran(str(engine), daemon.socket, cwd=tmp_path).strip()
@@ -105,8 +121,7 @@ def test_the_connector_over_a_restart(tmp_path: Path) -> None:
         assert answer() == "0 of 100 blocks loaded, all bytes right"
         daemon.wait_backed_up()
         assert answer() == "100 of 100 blocks loaded, all bytes right"
-        daemon.stop()
-        daemon.start()
+        restart(daemon)
         assert answer() == "100 of 100 blocks loaded, all bytes right"
         status = daemon.status()
     assert status["storage"][0]["counters"]["get_hit_total"] == 100
