@@ -11,7 +11,7 @@ say := @printf '== %s\n'
 
 # tierd as an engine gets it, named by what goes into it: a time stamp would not see a
 # file that is gone.
-wheel_id := $(shell find tierd backends connectors ops systemd pyproject.toml *.md LICENSE -type f \
+wheel_id := $(shell find tierd backends connectors ops systemd docs pyproject.toml *.md LICENSE -type f \
 	-not -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-12)
 engine_site := build/engine-site/.complete-$(wheel_id)
 
@@ -20,6 +20,9 @@ engine_python := TIERD_ENGINE_PYTHON="$${TIERD_ENGINE_PYTHON:-$$(engine/install.
 
 # A file's tests stay together: they share servers and engines.
 parallel := -n 2 --dist loadfile
+
+# Links and anchors that lead nowhere fail it.
+build_site := NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 benches := $(filter-out common,$(basename $(notdir $(wildcard bench/[a-z]*.py))))
 
@@ -31,11 +34,20 @@ help: ## Show this
 setup: .venv/.complete servers engine $(engine_site) ## Install tools, servers, the vLLM engine (2 min, 2.5 GB), tierd for it
 
 .PHONY: lint
-lint: .venv/.complete ## Check style, types and the direction of imports
+lint: .venv/.complete ## Check style, types, the direction of imports, and the links of pages
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	.venv/bin/lint-imports
+	$(build_site)
+
+.PHONY: docs
+docs: .venv/.complete ## Build the pages of docs/ into build/site, without the network
+	$(build_site)
+
+.PHONY: tables
+tables: .venv/.complete ## Write the pages' tables and charts anew, from the code and bench/results
+	$(python) -m pages.tables
 
 .PHONY: test
 test: setup ## Run the suite, the real engine included

@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.common import write_result
 from engine.model import write_config
 from engine.process import EngineProcess
 from tests.daemon_process import DaemonProcess
@@ -49,15 +50,16 @@ class Pass:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="use and keep this directory")
+    parser.add_argument("--record", action="store_true", help="write bench/results/demo.json")
     args = parser.parse_args()
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
-        return show(args.keep)
+        return show(args.keep, record=args.record)
     with tempfile.TemporaryDirectory(prefix="tierd-demo-") as scratch:
-        return show(Path(scratch))
+        return show(Path(scratch), record=args.record)
 
 
-def show(scratch: Path) -> int:
+def show(scratch: Path, *, record: bool) -> int:
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -75,6 +77,8 @@ def show(scratch: Path) -> int:
         passes.append(replay(Pass("tierd restarted"), scratch, daemon, say))
     print_table(passes)
     faults = verdict(passes)
+    if record and not faults:
+        write_result("demo", {entry.name: summary(entry) for entry in passes})
     for fault in faults:
         print(f"demo: {fault}")
     print("demo: failed" if faults else "demo: ok")
@@ -146,6 +150,17 @@ def print_table(passes: list[Pass]) -> None:
             f"{speed:>9.1f}x  {same}"
         )
     print("(medians; later turns find most of their prefix in the engine's own cache)\n")
+
+
+def summary(entry: Pass) -> dict[str, float]:
+    """One replay as bench/results keeps it."""
+    return {
+        "prompt_tokens": entry.prompt_tokens,
+        "tokens_from_tierd": entry.from_tierd,
+        "tokens_from_storage": min(entry.from_storage, entry.from_tierd),
+        "first_turn_ttft_s": round(statistics.median(entry.first_turn_s), 3),
+        "later_turn_ttft_s": round(statistics.median(entry.later_turn_s), 3),
+    }
 
 
 def verdict(passes: list[Pass]) -> list[str]:

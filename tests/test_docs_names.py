@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_texts import PAGES, ROOT, SITE, anchors, prose, text
 from tests.systemd_machine import build_wheel
 from tierd.backend import Backend
 from tierd.config import OTHER_VARIABLES
@@ -22,13 +23,7 @@ from tierd_backends.file import FileBackend
 from tierd_backends.redis import RedisBackend
 from tierd_backends.s3 import S3Backend
 
-ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "OPERATIONS.md", "RUNBOOK.md")
 RULES, BOARD = "ops/prometheus/tierd.rules.yml", "ops/grafana/tierd.json"
-
-
-def text(name: str) -> str:
-    return (ROOT / name).read_text()
 
 
 @cache
@@ -67,13 +62,22 @@ def pieces(quote: str) -> Iterator[str]:
             yield piece
 
 
-PROSE = frozenset({"memcpy and bare waits", "text or token ids", "You are a helpful..."})
+PROSE = frozenset({"You are a helpful...", "Time to first token", "none found"})
 """Quotations that are no lines of tierd's."""
+
+QUOTING = tuple(
+    page
+    for page in ("README.md", *SITE)
+    if not page.startswith("docs/architecture/")
+    and page not in ("docs/backend.md", "docs/benchmarks.md", "docs/comparison.md")
+    and page not in ("docs/configuration.md", "docs/runbook.md")
+)
+"""Pages whose quotations are lines of tierd's. test_runbook.py has the runbook's."""
 
 
 def quotes(page: str) -> list[str]:
     """What a page quotes as said by tierd."""
-    plain = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
+    plain = prose(page)
     quoted = re.findall(r'"([^"\n|`{}]+(?:\n[^"\n|`{}]+)?)"', plain)
     spans = [span for part in re.split(r"\n\n|\n[*|]", plain) for span in part.split("`")[1::2]]
     lines = [span for span in spans if "..." in span]
@@ -81,19 +85,22 @@ def quotes(page: str) -> list[str]:
     return [each for each in said if " " in each and each not in PROSE and each[0] not in "-{"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "OPERATIONS.md"])
+def test_pages_quote() -> None:
+    """What the pages quote would not be found any more, and not be compared."""
+    assert sum(len(quotes(page)) for page in QUOTING) > 10
+
+
+@pytest.mark.parametrize("page", QUOTING)
 def test_lines_that_are_quoted_are_said(page: str) -> None:
     """Somebody would look for a line that has not been written since it had other words."""
-    found = quotes(page)
-    assert len(found) > 1
-    for quote in found:
+    for quote in quotes(page):
         for piece in pieces(quote):
             assert piece in constants(), quote
 
 
 def test_words_of_explain_are_said() -> None:
     """The table that says what explain means would be of an older explain."""
-    table = re.search(r"\| it says \| it means \|\n\|.*\n((?:\|.*\n)+)", text("OPERATIONS.md"))
+    table = re.search(r"\| it says \| it means \|\n\|.*\n((?:\|.*\n)+)", text("docs/diagnosis.md"))
     assert table is not None
     for row in table[1].splitlines():
         head, _, rest = row.split("|")[1].strip().partition(": ")
@@ -105,10 +112,12 @@ def test_words_of_explain_are_said() -> None:
 METRICS = frozenset(metric.name for metric in metrics.METRICS) | {
     f"{metric.name}_{part}" for metric in metrics.METRICS for part in ("bucket", "sum", "count")
 }
-PACKAGES = frozenset({"tierd_backends", "tierd_connectors", "tierd_hotset", "tierd_"})
+PACKAGES = frozenset(
+    {"tierd_backends", "tierd_connectors", "tierd_hotset", "tierd_sqlite", "tierd_"}
+)
 
 
-@pytest.mark.parametrize("name", [*PAGES, "ARCHITECTURE.md", RULES, BOARD])
+@pytest.mark.parametrize("name", [*PAGES, RULES, BOARD])
 def test_metrics_that_are_named_exist(name: str) -> None:
     """A panel, an alert, or somebody's own, would be made of a metric that nobody exposes."""
     named = set(re.findall(r"(?<![\w:])tierd_[a-z0-9_]*", text(name))) - PACKAGES
@@ -120,10 +129,15 @@ def recorded() -> set[str]:
     return set(re.findall(r"record: (\S+)", text(RULES)))
 
 
-@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md"])
+FOREIGN = frozenset({"head_dim", "hidden_size", "num_hidden_layers", "num_key_value_heads"})
+"""Keys of a model's config.json."""
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_counters_and_fields_that_are_named_exist(page: str) -> None:
     """A status would be searched for a field that it does not have."""
-    words = set(re.findall(r"\w+", code()))
+    benches = {path.stem for path in (ROOT / "bench" / "results").glob("*.json")}
+    words = set(re.findall(r"\w+", code())) | FOREIGN | benches
     made = [
         re.compile(each.rpartition(".")[2].replace("\t", r"\w+"))
         for each in constants().splitlines()
@@ -134,29 +148,27 @@ def test_counters_and_fields_that_are_named_exist(page: str) -> None:
         assert known or name.startswith("tierd_"), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_files_and_sections_that_are_named_exist(page: str) -> None:
     """A link would lead nowhere."""
-    plain = text(page)
+    plain = prose(page)
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
         if "://" not in target:
             name, _, anchor = target.partition("#")
-            assert (ROOT / (name or page)).exists(), target
-            assert not anchor or anchor in anchors(name or page), target
-    for name in re.findall(r"`((?:[\w-]+/)+[\w.*-]+\.(?:py|md|json|yml|toml|sh))`", plain):
-        places = [ROOT, ROOT / "tierd", ROOT / "backends", ROOT / "connectors"]
-        assert any(list(place.glob(name)) for place in places), name
-
-
-def anchors(page: str) -> set[str]:
-    titles = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            whole = (ROOT / page).parent / name if name else ROOT / page
+            assert whole.exists(), target
+            assert not anchor or anchor in anchors(str(whole)), target
+    for name in re.findall(r"`((?:[\w.-]+/)*[\w.*-]+\.py)`", plain):
+        assert list(ROOT.glob(name)), name
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
+    for name in re.findall(rf"`((?:{folders})/[\w./*-]*)`", plain):
+        assert list(ROOT.glob(name)), name
 
 
 @pytest.mark.parametrize("name", [*PAGES, RULES, BOARD])
 def test_sections_that_are_quoted_exist(name: str) -> None:
     """The alert that wakes somebody would name a section that there is not."""
-    found = re.findall(r'"([^"]+)" in (\w+\.md)', text(name))
+    found = re.findall(r'"([^"]+)" in ((?:\w+/)*\w+\.md)', text(name))
     for title, page in found:
         assert title in re.findall(r"^#+ (.+)$", text(page), re.MULTILINE), title
     assert found or name != RULES
@@ -165,7 +177,7 @@ def test_sections_that_are_quoted_exist(name: str) -> None:
 VARIABLE = re.compile(r"(?<![\w/])(?:TIERD|VLLM)_[A-Z0-9_]*[A-Z0-9]")
 
 
-@pytest.mark.parametrize("name", [*PAGES, "ARCHITECTURE.md", RULES])
+@pytest.mark.parametrize("name", [*PAGES, RULES])
 def test_variables_that_are_named_exist(name: str) -> None:
     """Somebody would set a variable that nobody reads."""
     tiers: dict[str, type[Backend]] = {"FILE": FileBackend, "REDIS": RedisBackend, "S3": S3Backend}
@@ -184,7 +196,7 @@ def test_variables_that_are_named_exist(name: str) -> None:
 
 def test_the_reset_of_the_cache_says_what_it_needs() -> None:
     """A call that only a development server answers would be a 404."""
-    plain = " ".join(text("README.md").split())
+    plain = " ".join(text("docs/vllm.md").split())
     assert "VLLM_SERVER_DEV_MODE=1" in plain[plain.index("/reset_prefix_cache") :][:300]
 
 
@@ -194,8 +206,9 @@ def test_the_wheel_has_dashboard_rules_and_documents(tmp_path: Path) -> None:
     with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
         names = {name.partition(".data/data/")[2]: name for name in wheel.namelist()}
         held = {name: wheel.read(whole).decode() for name, whole in names.items() if name}
-    pages = [*PAGES, "ARCHITECTURE.md", "CHANGELOG.md"]
+    pictures = [str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "images").iterdir()]
+    pages = [*PAGES, *pictures, "CHANGELOG.md"]
     expected = {f"share/doc/tierd/{page}": text(page) for page in pages}
     expected |= {f"share/tierd/{name.removeprefix('ops/')}": text(name) for name in (RULES, BOARD)}
     assert held == expected
-    assert "/opt/tierd/share/tierd/grafana/tierd.json" in text("README.md")
+    assert "/opt/tierd/share/tierd/grafana/tierd.json" in text("docs/metrics.md")

@@ -1,4 +1,4 @@
-"""README and OPERATIONS, tried as written: a newcomer gives every command that they have, in order.
+"""The pages, tried as written: a newcomer gives every command that they show, in order.
 
 tierd is what the README starts. Other than on the pages are addresses, paths, sizes and digests.
 What needs a booted systemd, a package index, a GPU or a model is named in ELSEWHERE, with what
@@ -21,6 +21,7 @@ from typing import Final
 
 import pytest
 
+from tests.page_texts import PAGES, codes, prose
 from tests.redis_servers import free_port
 from tests.test_runbook import SEED, StandIn
 from tests.traffic import wait_until
@@ -29,8 +30,6 @@ from tierd.cli.main import COMMANDS, main, parser_of
 from tierd.client import Client
 from tierd.hashing import hash_blocks
 
-ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "OPERATIONS.md")
 TEXT = "You are a helpful assistant. " * 20
 
 ELSEWHERE: Final = {
@@ -63,23 +62,10 @@ SAID: Final = {
 """What those that fail say."""
 
 
-def blocks_of(page: str) -> list[str]:
-    """The code of a page: fenced, or indented after an empty line."""
-    text = (ROOT / page).read_text()
-    found = []
-    for fenced, indented in re.findall(
-        r"^```\w*\n(.*?)^```$|(?<=\n\n)((?:^    \S[^\n]*\n)+)", text, re.MULTILINE | re.DOTALL
-    ):
-        found.append(fenced or indented)
-    return found
-
-
 def commands_of(page: str) -> list[str]:
     """Its commands, a line each: without comments, and with what they read from the shell."""
     found = []
-    for block in blocks_of(page):
-        if block.lstrip().startswith(("{", "[", "scrape_", "from ")) or " KV a token" in block:
-            continue
+    for block in (code.text for code in codes(page) if code.language == "bash"):
         joined = re.sub(r"\\\n\s*", "", block)
         joined = re.sub(r"^cat > \S+ <<'TOML'\n.*?^TOML\n", "", joined, flags=re.M | re.S)
         found += [re.split(r"  # |    #", line)[0].strip() for line in joined.splitlines()]
@@ -134,8 +120,8 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """The README's own lines, run by a shell, with its [admin] table."""
     directory = tmp_path_factory.mktemp("node")
     listen = f"127.0.0.1:{free_port()}"
-    [start] = [block for block in blocks_of("README.md") if "tierd serve --config" in block]
-    [admin] = [block for block in blocks_of("README.md") if block.startswith("[admin]")]
+    [start] = [code.text for code in codes("README.md") if "tierd serve --config" in code.text]
+    [admin] = [code.text for code in codes("docs/metrics.md") if code.text.startswith("[admin]")]
     lines = [line for line in start.splitlines() if not line.startswith("pip install")]
     lines.insert(-2, admin.replace("127.0.0.1:9464", listen))
     script = "\n".join(["set -e", *lines])
@@ -252,9 +238,8 @@ def test_every_command_is_tried_or_named() -> None:
 def spans() -> list[str]:
     """Commands of tierd's within a sentence of a page."""
     found = []
-    for page in (*PAGES, "RUNBOOK.md"):
-        plain = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
-        for part in re.split(r"\n\n|\n[*|]", plain):
+    for page in PAGES:
+        for part in re.split(r"\n\n|\n[*|]", prose(page)):
             found += [" ".join(span.split()) for span in part.split("`")[1::2]]
     return sorted({span for span in found if re.match(r"tierd [a-z]", span)})
 

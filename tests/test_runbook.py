@@ -26,7 +26,7 @@ from tierd.hashing import KeyStyle, hash_blocks, root_hash
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-PAGE = Path(__file__).parent.parent / "RUNBOOK.md"
+PAGE = Path(__file__).parent.parent / "docs" / "runbook.md"
 SEED = root_hash()
 OLD = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED)
 NEW = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED, model="next")
@@ -295,7 +295,7 @@ def nothing(node: Node) -> None:
 
 SCENES: dict[str, list[Callable[[Node], None]]] = {
     "Cold start": [cold_start],
-    "Hits are few": [hits_are_few, same_seed],
+    "Few hits": [hits_are_few, same_seed],
     "A tier is down": [tier_is_down, tier_is_back],
     "Another model": [another_model, nothing],
     "A disk is full": [disk_is_full, disk_has_room],

@@ -36,14 +36,18 @@ class Outcome(enum.Enum):
     MISS = "miss"
     """get_into: the tier does not have the block."""
     CORRUPT = "corrupt"
-    """get_into: identity, length or checksum is wrong, in two reads; the tier has dropped the
-    block, unless it could not without risk to one that was stored since."""
+    """get_into: identity, length or checksum is wrong in two reads of what is stored. The tier has
+    dropped the block, unless that could have dropped a newer one, and counts it in
+    `corrupt_total`."""
     STORED = "stored"
     """put_many: the block will be found, also by a process that starts after a SIGKILL."""
     PRESENT = "present"
-    """put_many: the tier has the block already."""
+    """put_many: the tier has the block already, or stores it for an earlier request of this batch
+    or for another call that runs at the same time. A block is stored once."""
     REFUSED = "refused"
-    """put_many: no room can be made for this block."""
+    """put_many: no room can be made for this block. A block larger than the whole capacity is
+    refused before anything is evicted for it, and so is a block whose parent was refused in this
+    batch: behind a hole nobody would find it."""
     ERROR = "error"
     """Either way: the world failed (I/O error, full or read-only disk, dead peer)."""
 
@@ -217,6 +221,16 @@ class Backend(ABC):
     owns them again after that. Deadlines are the caller's, who cancels: a backend that
     talks to a peer must let go soon, however silent the peer is.
 
+    Batches: a call of get_into or put_many has one namespace, and at most 32 blocks or 8 MiB of
+    slots; a larger block comes alone. A call with hashes has at most 16,384 of them. Any list may
+    be empty, and may name a block twice.
+
+    Eviction, where a backend keeps a capacity itself, never makes a hole in a prefix: it takes
+    only blocks that are no parent of another block held, the least recently used first, and
+    neither blocks of a batch in progress nor their parents. Uses are reading a block (get_into),
+    storing it again and use_many. `tierd.chain.ChainIndex` keeps such an order. `used_bytes` of
+    stats() never exceeds the capacity. A backend whose server evicts only stops storing.
+
     A `namespace` is a scope here, SCOPE_BYTES that mean nothing to a backend. Marks are short
     texts of MARK_CHARS that it keeps beside the blocks, and never drops by itself: they say which
     scopes hold good (`tierd.core.epochs`).
@@ -237,7 +251,9 @@ class Backend(ABC):
     """Whether `check` looks at what lies on this machine's disks."""
 
     counters: dict[str, int]
-    """What happened since the start, by name; each name ends in `_total` and is always there."""
+    """What happened since the start, by name. Each name ends in `_total` and is there from the
+    start. Every backend has `corrupt_total`, the blocks that get_into answered with CORRUPT; other
+    names are its own, and metrics show them as `tierd_tier_events_total`."""
 
     @property
     def shared(self) -> bool:
@@ -318,11 +334,16 @@ class Backend(ABC):
 
     @abstractmethod
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
-        """Bring blocks into their slots, verified. One result a request, in order."""
+        """Read blocks into their slots and verify them (`verify_block`). One result per request, in
+        order. A block of another length than asked for is CORRUPT."""
 
     @abstractmethod
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
-        """Keep blocks. One outcome a request, in order."""
+        """Store blocks with their headers (`pack_header`). One outcome per request, in order.
+
+        A request's checksum is given; the bytes need not be checked again. A block may come
+        without its parent.
+        """
 
     @abstractmethod
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:

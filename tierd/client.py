@@ -32,7 +32,7 @@ from tierd.attaching import Attachment, Attachments, PendingCopy, Probe
 from tierd.errors import DisconnectedError, NamespaceError, RefusedError, RemoteProtocolError
 from tierd.exports import NO_EVENT, Export, PageLayout
 from tierd.mapping import SharedMapping
-from tierd.types import HASH_BYTES, Namespace
+from tierd.types import FORMAT_VERSION, HASH_BYTES, Namespace
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 
@@ -1276,6 +1276,7 @@ def _descriptors(control: Sequence[tuple[int, int, bytes]]) -> list[int]:
 
 __all__ = [
     "DEFAULT_SOCKET",
+    "FORMAT_VERSION",
     "HASH_BYTES",
     "Attachment",
     "Client",
@@ -1287,5 +1288,6 @@ __all__ = [
     "PendingCopy",
     "RefusedError",
     "Reservation",
+    "by_source",
     "request_number",
 ]

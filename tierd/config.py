@@ -1,7 +1,7 @@
 """The configuration: one TOML file, checked as a whole before anything starts.
 
-A field is one line plus its description; the reference in README.md is generated
-from here. Every key can be overridden by an environment variable: TIERD_ and the key's
+A field is one line plus its description; the reference in docs/configuration.md is
+generated from here. Every key can be overridden by an environment variable: TIERD_ and the key's
 path in capitals, as in TIERD_HOST_CAPACITY, and with a tier's name in the place of its
 table, as in TIERD_STORAGE_FILE_DEADLINE_MS.
 """
@@ -78,36 +78,59 @@ class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     policy: Annotated[
         PrefetchPolicy,
         Meta(
-            description="timeout: as long as the next three keys say; wait_complete: until all is "
-            "there, at most timeout_max_ms; best_effort: until the engine is ready."
+            description="How long a request waits for blocks in storage tiers. timeout: "
+            "timeout_base_ms plus timeout_per_ki_ms for every 1,024 missing tokens; "
+            "wait_complete: until all blocks have arrived; best_effort: until the "
+            "engine could compute the request. Never longer than timeout_max_ms."
         ),
     ] = PrefetchPolicy.TIMEOUT
     timeout_base_ms: Annotated[
-        int, Meta(ge=0, le=600_000, description="Longest wait for a prefix, however short.")
+        int,
+        Meta(
+            ge=0,
+            le=600_000,
+            description="Waiting time that the policy timeout grants to every request, however "
+            "short the missing prefix.",
+        ),
     ] = 1000
     timeout_per_ki_ms: Annotated[
         int,
-        Meta(ge=0, le=60_000, description="Added for every 1,024 tokens that L2 does not have."),
+        Meta(
+            ge=0,
+            le=60_000,
+            description="Waiting time that the policy timeout adds for every 1,024 tokens missing "
+            "in host memory.",
+        ),
     ] = 250
     timeout_max_ms: Annotated[
-        int, Meta(ge=0, le=600_000, description="No request waits longer, whatever the policy.")
+        int,
+        Meta(
+            ge=0,
+            le=600_000,
+            description="Upper bound of a request's waiting time for storage tiers, whatever the "
+            "policy.",
+        ),
     ] = 30_000
     min_tokens: Annotated[
         int,
-        Meta(ge=0, description="Fewer tokens than these are computed rather than brought."),
+        Meta(
+            ge=0,
+            description="Smallest number of missing tokens to fetch from storage tiers; the engine "
+            "computes fewer than these.",
+        ),
     ] = 256
     break_even: Annotated[
         bool,
         Meta(
-            description="Whether what the engine would compute sooner is left to it, by its own "
-            "speed and the tier's; without it a load saves the engine's time and takes a user's."
+            description="Skip loads from storage tiers that are slower than recomputing, by the "
+            "measured speeds of engine and tier; false: always load."
         ),
     ] = True
     bytes_in_flight: Annotated[
         Size,
         Meta(
-            description="Most bytes of host memory that all tiers together read into at once; a "
-            "single batch that is more goes alone."
+            description="Upper bound of the bytes that all tiers together read into host memory at "
+            "once; a larger single batch is read alone."
         ),
     ] = Size(256 << 20)
 
@@ -115,12 +138,14 @@ class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The host tier (L2)."""
 
-    capacity: Annotated[Size, Meta(description="Memory for KV blocks, a hard bound.")]
+    capacity: Annotated[
+        Size, Meta(description='Upper bound of the host memory for KV blocks, such as "64GiB".')
+    ]
     min: Annotated[
         Size | None,
         Meta(
-            description="What host memory keeps of its capacity when the machine, or the "
-            "container, is short of memory; a quarter of capacity if absent."
+            description="Lower bound of host memory while the machine or the container is short of "
+            "memory; a quarter of host.capacity if absent."
         ),
     ] = None
     lease_ttl_ms: Annotated[
@@ -128,31 +153,31 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=1000,
             le=LEASE_TTL_MS_MAX,
-            description="How long an engine may use a block that it was promised; "
-            "a crashed engine's blocks are held as long.",
+            description="How long an engine may use blocks that it has leased; blocks of a crashed "
+            "engine stay that long.",
         ),
     ] = 30_000
     eviction: Annotated[
         Eviction,
         Meta(
-            description="Which block leaves first: hazard the one that promises the fewest hits, "
-            "as learned from the requests so far; the others are well-known orders that learn "
-            "nothing."
+            description="Order in which blocks leave host memory. hazard: the lowest expected hit "
+            "rate first, learned from the requests; credit, lru, lfu, s3fifo and arc do "
+            "not learn."
         ),
     ] = Eviction.HAZARD
     huge_pages: Annotated[
         bool,
         Meta(
-            description="Ask for transparent huge pages where the kernel gives them to shared "
-            "memory; the log says if it does not."
+            description="Use transparent huge pages if the kernel offers them for shared memory; "
+            "the log says if it does not."
         ),
     ] = True
     numa_node: Annotated[
         str,
         Meta(
             pattern="^(auto|off|[0-9]{1,4})$",
-            description="NUMA node that memory is taken from first; auto: that of the GPUs, if "
-            "they share one.",
+            description="NUMA node whose memory is used first: a number, auto (the node of the "
+            "GPUs, if they share one) or off.",
         ),
     ] = "auto"
     pin_share: Annotated[
@@ -160,12 +185,13 @@ class HostConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=0.5,
-            description="Share of capacity that engines may have kept for them: pins, and half of "
-            "it for likely next uses and high priorities.",
+            description="Share of host.capacity that hints may keep for requests: all of it for "
+            "pin_s, half of it for next_use_s and priority.",
         ),
     ] = 0.25
     pin_max_s: Annotated[
-        int, Meta(ge=0, le=86_400, description="Nothing is kept longer than this after a hint.")
+        int,
+        Meta(ge=0, le=86_400, description="Longest time that a hint keeps blocks in host memory."),
     ] = 3600
 
     @property
@@ -180,8 +206,9 @@ class CopyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bandwidth_max: Annotated[
         Size,
         Meta(
-            description="Bytes per second of a device's copies, both ways together, so that other "
-            "traffic keeps its share of the bus; loads go first. 0: no bound."
+            description="Upper bound of the bytes per second that the daemon copies to and from a "
+            "device, so that other traffic keeps its share of the bus; loads go first. "
+            "0: no bound."
         ),
     ] = Size(0)
     job_timeout_ms: Annotated[
@@ -189,8 +216,8 @@ class CopyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=100,
             le=600_000,
-            description="A copy that takes longer has its device's copy process killed and started "
-            "again.",
+            description="Longest time of one copy. If it takes longer, the copy process of that "
+            "device is killed and started again.",
         ),
     ] = 10_000
 
@@ -198,17 +225,27 @@ class CopyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class StorageConfig(msgspec.Struct, kw_only=True):
     """What every storage tier has; the other keys of its table belong to its type."""
 
-    type: Annotated[str, Meta(description="Backend: an entry point of the group tierd.backends.")]
+    type: Annotated[
+        str,
+        Meta(
+            description="Backend of the tier: file, redis, s3, or another entry point of the group "
+            "tierd.backends."
+        ),
+    ]
     name: Annotated[
-        str, Meta(max_length=64, description="Name in status and metrics; the type if absent.")
+        str,
+        Meta(
+            max_length=64,
+            description="Name of the tier in status, metrics and log; the type if empty.",
+        ),
     ] = ""
     deadline_ms: Annotated[
         int,
         Meta(
             ge=10,
             le=60_000,
-            description="Longest time of one batch of blocks; what takes longer is given up "
-            "and opens the breaker.",
+            description="Longest time of one batch of blocks. A batch that takes longer is "
+            "cancelled and opens the breaker.",
         ),
     ] = 2000
     slow_ms: Annotated[
@@ -216,7 +253,7 @@ class StorageConfig(msgspec.Struct, kw_only=True):
         Meta(
             ge=1,
             le=60_000,
-            description="A batch that takes longer counts as a failure for the breaker.",
+            description="A batch that takes longer than this counts as a failure for the breaker.",
         ),
     ] = 1000
     probe_ms: Annotated[
@@ -224,27 +261,40 @@ class StorageConfig(msgspec.Struct, kw_only=True):
         Meta(
             ge=10,
             le=600_000,
-            description="How often a tier whose breaker is open, or that could not be opened, "
-            "is tried again.",
+            description="Interval of attempts to use a tier again whose breaker is open or that "
+            "could not be opened.",
         ),
     ] = 2000
     read_batches: Annotated[
-        int, Meta(ge=1, le=64, description="Batches read at once, of up to 32 blocks or 8 MiB.")
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of batches read at once; a batch has up to 32 blocks or 8 MiB.",
+        ),
     ] = 4
-    write_batches: Annotated[int, Meta(ge=1, le=64, description="Batches written at once.")] = 2
+    write_batches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of batches written at once; a batch has up to 32 blocks or 8 MiB.",
+        ),
+    ] = 2
     write_queue: Annotated[
         Size,
         Meta(
-            description="Most bytes that wait to be written, and stay in host memory meanwhile; "
-            "beyond it a backup is skipped and counted.",
+            description="Upper bound of the bytes that wait in host memory to be written to this "
+            "tier; further backups are skipped and counted.",
         ),
     ] = Size(1 << 30)
     write_policy: Annotated[
         WritePolicy,
         Meta(
-            description="When blocks are written: write_through at once; write_through_selective "
-            "those worth it, most of them when they are evicted from host memory; write_back all "
-            "when they are evicted, or the daemon stops."
+            description="When blocks are written to this tier. write_through: as soon as they are "
+            "stored; write_through_selective: the blocks most likely to be reused, "
+            "within a write budget; write_back: when they are evicted from host memory "
+            "or the daemon stops."
         ),
     ] = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_uses: Annotated[
@@ -252,8 +302,8 @@ class StorageConfig(msgspec.Struct, kw_only=True):
         Meta(
             ge=1,
             le=4,
-            description="Distinct requests from which on write_through_selective writes a block "
-            "that is sure to be used again before it is evicted.",
+            description="Number of distinct requests after which write_through_selective treats a "
+            "block as sure to be reused.",
         ),
     ] = 2
     write_share: Annotated[
@@ -261,24 +311,28 @@ class StorageConfig(msgspec.Struct, kw_only=True):
         Meta(
             gt=0,
             le=1,
-            description="Budget of write_through_selective: this share of the bytes that "
+            description="Write budget of write_through_selective, as a share of the bytes that "
             "write_through would write.",
         ),
     ] = 0.58
     write_bytes_per_s: Annotated[
-        Size, Meta(description="A further bound of write_through_selective; 0: none.")
+        Size,
+        Meta(
+            description="Upper bound of the bytes per second that write_through_selective writes; "
+            "0: no bound."
+        ),
     ] = Size(0)
     drive_writes_per_day: Annotated[
         float,
         Meta(
             ge=0,
-            description="A further bound of write_through_selective: how often a day the tier's "
-            "capacity may be written, for the life of an SSD; 0: no bound.",
+            description="Upper bound of the writes of write_through_selective, in capacities of "
+            "this tier per day, to protect an SSD; 0: no bound.",
         ),
     ] = 0.0
     fill_from_lower: Annotated[
         bool,
-        Meta(description="Whether blocks that a tier below had are written into this one."),
+        Meta(description="Write blocks found in a tier below into this tier."),
     ] = True
     options: dict[str, object] = {}
     overrides: dict[str, str] = {}
@@ -290,16 +344,15 @@ class AdminConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     listen: Annotated[
         str,
         Meta(
-            description="Where /metrics, /healthz, /readyz, /v1/status and /v1/hotset are served "
-            'over HTTP: "127.0.0.1:9464", "[::1]:9464", or the path of a unix socket; empty: '
-            "nowhere.",
+            description='Address of the HTTP server for metrics and health: "127.0.0.1:9464", '
+            '"[::1]:9464" or the path of a unix socket. Empty: no server.',
         ),
     ] = ""
     allow_remote: Annotated[
         bool,
         Meta(
-            description="Whether listen may be an address that other machines reach; who does "
-            "reads all of it, without a password."
+            description="Permit an admin.listen address that other machines can reach. The server "
+            "has no password, so these machines can read everything it shows."
         ),
     ] = False
 
@@ -312,13 +365,16 @@ class HotsetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=86_400,
-            description="How often hotset.jsonl is written to the state directory, and at a stop; "
-            "0: never.",
+            description="Interval at which hotset.jsonl is written to the state directory; it is "
+            "also written at a stop. 0: never.",
         ),
     ] = 300
     size: Annotated[
         Size | None,
-        Meta(description="Most bytes of blocks that it names; host.capacity if absent."),
+        Meta(
+            description="Upper bound of the bytes of the blocks that hotset.jsonl lists; "
+            "host.capacity if absent."
+        ),
     ] = None
 
 
@@ -347,15 +403,15 @@ class LogConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: Annotated[
         LogFormat,
         Meta(
-            description="auto: fields of the journal under systemd, else text on stderr; text; "
-            "json: an object a line on stderr; journal."
+            description="Format of the log. auto: fields of the journal under systemd, otherwise "
+            "text on stderr; text; json: one object per line on stderr; journal."
         ),
     ] = LogFormat.AUTO
     level: Annotated[
         LogLevel,
         Meta(
-            description="What matters less than debug, info, warning or error is left out. After a "
-            "reload the processes of tiers and devices that run already keep theirs."
+            description="Least important level that is logged: debug, info, warning or error. A "
+            "reload does not change it for running processes of tiers and devices."
         ),
     ] = LogLevel.INFO
 
@@ -365,25 +421,30 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     host: HostConfig
     socket: Annotated[
-        str, Meta(min_length=1, description="Unix socket that engines connect to.")
+        str, Meta(min_length=1, description="Path of the unix socket that engines connect to.")
     ] = DEFAULT_SOCKET
     allow_uids: Annotated[
         list[Annotated[int, Meta(ge=0)]],
         Meta(
             description="Numeric ids of the users that may connect; empty: root and the daemon's "
-            "own user. The socket's file is open to all as soon as another user is named: the "
-            "daemon has each client's id from the kernel."
+            "own user. Once another user is listed the socket's file is open to all, "
+            "and the daemon checks each client's user id with the kernel."
         ),
     ] = []
     drain_timeout_ms: Annotated[
         int,
-        Meta(ge=0, le=600_000, description="Longest time for pending backups after SIGTERM."),
+        Meta(
+            ge=0,
+            le=600_000,
+            description="Longest time that the daemon writes pending backups after SIGTERM.",
+        ),
     ] = 10_000
     state_dir: Annotated[
         str,
         Meta(
-            description="Directory for the hot set, made if it is missing; if empty the one that "
-            "systemd names ($STATE_DIRECTORY), else there is none."
+            description="Directory for the hot set and for the memory of flushes; created if "
+            "missing. Empty: the directory that systemd names ($STATE_DIRECTORY), or "
+            "none."
         ),
     ] = ""
     admin: AdminConfig = msgspec.field(default_factory=AdminConfig)

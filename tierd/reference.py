@@ -1,11 +1,13 @@
 """What keys the configuration has, and where the value of each comes from.
 
-The reference in README.md, `tierd config docs` and `tierd config show` are made from here.
+The reference in docs/configuration.md, `tierd config docs` and `tierd config show` are made from
+here.
 """
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
@@ -47,7 +49,7 @@ class Key(NamedTuple):
 
     path: str
     default: str
-    """As the file would have it; empty if there must be one."""
+    """As the file would have it, "absent" if it has none; empty if the key is required."""
     about: str
 
 
@@ -64,7 +66,7 @@ def options(kind: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
 
 
 def reference() -> str:
-    """The configuration reference, as Markdown table rows, for README.md."""
+    """The configuration reference, as Markdown table rows, for docs/configuration.md."""
     return "\n".join(["| key | default | meaning |", "| --- | --- | --- |", *map(_row, keys())])
 
 
@@ -127,11 +129,19 @@ def _described(prefix: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
             about = str((kind.extra_json_schema or {}).get("description", ""))
         default = ""
         if field.default is not msgspec.NODEFAULT:
-            plain = field.default.value if isinstance(field.default, enum.Enum) else field.default
-            default = f"{plain!r}".replace("'", '"')
+            default = _written(field.default)
         elif field.default_factory is not msgspec.NODEFAULT:
             default = f"{field.default_factory()!r}"
         yield Key(prefix + field.encode_name, default, about)
+
+
+def _written(default: object) -> str:
+    if default is None:
+        return "absent"
+    plain = default.value if isinstance(default, enum.Enum) else default
+    if isinstance(plain, Size) and plain:
+        plain = size_text(plain)
+    return json.dumps(plain) if isinstance(plain, bool | str) else repr(plain)
 
 
 def _row(key: Key) -> str:

@@ -28,8 +28,8 @@ are then at most 17,000 LIST requests a day, 0.09 USD at AWS, however many objec
 Capacity = Annotated[
     int | str,
     Meta(
-        description="Most bytes under prefix, of all nodes, as far as this one has counted; "
-        'beyond it blocks are not stored. Such as "400GiB"; 0: no limit.'
+        description="Upper bound of the bytes below prefix, of all nodes together, as counted now "
+        'and then; no block is stored beyond it. Such as "400GiB"; 0: no limit.'
     ),
 ]
 """The option of such a tier."""

@@ -25,28 +25,41 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     url: Annotated[
         str,
         Meta(
-            description="redis://host:port/db, rediss:// for TLS, or unix:///path?db=0; "
-            "user:password@ may stand before the host. Of a cluster, any node."
+            description="Address of the server: redis://host:port/db, rediss:// for TLS, or "
+            "unix:///path?db=0; user:password@ may precede the host. For a cluster, any "
+            "of its nodes."
         ),
     ]
-    username: Annotated[str, Meta(description="ACL user, if url names none.")] = ""
-    password: Annotated[str, Meta(description="Its password; better in password_file.")] = ""
+    username: Annotated[str, Meta(description="ACL user, if the url names none.")] = ""
+    password: Annotated[
+        str, Meta(description="Password of the Redis user; prefer password_file.")
+    ] = ""
     password_file: Annotated[
-        str, Meta(description="File with the password, read at every connect.")
+        str, Meta(description="File with the password of the Redis user, read at every connect.")
     ] = ""
     tls_ca: Annotated[
-        str, Meta(description="PEM file of the CAs to trust; empty: the system's.")
+        str,
+        Meta(
+            description="PEM file of the certificate authorities to trust; empty: the system's "
+            "authorities."
+        ),
     ] = ""
     tls_cert: Annotated[
-        str, Meta(description="PEM file of the client's certificate, if the server wants one.")
+        str, Meta(description="PEM file of the client certificate, if the server requires one.")
     ] = ""
-    tls_key: Annotated[str, Meta(description="PEM file of its key; empty: it is in tls_cert.")] = ""
+    tls_key: Annotated[
+        str,
+        Meta(
+            description="PEM file of the client certificate's key; empty: the key is in tls_cert."
+        ),
+    ] = ""
     tls_verify_hostname: Annotated[
-        bool, Meta(description="Whether the certificate must name the host that is connected to.")
+        bool, Meta(description="Require that the server's certificate names the host of the url.")
     ] = True
     cluster: Annotated[bool, Meta(description="Whether the server is a Redis Cluster.")] = False
     prefix: Annotated[
-        str, Meta(description="First part of every key; nobody else may write below it.")
+        str,
+        Meta(description="First part of every key; nothing else may write keys with this prefix."),
     ] = "tierd"
     capacity: Capacity = 0
     ttl_s: Annotated[
@@ -54,18 +67,23 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
         Meta(
             ge=0,
             le=1 << 31,
-            description="How long after its last use the server drops a block; 0: never.",
+            description="Time after its last use at which the server drops a block; 0: never.",
         ),
     ] = 0
     connections: Annotated[
-        int, Meta(ge=1, le=64, description="Threads, and at most as many connections a server.")
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Number of threads, and upper bound of the connections to each server.",
+        ),
     ] = 8
     timeout_ms: Annotated[
         int,
         Meta(
             ge=10,
             le=60_000,
-            description="Longest silence of a server, to connect, send or receive.",
+            description="Longest wait for a server to accept, receive or answer.",
         ),
     ] = 500
 

@@ -32,50 +32,63 @@ _VISIBLE = re.compile(r"[!-~]*", re.ASCII)
 class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Keys of a `[[storage]]` table of type "s3"."""
 
-    bucket: Annotated[str, Meta(description="Bucket that the blocks are in; it must exist.")]
+    bucket: Annotated[str, Meta(description="Name of the bucket; it must exist.")]
     endpoint: Annotated[
-        str, Meta(description="URL of the S3 server, such as http://10.0.0.5:8333; empty is AWS.")
+        str, Meta(description="URL of the S3 server, such as http://10.0.0.5:8333; empty: AWS.")
     ] = ""
     region: Annotated[
-        str, Meta(description="Region; empty is that of the AWS configuration, or us-east-1.")
+        str, Meta(description="Region; empty: the region of the AWS configuration, or us-east-1.")
     ] = ""
     prefix: Annotated[
-        str, Meta(description="Names of objects begin with this; slashes make folders.")
+        str, Meta(description="First part of every object's name; slashes make folders.")
     ] = "tierd"
     capacity: Capacity = 0
     style: Annotated[
         Literal["auto", "path", "virtual"],
-        Meta(description="Where the bucket stands in URLs; auto: the path, for AWS the host."),
+        Meta(
+            description="Where URLs name the bucket. path: in the path; virtual: in the host name; "
+            "auto: virtual for AWS, path otherwise."
+        ),
     ] = "auto"
     access_key: Annotated[
-        str, Meta(description="Access key; empty is the usual AWS environment, files or role.")
+        str, Meta(description="Access key; empty: the AWS environment, files or role.")
     ] = ""
-    secret_key: Annotated[str, Meta(description="Secret key of access_key.")] = ""
+    secret_key: Annotated[
+        str, Meta(description="Secret key that belongs to access_key; prefer key_file.")
+    ] = ""
     key_file: Annotated[
         str,
         Meta(
-            description="File with the access key, the secret key and, if there is one, the "
-            "session token, each on a line, that other users may not read; read again when keys "
-            "are denied, and at a reload."
+            description="File with access key, secret key and, if used, session token, one per "
+            "line; other users must not be able to read it. Read again at a reload and "
+            "when the server denies the keys."
         ),
     ] = ""
     profile: Annotated[str, Meta(description="Profile of the AWS configuration to use.")] = ""
     sse: Annotated[
         Literal["none", "AES256", "aws:kms"],
-        Meta(description="Encryption that the server is asked for; none: the bucket's default."),
+        Meta(
+            description="Encryption that the server is asked to apply; none: the bucket's default."
+        ),
     ] = "none"
     kms_key: Annotated[
-        str, Meta(description="Key for aws:kms; empty is the account's default key.")
+        str, Meta(description="Key for the encryption aws:kms; empty: the account's default key.")
     ] = ""
     storage_class: Annotated[
-        str, Meta(description="Storage class of new objects; empty is the bucket's default.")
+        str, Meta(description="Storage class of new objects; empty: the bucket's default.")
     ] = ""
     tls_ca: Annotated[
-        str, Meta(description="PEM file of the authority to trust in place of the system's.")
+        str,
+        Meta(
+            description="PEM file of the certificate authority to trust instead of the "
+            "system's authorities."
+        ),
     ] = ""
-    connections: Annotated[int, Meta(description="Connections to read, and as many to write.")] = 8
+    connections: Annotated[
+        int, Meta(description="Number of connections for reads, and the same number for writes.")
+    ] = 8
     timeout_ms: Annotated[
-        int, Meta(description="Longest silence of the server before a request is given up.")
+        int, Meta(description="Longest silence of the server before a request is cancelled.")
     ] = 1000
 
     def check(self) -> None:

@@ -69,28 +69,48 @@ class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     """Keys of a `[[storage]]` table of type "file"."""
 
     path: Annotated[
-        str, Meta(description="Directory of the tier, made if missing; one tierd owns it.")
+        str,
+        Meta(
+            description="Directory of the tier, created if missing; it must belong to one tierd "
+            "only."
+        ),
     ]
     capacity: Annotated[
-        int | str, Meta(description='Most bytes that its files may occupy, such as "400GiB".')
+        int | str,
+        Meta(
+            description='Upper bound of the bytes that the tier\'s files occupy, such as "400GiB".'
+        ),
     ]
     slab: Annotated[
         int | str,
-        Meta(description="Size of a slab file; less in a small tier, more above 2048 slabs."),
+        Meta(
+            description="Size of one slab file; smaller in a small tier, larger beyond 2048 slabs."
+        ),
     ] = "256MiB"
     reserve_free: Annotated[
         int | str,
-        Meta(description="Bytes, or a percentage, of the file system that stay free."),
+        Meta(
+            description="Free space of the file system that the tier leaves to others, in bytes or "
+            "as a percentage."
+        ),
     ] = "1GiB"
     direct: Annotated[
         Literal["auto", "on", "off"],
-        Meta(description="O_DIRECT: where it works; or refuse to start without; or never."),
+        Meta(
+            description="Use of O_DIRECT. auto: if the file system supports it; on: refuse to "
+            "start without it; off: never."
+        ),
     ] = "auto"
     eviction: Annotated[
         Literal["credit", "lru", "lfu", "s3fifo", "arc"],
-        Meta(description=f"Order in which blocks go: {', '.join(STORAGE_POLICIES)}."),
+        Meta(
+            description="Order in which blocks are evicted from the tier: "
+            f"{', '.join(STORAGE_POLICIES)}."
+        ),
     ] = "credit"
-    threads: Annotated[int, Meta(description="I/O threads to read, and as many to write.")] = 4
+    threads: Annotated[
+        int, Meta(description="Number of I/O threads for reads, and the same number for writes.")
+    ] = 4
 
 
 class FileBackend(Backend):

@@ -181,7 +181,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if on_gpu:
             logger.warning(
                 "tierd: this release has not been run on a GPU yet: try `make gpu-test`, and see "
-                "'Engines on GPUs' in the README"
+                "docs/gpus.md"
             )
         order: Order = StreamOrder(None) if on_gpu else HostOrder()
         pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)

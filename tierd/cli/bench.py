@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the tiers, and from which prefix on each pays",
+        help="measure the tiers, and from which prefix length each pays",
         description="Measure memory and each configured tier on scratch data: a file tier in a "
         "directory of its own beside the tier's, Redis and S3 under a namespace of its own that is "
         "deleted afterwards. Then say, for a model and an engine's prefill speed, from how many "

@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this node, and an engine on it, and say what to do",
+        help="find faults of this node or an engine, and say what to do",
         description="Look at the configuration, the daemon, memory, tiers and clock of this node, "
         "and with --engine at a vLLM on it: whether it stores its blocks under the hashes that "
         "tierd computes. Works with the daemon up or down, and as any user, who sees less. Writes "

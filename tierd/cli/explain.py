@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "explain",
-        help="say where a prompt's blocks are, or why they are not",
+        help="say where a prompt's blocks are, or why they are missing",
         description="Say block by block where a prompt is, and why it is not elsewhere. Brings "
         "nothing and counts as no use. A FILE has one prompt: a JSON list of token ids, an object "
         'with "tokens", a request of the OpenAI API with "prompt" or "messages", or plain text.',

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "fsck",
-        help="check file tiers on disk, with tierd stopped",
+        help="check file tiers on disk while tierd is stopped",
         description="Read what a file tier holds and verify it, while no tierd has it open: "
         "files, index, headers and payloads. Files of somebody else are named and never touched.",
         epilog="Exit status: 0 clean, 1 damage repaired, 4 damage left, 2 it cannot be checked.",

@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "hotset",
-        help="write, teach or show the prefixes that are worth having",
+        help="show, export or import the most valuable prefixes",
         description="A hot set names the prefixes that are worth having, most worth first, and "
         "holds none of their bytes: `tierd warm --hotset FILE` brings those.",
     )

@@ -18,22 +18,22 @@ from tierd.cli import streams
 from tierd.errors import ConfigError
 
 COMMANDS = {
-    "bench": "measure the tiers, and from which prefix on each pays",
-    "completion": "print a shell's completion of this command",
-    "doctor": "check this node, and an engine on it, and say what to do",
+    "bench": "measure the tiers, and from which prefix length each pays",
+    "completion": "print the shell completion of this command",
+    "doctor": "find faults of this node or an engine, and say what to do",
     "flush": "drop blocks from host memory and all tiers",
     "config": "check, show or explain the configuration",
-    "explain": "say where a prompt's blocks are, or why they are not",
-    "fsck": "check file tiers on disk, with tierd stopped",
+    "explain": "say where a prompt's blocks are, or why they are missing",
+    "fsck": "check file tiers on disk while tierd is stopped",
     "hash": "compute the block hashes of prompts given as token ids",
-    "hotset": "write, teach or show the prefixes that are worth having",
+    "hotset": "show, export or import the most valuable prefixes",
     "install-units": "write the systemd units for this installation",
     "replay": "run the eviction policies over a trace of requests",
-    "scrub": "verify what the tiers of a running daemon hold",
+    "scrub": "verify the blocks in the tiers of a running daemon",
     "serve": "run the daemon",
-    "status": "show what a running daemon holds and does",
-    "top": "watch what a running daemon does",
-    "warm": "bring prefixes into host memory before they are asked for",
+    "status": "show contents and counters of a running daemon",
+    "top": "watch a running daemon live",
+    "warm": "bring prefixes into host memory before requests need them",
 }
 """Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
 

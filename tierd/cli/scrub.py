@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "scrub",
-        help="verify what the tiers of a running daemon hold",
+        help="verify the blocks in the tiers of a running daemon",
         description="Read every block of the tiers, behind all requests and at a limited rate, "
         "and verify it. What is damaged is dropped, and written again where host memory or "
         "another tier has it. Ctrl-C stops the scrub.",

@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "warm",
-        help="bring prefixes into host memory before they are asked for",
+        help="bring prefixes into host memory before requests need them",
         description="Have the daemon bring prefixes from its tiers into host memory, behind all "
         "requests. It takes the room of nothing that is leased, kept or worth more. A line of a "
         'FILE is a JSON list of token ids, an object with "tokens" and, as they apply, "salt", '

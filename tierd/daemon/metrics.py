@@ -215,76 +215,97 @@ def _number(value: object) -> float:
 
 METRICS: Final[tuple[Metric, ...]] = (
     Metric("tierd_build_info", "Always 1; the label has tierd's version.", _build),
-    Metric("tierd_ready", "1 while engines are served, as /readyz says, else 0.", _ready),
+    Metric("tierd_ready", "1 while tierd serves engines, as /readyz reports, else 0.", _ready),
     _node("uptime_seconds", "uptime_s", "Time since the daemon started."),
     # Host memory.
-    _node("host_capacity_bytes", "host.capacity_bytes", "Most bytes that host memory may take."),
+    _node("host_capacity_bytes", "host.capacity_bytes", "Configured upper bound of host memory."),
     _node(
         "host_limit_bytes",
         "host.limit_bytes",
-        "Most bytes that it may take now: less than the capacity while the machine is short of "
-        "memory.",
+        "Present upper bound of host memory: below the capacity while the machine "
+        "is short of memory.",
     ),
-    _node("host_min_bytes", "host.min_bytes", "Bytes that it may take however short that is."),
+    _node("host_min_bytes", "host.min_bytes", "Lower bound of host memory under memory pressure."),
     _node(
         "pressure_shrinks_total",
         "counters.pressure_shrinks_total",
-        "Times that the machine was short of memory, and host memory began to shrink.",
+        "Times that host memory began to shrink because the machine was short of memory.",
     ),
-    _node("host_allocated_bytes", "host.allocated_bytes", "Bytes of host memory's segments."),
-    _node("host_populated_bytes", "host.populated_bytes", "Bytes of them that are faulted in."),
-    _node("host_used_bytes", "host.used_bytes", "Bytes of the slots with a readable block."),
+    _node("host_allocated_bytes", "host.allocated_bytes", "Bytes of the segments of host memory."),
+    _node(
+        "host_populated_bytes",
+        "host.populated_bytes",
+        "Bytes of the segments of host memory whose pages are faulted in.",
+    ),
+    _node(
+        "host_used_bytes",
+        "host.used_bytes",
+        "Bytes of the slots in host memory with a readable block.",
+    ),
     _node("host_blocks", "host.blocks", "Readable blocks in host memory."),
-    _node("host_writing_blocks", "host.writing_blocks", "Slots reserved and not yet committed."),
-    _node("leases", "host.leases", "Leases that have not ended."),
-    _node("backlog_blocks", "host.backlog_blocks", "Blocks to sum up or back up, once a tier."),
+    _node(
+        "host_writing_blocks",
+        "host.writing_blocks",
+        "Slots of host memory that are reserved and not yet committed.",
+    ),
+    _node("leases", "host.leases", "Leases of blocks to engines that have not ended."),
+    _node(
+        "backlog_blocks",
+        "host.backlog_blocks",
+        "Blocks that wait for a checksum, or for a backup, counted once per tier.",
+    ),
     # What engines ask for, get and store.
     _node(
         "requested_blocks_total",
         "counters.requested_blocks_total",
-        "Blocks that admitted requests lacked in their engine's own cache and looked up here, "
-        "counted once for all ranks.",
+        "Blocks that admitted requests lacked in their engine's own cache and "
+        "looked up here, counted once for all ranks.",
     ),
     _node(
         "acquired_blocks_total",
         "counters.acquired_blocks_total",
-        "Blocks leased to engines, whether they were loaded or not.",
+        "Blocks leased to engines, loaded or not.",
     ),
     _node(
         "loaded_blocks_total",
         "counters.loaded_blocks_total",
-        "Blocks that engines loaded and did not compute, counted once for all ranks.",
+        "Blocks that engines loaded instead of computing, counted once for all ranks.",
     ),
     _node(
         "promoted_blocks_acquired_total",
         "counters.promoted_blocks_acquired_total",
-        "Blocks leased to engines that were not in host memory when they were asked for.",
+        "Blocks leased to engines that were read from a storage tier for the request.",
     ),
     _node(
         "loaded_bytes_total",
         "counters.loaded_bytes_total",
-        "Bytes, of all ranks, of the blocks that engines loaded and did not compute.",
+        "Bytes, of all ranks, of the blocks that engines loaded instead of computing.",
     ),
     _node(
         "requested_tokens_total",
         "counters.requested_tokens_total",
-        "Tokens of the whole blocks that admitted requests lacked in their engine's own cache and "
-        "looked up here, counted once for all ranks.",
+        "Tokens of the whole blocks that admitted requests lacked in their engine's "
+        "own cache and looked up here, counted once for all ranks.",
     ),
     _node(
         "saved_tokens_total",
         "counters.saved_tokens_total",
-        "Tokens that engines loaded and did not compute, counted once for all ranks. Tokens of "
-        "the engine's own cache, and of loads that failed or whose request ended before it began "
-        "to compute, are not among them.",
+        "Tokens that engines loaded instead of computing, counted once for all "
+        "ranks. Excludes tokens of the engine's own cache, and loads that failed or "
+        "whose request ended before it began to compute.",
     ),
     _node(
         "host_loaded_tokens_total",
         "counters.host_loaded_tokens_total",
-        "Tokens that engines loaded and that were in host memory when they were asked for.",
+        "Tokens that engines loaded instead of computing and that were in host "
+        "memory when asked for.",
     ),
     _node("stored_blocks_total", "counters.stored_blocks_total", "Blocks that engines stored."),
-    _node("stored_bytes_total", "counters.stored_bytes_total", "Bytes of these blocks."),
+    _node(
+        "stored_bytes_total",
+        "counters.stored_bytes_total",
+        "Bytes of the blocks that engines stored.",
+    ),
     _node(
         "ghost_blocks_total",
         "counters.ghost_blocks_total",
@@ -293,76 +314,81 @@ METRICS: Final[tuple[Metric, ...]] = (
     _node(
         "hit_ratio",
         "hit_ratio",
-        "Blocks that engines loaded and did not compute, divided by the blocks that admitted "
-        "requests lacked in their engine's own cache and looked up here; since the start.",
+        "Blocks that engines loaded instead of computing, divided by the blocks "
+        "that admitted requests lacked in their engine's own cache and looked up "
+        "here; since the start.",
     ),
     _node(
         "host_hit_ratio",
         "host.hit_ratio",
-        "Blocks that engines loaded and that were in host memory when they were asked for, divided "
-        "by the blocks that admitted requests lacked in their engine's own cache and looked up "
-        "here; since the start.",
+        "Blocks that engines loaded and that were in host memory when asked for, "
+        "divided by the blocks that admitted requests lacked in their engine's own "
+        "cache and looked up here; since the start.",
     ),
     _node(
         "host_hit_ratio_at_twice",
         "host.hit_ratio_at_twice",
-        "What tierd_host_hit_ratio would be with host memory of twice the size, by what was "
-        "evicted last.",
+        "Estimate of tierd_host_hit_ratio with host memory of twice the size, from "
+        "the blocks evicted last.",
     ),
     _node_counts(
         "evicted_blocks_total",
         "reason",
         "evicted_*_blocks_total",
         tuple(why.value for why in Evicted),
-        "Blocks evicted from host memory: a store needed room, or the next one will (ahead), or "
-        "another namespace needed the memory (lent), or the machine did (shrunk).",
+        "Blocks evicted from host memory, by reason: a store needed room, a coming "
+        "store will need it (ahead), another namespace needed the memory (lent), or "
+        "the machine did (shrunk).",
     ),
     _node_counts(
         "store_refused_blocks_total",
         "reason",
         "store_refused_*_blocks_total",
         tuple(why.value for why in NoRoom),
-        "Blocks that engines were not given room for: all that the namespace has is in use (held), "
-        "it has no memory and other namespaces use all of it (others), one session has reserved "
-        "half of host memory (share), or the system did not give a memory segment (segment).",
+        "Blocks that engines could not store, by reason: all slots of the namespace "
+        "are in use (held), the namespace has no memory and others use all of it "
+        "(others), one session has reserved half of host memory (share), or the "
+        "system refused a memory segment (segment).",
     ),
     _node(
         "segments_failed_total",
         "counters.segments_failed_total",
-        "Memory segments that the system did not give; the log says what to raise.",
+        "Memory segments that the system refused; the log names the limit to raise.",
     ),
     _node(
         "leases_refused_total",
         "counters.leases_refused_total",
-        "Lookups answered as misses because the session does not give its leases back.",
+        "Lookups answered as misses because the session does not release its leases.",
     ),
     _node(
         "namespaces_ended_total",
         "counters.namespaces_ended_total",
-        "Namespaces forgotten: no engine has them registered, and they have no blocks left.",
+        "Namespaces forgotten because no engine has them registered and none of "
+        "their blocks is left.",
     ),
     _node(
         "revived_blocks_total",
         "counters.revived_blocks_total",
-        "Blocks asked for while they were being evicted, which stayed.",
+        "Blocks being evicted that stayed because a request asked for them.",
     ),
     Metric(
         "tierd_saved_prefill_seconds_total",
-        "Time in which engines would have computed the tokens that they loaded instead, at the "
-        "speed of prefill that each measures. Loading took time as well, which is not taken off.",
+        "Time that engines would have needed to compute the tokens that they "
+        "loaded, at the prefill speed that each engine measures. The time of the "
+        "loads is not subtracted.",
         _saved_prefill,
     ),
     _node(
         "loads_refused_total",
         "counters.loads_refused_total",
-        "Loads from a tier that computing the tokens would have beaten.",
+        "Loads from a storage tier skipped because computing the tokens would have been faster.",
     ),
     _node_counts(
         "reloads_total",
         "outcome",
         "reloads_*_total",
         ("applied", "refused"),
-        "Reloads of the configuration: applied, or refused because it was wrong.",
+        "Reloads of the configuration, by outcome: applied, or refused because of an error in it.",
     ),
     # The hot set in the state directory.
     _node_counts(
@@ -370,56 +396,62 @@ METRICS: Final[tuple[Metric, ...]] = (
         "outcome",
         "hotset_*_total",
         ("written", "failed"),
-        "Snapshots of the hot set: written, or failed, as `tierd status` and the log say why.",
+        "Snapshots of the hot set, by outcome: written or failed. The log and "
+        "`tierd status` have the reason.",
     ),
-    _node("hotset_age_seconds", "hotset.age_s", "Time since a snapshot was written last."),
+    _node(
+        "hotset_age_seconds",
+        "hotset.age_s",
+        "Time since the last snapshot of the hot set was written.",
+    ),
     # What was adopted from the daemon's life before this one.
     _node(
         "adopted_blocks_total",
         "counters.adopted_blocks_total",
-        "Blocks of the daemon's life before this one that were there at its start.",
+        "Blocks taken over at the start from the previous incarnation of the daemon.",
     ),
     _node(
         "adoption_dropped_segments_total",
         "counters.adoption_dropped_segments_total",
-        "Segments of that life that could not be kept, and were given back; the log says why.",
+        "Segments of the previous incarnation that could not be taken over; the log "
+        "has the reason.",
     ),
     _node(
         "unproven_blocks",
         "host.unproven_blocks",
-        "Adopted blocks whose checksum has not been verified yet; nobody gets one before.",
+        "Adopted blocks whose checksum has not been verified yet; none is served before that.",
     ),
     _node(
         "rotten_blocks_total",
         "counters.rotten_blocks_total",
-        "Adopted blocks whose checksum was wrong; none was used.",
+        "Adopted blocks dropped because their checksum was wrong; none was served.",
     ),
     # What operators have it do.
     _node(
         "scrubbed_blocks_total",
         "counters.scrubbed_blocks_total",
-        "Blocks of tiers that scrubs have read.",
+        "Blocks of storage tiers that scrubs have read.",
     ),
     _node(
         "scrub_corrupt_total",
         "counters.scrub_corrupt_total",
-        "Those of them that were damaged, and are gone.",
+        "Blocks that scrubs found damaged and dropped.",
     ),
     _node(
         "scrub_unreadable_total",
         "counters.scrub_unreadable_total",
-        "Those of them that could not be read, and stay.",
+        "Blocks that scrubs could not read and left in place.",
     ),
     _node(
         "scrub_repaired_total",
         "counters.scrub_repaired_total",
         "Damaged blocks that scrubs wrote again, from host memory or another tier.",
     ),
-    _node("flushes_total", "counters.flushes_total", "Flushes that were begun."),
+    _node("flushes_total", "counters.flushes_total", "Flushes begun."),
     _node(
         "flushed_blocks_total",
         "counters.flushed_blocks_total",
-        "Blocks that flushes took out of host memory and of tiers, each copy counted.",
+        "Blocks that flushes removed from host memory and from tiers, each copy counted.",
     ),
     # Copies that the daemon makes for engines.
     _node_counts(
@@ -427,14 +459,20 @@ METRICS: Final[tuple[Metric, ...]] = (
         "direction",
         "copy_*_blocks_total",
         _WAYS,
-        "Blocks copied from (store) and to (load) engines' pages.",
+        "Blocks copied by the daemon from engines' pages (store) and into them (load).",
     ),
     _node_counts(
-        "copy_bytes_total", "direction", "copy_*_bytes_total", _WAYS, "Bytes of these blocks."
+        "copy_bytes_total",
+        "direction",
+        "copy_*_bytes_total",
+        _WAYS,
+        "Bytes of the blocks copied by the daemon from engines' pages (store) and "
+        "into them (load).",
     ),
     Metric(
         "tierd_copy_seconds_total",
-        "Time from asking for copies to their end, queueing and waiting for events included.",
+        "Time from the request for a copy by the daemon to its end, with queueing "
+        "and waiting for events.",
         _copy_seconds,
     ),
     _node_counts(
@@ -442,52 +480,63 @@ METRICS: Final[tuple[Metric, ...]] = (
         "direction",
         "copy_*_failed_total",
         _WAYS,
-        "Copies of which not all blocks are in place: called off, failed, or their process died.",
+        "Copies by the daemon that did not complete: cancelled, failed, or lost "
+        "with their process.",
     ),
-    _device("attachments", "attachments", "Engine processes' layouts that a device's copies use."),
-    _device("under_way", "under_way", "Calls that a device's copy process has not answered."),
-    _device("mapped_bytes", "mapped_bytes", "Host memory that a device's copies can use."),
-    _device("pinned_bytes", "pinned_bytes", "Bytes of it that are page-locked, at full speed."),
+    _device(
+        "attachments",
+        "attachments",
+        "Engine processes whose pages the copy process of a device can use.",
+    ),
+    _device(
+        "under_way", "under_way", "Calls that the copy process of a device has not answered yet."
+    ),
+    _device("mapped_bytes", "mapped_bytes", "Host memory that the copies of a device can use."),
+    _device(
+        "pinned_bytes",
+        "pinned_bytes",
+        "Host memory page-locked for the copies of a device, which copies at full speed.",
+    ),
     _node(
         "copy_process_starts_total",
         "counters.copy_process_starts_total",
-        "Starts of copy processes: more than devices says that one has died.",
+        "Starts of copy processes; more starts than devices means that one has died.",
     ),
     _node(
         "copy_process_kills_total",
         "counters.copy_process_kills_total",
-        "Copy processes killed because a copy took too long.",
+        "Copy processes killed because a copy took longer than copy.job_timeout_ms.",
     ),
     _node(
         "copy_attach_refused_total",
         "counters.copy_attach_refused_total",
-        "Engines whose pages could not be opened; the log says which setting to change.",
+        "Engines whose pages the daemon could not open; the log names the setting to change.",
     ),
     # What engines say beforehand.
-    _node("pinned_bytes", "host.pinned_bytes", "Bytes that are kept because of hints."),
+    _node("pinned_bytes", "host.pinned_bytes", "Bytes of host memory kept because of hints."),
     _node_counts(
         "pins_blocks_total",
         "outcome",
         "pins_*_blocks_total",
         ("granted", "refused", "expired", "overridden"),
-        "Blocks that hints wanted kept, by what came of it.",
+        "Blocks that hints asked to keep, by outcome: granted, refused, expired or overridden.",
     ),
     _node(
         "deadlines_missed_total",
         "counters.deadline_missed_total",
-        "ACQUIREs whose deadline came before the tiers had brought everything.",
+        "Lookups whose deadline passed before the tiers had delivered everything.",
     ),
     _node(
         "answers_late_total",
         "counters.answers_late_total",
-        "ACQUIREs answered 100 ms or more after their deadline, which no tier can cause.",
+        "Lookups answered 100 ms or more after their deadline, which no tier can cause.",
     ),
     _node(
         "internal_errors_total",
         "counters.internal_errors_total",
-        "Bugs of tierd that ended a session or a request; the log tells them.",
+        "Bugs of tierd that ended a session or a request; the log has the traceback.",
     ),
-    _rest("events_total", "What else the daemon counts, by its name in `tierd status`."),
+    _rest("events_total", "All other counters of the daemon, by their name in `tierd status`."),
     # Namespaces.
     Metric(
         "tierd_namespace_blocks",
@@ -495,7 +544,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         'others as namespace="other".',
         _namespaces(lambda space: _number(space["blocks"])),
     ),
-    Metric("tierd_namespace_bytes", "Payload bytes of these blocks.", _namespaces(_bytes_of)),
+    Metric(
+        "tierd_namespace_bytes",
+        "Payload bytes in host memory of the largest namespaces, and of all others "
+        'as namespace="other".',
+        _namespaces(_bytes_of),
+    ),
     _demand(
         "requested_tokens_total",
         "requested_tokens",
@@ -506,83 +560,99 @@ METRICS: Final[tuple[Metric, ...]] = (
     _demand(
         "loaded_tokens_total",
         "loaded_tokens",
-        "Tokens that engines loaded and did not compute, by namespace; a load to several ranks "
-        "counts with the first.",
+        "Tokens that engines loaded instead of computing, by namespace; a load to "
+        "several ranks counts with the first.",
     ),
     _demand(
         "loaded_bytes_total",
         "loaded_bytes",
-        "Bytes, of all ranks, of the blocks that engines loaded and did not compute, by namespace "
-        "of the first rank.",
+        "Bytes, of all ranks, of the blocks that engines loaded instead of "
+        "computing, by namespace of the first rank.",
     ),
     # Storage tiers: whether they are used.
-    Metric("tierd_tier_state", "1 for the state that the tier is in, else 0.", _tier_states),
+    Metric("tierd_tier_state", "1 for the present state of the tier, else 0.", _tier_states),
     Metric(
         "tierd_tier_breaker_state",
-        "1 for the state that the breaker of reads or writes is in, else 0; calls are made "
-        "while it is closed.",
+        "1 for the present state of the tier's breaker of reads or writes, else 0; "
+        "calls are made while it is closed.",
         _breaker_states,
     ),
     _tier_by(
         "breaker_opened_total",
         "direction",
         {value: f"circuits.{what}.opened_total" for what, value in _DIRECTIONS.items()},
-        "Times that the breaker opened, failed trials included.",
+        "Times that the tier's breaker opened, failed trials included.",
     ),
     _tier_by(
         "breaker_refused_blocks_total",
         "direction",
         {value: f"counters.breaker_refused_{what}_total" for what, value in _DIRECTIONS.items()},
-        "Blocks that the tier was not asked for, or not given, because of its breaker.",
+        "Blocks that the tier was not asked for, or not given, because its breaker was open.",
     ),
     _tier_counts(
         "deadlines_missed_total",
         "direction",
         "breaker_*_deadlines_total",
         ("read", "write"),
-        "Calls that were given up at deadline_ms.",
+        "Calls of the tier cancelled at deadline_ms.",
     ),
-    _tier("probes_total", "counters.breaker_probes_total", "Probes whether the tier is back."),
-    _tier("probes_failed_total", "counters.breaker_probes_failed_total", "Probes that failed."),
-    _tier("open_failures_total", "counters.open_failed_total", "Attempts to open it that failed."),
+    _tier("probes_total", "counters.breaker_probes_total", "Probes of whether the tier is back."),
+    _tier(
+        "probes_failed_total",
+        "counters.breaker_probes_failed_total",
+        "Probes of whether the tier is back that failed.",
+    ),
+    _tier("open_failures_total", "counters.open_failed_total", "Failed attempts to open the tier."),
     _tier(
         "worker_restarts_total",
         "counters.worker_restarts_total",
-        "Times that the process of the tier's client was started again.",
+        "Times that the tier's process was started again.",
     ),
     _tier(
         "wrong_answers_total",
         "counters.wrong_answers_total",
-        "Answers of the tier's client that break its contract; none was used.",
+        "Answers of the tier's backend that break its contract; none was used.",
     ),
     # What they hold.
-    _tier("blocks", "blocks", "Blocks held; of a shared tier, as far as this node has counted."),
-    _tier("used_bytes", "used_bytes", "Bytes that these blocks occupy."),
-    _tier("capacity_bytes", "capacity_bytes", "Most bytes held; 0: no limit, or not open."),
+    _tier(
+        "blocks",
+        "blocks",
+        "Blocks held by the tier; for a shared tier, as far as this node has counted.",
+    ),
+    _tier("used_bytes", "used_bytes", "Bytes that the blocks held by the tier occupy."),
+    _tier(
+        "capacity_bytes",
+        "capacity_bytes",
+        "Configured upper bound of the bytes held by the tier; 0: no bound, or not open.",
+    ),
     # What they do.
     _tier_counts(
-        "calls_total", "operation", "*_calls_total", _OPERATIONS, "Calls of the tier's client."
+        "calls_total", "operation", "*_calls_total", _OPERATIONS, "Calls of the tier's backend."
     ),
     _tier_counts(
-        "calls_failed_total", "operation", "*_failed_total", _OPERATIONS, "Calls that failed."
+        "calls_failed_total",
+        "operation",
+        "*_failed_total",
+        _OPERATIONS,
+        "Calls of the tier's backend that failed.",
     ),
     _tier_counts(
         "calls_cancelled_total",
         "operation",
         "*_cancelled_total",
         _OPERATIONS,
-        "Calls that were called off, at deadline_ms or before.",
+        "Calls of the tier's backend cancelled, at deadline_ms or before.",
     ),
     _tier_counts(
         "calls_bugs_total",
         "operation",
         "*_bugs_total",
         _OPERATIONS,
-        "Calls that ended by a bug of the tier's client.",
+        "Calls of the tier's backend that ended with a bug in it.",
     ),
     Metric(
         "tierd_tier_call_duration_seconds",
-        "How long calls of the tier's client took, failed and cancelled ones included.",
+        "Duration of calls of the tier's backend, failed and cancelled calls included.",
         _durations,
         histogram=True,
     ),
@@ -591,59 +661,73 @@ METRICS: Final[tuple[Metric, ...]] = (
         "outcome",
         "get_*_total",
         ("hit", "miss", "corrupt", "error"),
-        "Blocks that the tier was asked for, by what came of it.",
+        "Blocks that the tier was asked for, by outcome.",
     ),
     _tier_counts(
         "written_blocks_total",
         "outcome",
         "put_*_total",
         ("stored", "present", "refused", "error"),
-        "Blocks that the tier was given, by what came of it.",
+        "Blocks that the tier was given, by outcome.",
     ),
     _tier_by(
         "moved_bytes_total",
         "direction",
         {"read": "counters.read_bytes_total", "write": "counters.written_bytes_total"},
-        "Payload bytes of blocks that the tier brought, or stored.",
+        "Payload bytes of blocks that the tier delivered or stored.",
     ),
     _tier_by(
         "bytes_per_second",
         "direction",
         {"read": "read_bytes_per_s", "write": "write_bytes_per_s"},
-        "Recent speed of the tier while blocks were moving; absent before the first one.",
+        "Recent speed of the tier while blocks were moving; absent before the first block.",
     ),
     # What they are good for.
     _tier(
         "loaded_blocks_total",
         "counters.loaded_blocks_total",
-        "Blocks that engines loaded and did not compute, and that the tier brought for them.",
+        "Blocks read from the tier that engines loaded instead of computing.",
     ),
     _tier(
         "loaded_tokens_total",
         "counters.loaded_tokens_total",
-        "Tokens that engines loaded and did not compute, and that the tier brought for them.",
+        "Tokens read from the tier that engines loaded instead of computing.",
     ),
     _tier(
         "hit_ratio",
         "hit_ratio",
-        "Blocks that engines loaded and that the tier brought for them, divided by the blocks that "
-        "admitted requests lacked in their engine's own cache and looked up here; since the start.",
+        "Blocks read from the tier that engines loaded, divided by the blocks that "
+        "admitted requests lacked in their engine's own cache and looked up here; "
+        "since the start.",
     ),
     _tier(
         "written_unread_share",
         "written_unread_share",
-        "Share of the blocks written, since the start, that this node never read.",
+        "Share of the blocks written to the tier since the start that this node never read.",
     ),
     _tier(
         "refused_hits_total",
         "counters.refused_hits_total",
-        "Blocks asked for that the write policy had refused: the hits lost to admission.",
+        "Blocks asked for that the tier's write policy had not written: hits lost "
+        "to its write budget.",
     ),
-    _tier("write_demand", "write_demand", "How likely a block must be used again to be written."),
+    _tier(
+        "write_demand",
+        "write_demand",
+        "Chance of reuse that a block must have to be written to the tier.",
+    ),
     # What waits for them, and what does not get there.
-    _tier("backup_queue_blocks", "backup_queue", "Blocks that wait to be written."),
-    _tier("backup_queue_bytes", "backup_queue_bytes", "Bytes of their slots."),
-    _tier("backup_queue_max_bytes", "backup_queue_bytes_max", "Most bytes that may wait."),
+    _tier("backup_queue_blocks", "backup_queue", "Blocks that wait to be written to the tier."),
+    _tier(
+        "backup_queue_bytes",
+        "backup_queue_bytes",
+        "Bytes of the slots that wait to be written to the tier.",
+    ),
+    _tier(
+        "backup_queue_max_bytes",
+        "backup_queue_bytes_max",
+        "Upper bound of the bytes that may wait to be written to the tier.",
+    ),
     _tier_by(
         "skipped_blocks_total",
         "reason",
@@ -654,11 +738,15 @@ METRICS: Final[tuple[Metric, ...]] = (
             "full": "counters.skipped_full_total",
             "no_space": "counters.refused_no_space_total",
         },
-        "Blocks that the tier did not get: its queue was full, or its breaker open (busy), and it "
-        "left host memory (dropped), its write policy did not want them (refused), it had reached "
-        "its capacity (full), or its disk or server had no room for them (no_space).",
+        "Blocks that the tier did not get, by reason: its queue was full or its "
+        "breaker open (busy), and it then left host memory (dropped), its write "
+        "policy did not write the block (refused), it had reached its capacity "
+        "(full), or its disk or server had no room (no_space).",
     ),
-    _rest("tier_events_total", "What else a tier's client counts, by its name in `tierd status`."),
+    _rest(
+        "tier_events_total",
+        "All other counters of a tier's backend, by their name in `tierd status`.",
+    ),
 )
 
 _READ: Final = {

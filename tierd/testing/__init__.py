@@ -1,16 +1,19 @@
-"""For those who write a storage tier: the checks that it has to pass, and faults to try it with."""
+"""For authors of storage tiers: the checks that a backend must pass, a backend in memory to start
+from, and faults to try it with."""
 
 import pytest
 
 # Before the import: the suite's asserts then say what they compared.
 pytest.register_assert_rewrite("tierd.testing.suite")
 
+from tierd.testing.backend import MemoryBackend, MemoryOptions, StoredBlock  # noqa: E402
 from tierd.testing.faulty import Fault, FaultPlan, FaultyBackend  # noqa: E402
 from tierd.testing.suite import (  # noqa: E402
     BackendSuite,
     Block,
     Damage,
     Slots,
+    damaged,
     make_block,
     make_chain,
 )
@@ -22,7 +25,11 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "FaultyBackend",
+    "MemoryBackend",
+    "MemoryOptions",
     "Slots",
+    "StoredBlock",
+    "damaged",
     "make_block",
     "make_chain",
 ]
