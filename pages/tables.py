@@ -17,8 +17,8 @@ from pages import measured
 from pages.chart import hits_chart, restart_chart
 from tierd.backend import Backend
 from tierd.cli.main import COMMANDS
-from tierd.daemon.exposition import Fields, Metric
-from tierd.daemon.metrics import METRICS
+from tierd.daemon.http.exposition import Fields, Metric
+from tierd.daemon.http.metrics import METRICS
 from tierd.reference import options_reference, reference
 from tierd_backends.file import FileBackend
 from tierd_backends.redis import RedisBackend

@@ -2,7 +2,7 @@
 
 Reservations and leases take each step through these tables (`step`). Slots take theirs in the
 methods of `tierd.core.slots.Slots` that `TAKEN_BY` names, a batch at a time; tests watch those
-(`tierd.testing.transitions`) and hold every step that they see against the table.
+(`tierd.testing.simulation.transitions`) and hold every step that they see against the table.
 """
 
 from __future__ import annotations

@@ -25,32 +25,32 @@ from tierd.core.space import Space
 from tierd.core.storing import WRITING_SHARE_MAX
 from tierd.core.unserved import Unserveds
 from tierd.core.writes import Moment
-from tierd.daemon.acquiring import AcquiredNow, Acquiring, Patience
-from tierd.daemon.backup import Backups
-from tierd.daemon.copying import Copies, SessionCopies
-from tierd.daemon.copying import Send as SendCopied
-from tierd.daemon.demand import Demand
-from tierd.daemon.ending import SPACES_MAX, Endings
-from tierd.daemon.explain import Explainer
-from tierd.daemon.flush import Flushes
-from tierd.daemon.hotset import Snapshots
-from tierd.daemon.housekeeping import keep_house
-from tierd.daemon.inventory import Inventory
-from tierd.daemon.learning import Learning
-from tierd.daemon.lives import Lives
-from tierd.daemon.memory import HostMemory, SegmentListener
+from tierd.daemon.copies.copying import Copies, SessionCopies
+from tierd.daemon.copies.copying import Send as SendCopied
+from tierd.daemon.jobs.explain import Explainer
+from tierd.daemon.jobs.flush import Flushes
+from tierd.daemon.jobs.hotset import Snapshots
+from tierd.daemon.jobs.inventory import Inventory
+from tierd.daemon.jobs.scrub import Scrubs
+from tierd.daemon.jobs.warming import Warmings
+from tierd.daemon.l2.ending import SPACES_MAX, Endings
+from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.memory import HostMemory, SegmentListener
+from tierd.daemon.l2.pressure import Machine, MemoryWatch
+from tierd.daemon.l2.verification import Verification
+from tierd.daemon.l3.backup import Backups
+from tierd.daemon.l3.learning import Learning
+from tierd.daemon.l3.promotion import Promotions
+from tierd.daemon.l3.tier import StorageTier
+from tierd.daemon.lifecycle.housekeeping import keep_house
+from tierd.daemon.lifecycle.service import ServiceManager
+from tierd.daemon.lifecycle.tasks import Tasks, Work
 from tierd.daemon.options import NodeOptions
-from tierd.daemon.pressure import Machine, MemoryWatch
-from tierd.daemon.promotion import Promotions
-from tierd.daemon.proofs import Verification
-from tierd.daemon.refusals import Refusals
-from tierd.daemon.savings import count_loaded
-from tierd.daemon.scrub import Scrubs
-from tierd.daemon.service import ServiceManager
+from tierd.daemon.session.acquiring import AcquiredNow, Acquiring, Patience
+from tierd.daemon.session.demand import Demand
+from tierd.daemon.session.refusals import Refusals
+from tierd.daemon.session.savings import count_loaded
 from tierd.daemon.status import status_of
-from tierd.daemon.tasks import Tasks, Work
-from tierd.daemon.tier import StorageTier
-from tierd.daemon.warming import Warmings
 from tierd.errors import RefusedError
 from tierd.memory.arena import Segment
 from tierd.types import Namespace

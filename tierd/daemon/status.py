@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from tierd import __version__
 from tierd.core.reasons import Evicted
-from tierd.daemon.demand import SHOWN_CHARS_MAX
-from tierd.daemon.ending import SPACES_MAX
+from tierd.daemon.l2.ending import SPACES_MAX
+from tierd.daemon.session.demand import SHOWN_CHARS_MAX
 from tierd.types import Namespace
 
 if TYPE_CHECKING:

@@ -1,0 +1,161 @@
+"""Who may change what: state has one owner, and everybody else asks it.
+
+What the core shows is read-only by its types, so mypy sees who writes to it under another name;
+this sees it without types, and whoever uses the core's private names.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tierd.core.evictions import Evictions
+from tierd.core.finding import Finding
+from tierd.core.hints import Hints
+from tierd.core.host import HostTier
+from tierd.core.leases import Leases
+from tierd.core.reservations import Reservations
+from tierd.core.room import Room
+from tierd.core.segments import Segments
+from tierd.core.slots import Slots
+from tierd.core.space import Space
+from tierd.core.storing import Storing
+from tierd.core.tier_bits import TierBits
+
+ROOT = Path(__file__).parents[2] / "tierd"
+CLASSES = (
+    Evictions,
+    Finding,
+    Hints,
+    HostTier,
+    Leases,
+    Reservations,
+    Room,
+    Segments,
+    Slots,
+    Space,
+    Storing,
+    TierBits,
+)
+
+CORE = frozenset({"host", "_host", "space", "_space", "lease", "reservation", "hints"})
+"""What variables and attributes are called that hold objects of the core."""
+
+MUTATORS = frozenset(
+    f"{name}"
+    for kind in (list, dict, set)
+    for name in dir(kind)
+    if not name.startswith("_") and not hasattr(frozenset if kind is set else tuple, name)
+) - {"copy", "get", "items", "keys", "values"}
+
+PRIVATE = frozenset(
+    name
+    for each in CLASSES
+    for name in (*getattr(each, "__slots__", ()), *vars(each))
+    if name.startswith("_") and not name.startswith("__")
+)
+
+
+def path_of(node: ast.expr) -> list[str]:
+    """The names on the way to an expression: `a.b[0].c()` is a, b, c."""
+    if isinstance(node, ast.Attribute):
+        return [*path_of(node.value), node.attr]
+    if isinstance(node, ast.Subscript):
+        return [*path_of(node.value), "[]"]
+    if isinstance(node, ast.Call):
+        return path_of(node.func)
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def trespasses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where the core's state is changed, or its private names are used."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            *way, last = path_of(node)
+            changed = isinstance(node.ctx, ast.Store | ast.Del) and CORE.intersection(way)
+            private = last in PRIVATE and way != ["self"]
+            if changed or private:
+                yield node.lineno, ".".join((*way, last))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            *way, last = path_of(node.func)
+            if last in MUTATORS and CORE.intersection(way):
+                yield node.lineno, ".".join((*way, last))
+
+
+def reached_through(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Attributes of what a node's attribute is, as in `self._node.host.release`."""
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Attribute):
+            inner = each.value.value
+            name = inner.attr if isinstance(inner, ast.Attribute) else getattr(inner, "id", "")
+            if name in ("node", "_node"):
+                yield each.lineno, f"{each.value.attr}.{each.attr}"
+
+
+def test_only_the_core_changes_what_it_owns() -> None:
+    """An invariant of the core would be everybody's to keep."""
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": text
+        for path in ROOT.rglob("*.py")
+        if "core" not in path.relative_to(ROOT).parts
+        for line, text in trespasses(ast.parse(path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "space.sessions += 1",
+        "space.checksums[slot] = digest",
+        "batch.space.items[block_hash] = 3",
+        "self._memory.host.hints.quota_bytes = 0",
+        "del host.leases[7]",
+        "lease.sources = b''",
+        "reservation.parents[0] = parent",
+        "space.unverified.pop(slot)",
+        "self._host.spaces.clear()",
+        "for space.used_s in range(9): pass",
+        "warming.space._free",
+        "memory.host._room.move(space, pairs, effects)",
+        "space._hold(slots)",
+        "anything._evicting",
+    ],
+)
+def test_a_change_from_outside_is_seen(text: str) -> None:
+    """A check that sees nothing would hold for any code."""
+    assert list(trespasses(ast.parse(text)))
+
+
+def test_what_the_core_has_is_private_or_read_only() -> None:
+    """An attribute that anybody can set would be one that anybody does."""
+    for each in CLASSES:
+        if each is Hints:  # Made once, and asked by name.
+            continue
+        assert not hasattr(each, "__dict__") or "__slots__" in vars(each), each
+        for name in vars(each)["__slots__"]:
+            final = f"self.{name}: Final = " in inspect.getsource(each)
+            assert name.startswith("_") or final, f"{each.__name__}.{name}"
+    space = object.__new__(Space)
+    for name in ("items", "refs", "free", "sessions", "ended", "live", "checksums"):
+        with pytest.raises(AttributeError):
+            setattr(space, name, None)
+
+
+def test_sessions_call_the_node_and_never_what_it_is_made_of() -> None:
+    """A session that knows the parts would have to be changed with each of them."""
+    texts = [path.read_text() for path in (ROOT / "daemon").rglob("*.py")]
+    [text] = [text for text in texts if "\nclass Session:\n" in text]
+    assert list(reached_through(ast.parse(text))) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["node.host.release(1)", "self._node.tiers[0]; self._node.prefetch.policy"]
+)
+def test_reaching_through_a_node_is_seen(text: str) -> None:
+    """A check that sees nothing would hold for any code."""
+    assert list(reached_through(ast.parse(text)))

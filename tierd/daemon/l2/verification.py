@@ -1,0 +1,66 @@
+"""Verification: blocks of an earlier incarnation are served once their checksums were computed.
+
+The blocks of a waiting request come first; the others follow a batch at a time, behind the other
+work of the daemon's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from tierd.core.space import Space
+from tierd.daemon.l2.memory import HostMemory
+
+log = logging.getLogger("tierd")
+
+BATCH_BYTES_MAX: Final = 32 << 20
+"""One call off the loop: some 5 ms, so that a request's own blocks soon get a thread."""
+
+PAUSE_S: Final = 0.01
+"""Between two batches that nobody waits for: they take about half of a thread."""
+
+
+class Verification:
+    """Verifies the unverified blocks of the arena."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+
+    async def verify(self, space: Space, slots: Sequence[int]) -> None:
+        """Verify the unverified ones of these slots; a damaged block is gone afterwards.
+
+        Can be cancelled between batches, whose blocks are verified then.
+        """
+        count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
+        for at in range(0, len(slots), count):
+            await self._verify_batch(space, slots[at : at + count])
+
+    async def run(self) -> None:
+        """Verify everything, the coldest first: it is the first to be evicted, or written."""
+        for space in list(self._memory.host.spaces.values()):
+            count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
+            while space.unverified:
+                await self._verify_batch(space, list(islice(space.unverified, count)))
+                await asyncio.sleep(PAUSE_S)
+
+    async def finish(self, budget_s: float) -> None:
+        """Verify the rest within a time: an unverified block cannot be written to a tier."""
+        end = asyncio.get_running_loop().time() + budget_s
+        for space in list(self._memory.host.spaces.values()):
+            while space.unverified and asyncio.get_running_loop().time() < end:
+                count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
+                await self._verify_batch(space, list(islice(space.unverified, count)))
+
+    async def _verify_batch(self, space: Space, slots: Sequence[int]) -> None:
+        slots = [slot for slot in slots if slot in space.unverified]
+        rotten = await self._memory.verify(space, slots) if slots else 0
+        if rotten:
+            self._memory.counters["rotten_blocks_total"] += rotten
+            log.error(
+                "%d blocks in host memory changed between two lives of the daemon, and are gone",
+                rotten,
+            )
