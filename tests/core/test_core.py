@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support import blocks
 from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import Lease
+from tierd.core.leases import SlotLease
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, Reservation
+from tierd.core.reservations import Found, SlotReservation
 from tierd.core.sharing import IDLE_S, TURN_S, segment_bytes
 from tierd.core.space import Space
 
@@ -72,14 +72,14 @@ class Held:
     """A lease, or a hold of the daemon's own, and what its slots must contain."""
 
     places: list[tuple[Space, int, bytes]]
-    lease: Lease | None = None
+    lease: SlotLease | None = None
 
 
 @dataclass(eq=False)
 class Writer:
     """A reservation under way; its owner has filled the first `written` slots."""
 
-    reservation: Reservation
+    reservation: SlotReservation
     parents_ready: set[bytes]
     written: int = 0
 
@@ -203,7 +203,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         hashes = [hash_at(number) for number in numbers]
         parents = [PARENTS[h] for h in hashes]
         items, writing = dict(space.items), dict(space.writing)
-        made: list[Reservation] = []
+        made: list[SlotReservation] = []
         mine = sum(
             len(w.granted) * w.reservation.space.slot_bytes
             for w in self.writers
@@ -556,7 +556,7 @@ def store(host: HostTier, space: Space, count: int, tag: object, owner: int = 1)
     return stored
 
 
-def lease(host: HostTier, space: Space, hashes: list[bytes], owner: int = 1) -> Lease:
+def lease(host: HostTier, space: Space, hashes: list[bytes], owner: int = 1) -> SlotLease:
     slots = host.prefix(space, hashes)
     assert len(slots) == len(hashes)
     return host.grant(owner, [(space, slots)], TTL)

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 from tests.support import blocks
 from tierd.core.effects import Effect, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import Lease
+from tierd.core.leases import SlotLease
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, Reservation
+from tierd.core.reservations import Found, SlotReservation
 from tierd.core.slots import Adopted, Slots
 from tierd.core.space import Space
 from tierd.core.states import (
@@ -65,8 +65,8 @@ class Events(RuleBasedStateMachine):
         self.claimed: list[tuple[Space, int]] = []
         self.fails = False
         self.made: Counter[Space] = Counter()
-        self.open: list[Reservation] = []
-        self.leases: list[Lease] = []
+        self.open: list[SlotReservation] = []
+        self.leases: list[SlotLease] = []
         self.now_s = 0
 
     def teardown(self) -> None:

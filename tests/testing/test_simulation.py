@@ -28,8 +28,8 @@ from tierd.clock import Clock
 from tierd.config import PrefetchConfig
 from tierd.core.finding import Taken
 from tierd.core.host import HostTier
-from tierd.core.leases import Lease, Leases
-from tierd.core.reservations import Reservation, Reservations
+from tierd.core.leases import Leases, SlotLease
+from tierd.core.reservations import Reservations, SlotReservation
 from tierd.core.space import Space
 from tierd.core.states import LeaseEvent
 from tierd.daemon.l2.memory import HostMemory
@@ -49,10 +49,10 @@ from tierd.storage.circuit import Circuit
 from tierd.testing import backend as backend_module
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
 from tierd.testing.simulation import run as simulation_module
-from tierd.testing.simulation.engine import Habits, Link
-from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.engine import Habits, SimulatedSession
+from tierd.testing.simulation.life import DaemonIncarnation
 from tierd.testing.simulation.run import simulate
-from tierd.testing.simulation.world import Plan, Violation, World
+from tierd.testing.simulation.world import Violation, World, WorldPlan
 from tierd.types import PAGE_BYTES, BlockKey
 from tierd.wire import messages as m
 
@@ -140,7 +140,7 @@ def caught(seeds: Sequence[int] = range(MUTANT_SEEDS)) -> str:
 def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles would miss slots that are reused under a client's copy."""
 
-    def grant(self: Leases, lease: Lease) -> None:
+    def grant(self: Leases, lease: SlotLease) -> None:
         self._held[lease.lease_id] = lease
 
     def end(self: Leases, lease_id: int, owner: int, event: LeaseEvent) -> bool:
@@ -168,10 +168,10 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
         parts: list[tuple[Space, list[int]]],
         expires_ns: int,
         sources: bytes = b"",
-    ) -> Lease:
+    ) -> SlotLease:
         return told(grant(self, owner, parts, expires_ns, sources))
 
-    def told(lease: Lease) -> Lease:
+    def told(lease: SlotLease) -> SlotLease:
         return replace(lease, expires_ns=lease.expires_ns + 10**12)
 
     def take_too_long(self: HostTier, *args: Any, more_elsewhere: bool) -> Taken:
@@ -180,9 +180,13 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(HostTier, "grant", too_long)
     monkeypatch.setattr(HostTier, "take_prefix", take_too_long)
-    monkeypatch.setattr("tierd.testing.simulation.life.Life._check_leases", lambda self: None)
+    monkeypatch.setattr(
+        "tierd.testing.simulation.life.DaemonIncarnation._check_leases", lambda self: None
+    )
     # The next life would wait for such a lease to end.
-    monkeypatch.setattr("tierd.daemon.l2.incarnations.Lives.leased", lambda self, lease: None)
+    monkeypatch.setattr(
+        "tierd.daemon.l2.incarnations.Incarnations.leased", lambda self, lease: None
+    )
     assert "loaded wrong bytes" in caught()
 
 
@@ -231,7 +235,7 @@ def test_commit_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine's bug would publish another one's half-written block."""
     get = Reservations.get
 
-    def get_any(self: Reservations, owner: int, reservation_id: int) -> Reservation | None:
+    def get_any(self: Reservations, owner: int, reservation_id: int) -> SlotReservation | None:
         reservation = self.open.get(reservation_id)
         return reservation and get(self, reservation.owner, reservation_id)
 
@@ -331,7 +335,7 @@ def test_namespaces_that_end_while_slots_are_written_are_seen(
 
 def test_a_client_that_left_does_not_silence_the_next() -> None:
     """A session that ends while a segment is announced would hide it from the one behind it."""
-    plan = Plan(
+    plan = WorldPlan(
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
         lease_ttl_ms=100,
@@ -349,14 +353,14 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 
     async def scenario(loop: SimulationLoop) -> None:
         world = World(loop, 0, loop.random, network_s=0.001)
-        life = world.life = Life(world, plan, faulty=False)
+        life = world.life = DaemonIncarnation(world, plan, faulty=False)
         while not life.accepting:
             await asyncio.sleep(0.001)
         links = []
         for name in ("gone", "stays"):
             connection = world.connect(name, loop.random)
             assert connection is not None
-            link = Link(connection, world, loop.random)
+            link = SimulatedSession(connection, world, loop.random)
             link.send(m.Hello(m.PROTOCOL_VERSION, name))
             asked = link.ask(m.Register(link.next_call(), make_namespace().to_fields(), True))
             assert await link.answer(asked, m.Registered)

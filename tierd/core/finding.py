@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tierd.core.evictions import Evictions
-from tierd.core.leases import Lease, Leases
+from tierd.core.leases import Leases, SlotLease
 from tierd.core.space import Space
 
 
 class Taken(NamedTuple):
     """What came of an attempt to lease a prefix that several spaces must have."""
 
-    lease: Lease | None
+    lease: SlotLease | None
     resident: int
     """Leading blocks that every space has, verified."""
     settled: bool
@@ -76,6 +76,6 @@ class Finding:
         if not self._leases.may(owner, count * len(spaces)):
             return Taken(None, count, settled=True, refused=True)
         cut = [(space, slots[:count]) for space, slots in parts]
-        lease = Lease(number, owner, cut, expires_ns)
+        lease = SlotLease(number, owner, cut, expires_ns)
         self._leases.grant(lease)
         return Taken(lease, count, settled=True)

@@ -46,7 +46,7 @@ class Priority(enum.IntEnum):
     HIGH = 2
 
 
-class Hint(NamedTuple):
+class PrefixHint(NamedTuple):
     """What is said of a prefix; 0 and False say nothing."""
 
     pin_ms: int = 0
@@ -60,7 +60,7 @@ class Hint(NamedTuple):
         return self.session_ended or self.priority is Priority.LOW
 
 
-class Part(NamedTuple):
+class HintedNamespace(NamedTuple):
     """A namespace that a hint is for; of its blocks at most `limit_bytes` may be kept."""
 
     digest: bytes
@@ -194,9 +194,9 @@ class Hints:
 
     def take(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[HintedNamespace],
         hashes: Sequence[bytes],
-        hint: Hint,
+        hint: PrefixHint,
         now_ns: int,
         demoted_blocks: int = 0,
     ) -> int:
@@ -224,7 +224,7 @@ class Hints:
 
     def _keep(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[HintedNamespace],
         hashes: Sequence[bytes],
         now_ns: int,
         time_ns: int,

@@ -16,10 +16,10 @@ from tierd.chain import ChainIndex
 from tierd.core.effects import Effect, EndSpace
 from tierd.core.evictions import Claim, Evictions
 from tierd.core.finding import Finding, Taken
-from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
-from tierd.core.leases import Lease, Leases
+from tierd.core.hints import PIN_SHARE, HintedNamespace, Hints, PrefixHint
+from tierd.core.leases import Leases, SlotLease
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, Reservation, Reservations
+from tierd.core.reservations import Found, Reservations, SlotReservation
 from tierd.core.room import Room
 from tierd.core.segments import Segments
 from tierd.core.slots import Adopted
@@ -28,7 +28,7 @@ from tierd.core.states import LeaseEvent
 from tierd.core.storing import Storing
 from tierd.core.uses import Uses
 from tierd.eviction import L2_DEFAULT, make_policy
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.types import Namespace
 
 
@@ -99,12 +99,12 @@ class HostTier:
         return self._segments.allocated_bytes
 
     @property
-    def leases(self) -> Mapping[int, Lease]:
+    def leases(self) -> Mapping[int, SlotLease]:
         """The leases that have not ended, by number."""
         return self._leases.held
 
     @property
-    def reservations(self) -> Mapping[int, Reservation]:
+    def reservations(self) -> Mapping[int, SlotReservation]:
         """The reservations that have not ended, by number."""
         return self._reservations.open
 
@@ -231,7 +231,7 @@ class HostTier:
             if space.reuse is book:
                 space._chain.policy.taught(space.find(hashes))
 
-    def use(self, space: Space, request: Request) -> None:
+    def use(self, space: Space, request: PrefixRequest) -> None:
         """A request has used blocks, resident or not: it counts in the order of evictions."""
         space._chain.use(request)
 
@@ -302,9 +302,9 @@ class HostTier:
         parts: list[tuple[Space, list[int]]],
         expires_ns: int,
         sources: bytes = b"",
-    ) -> Lease:
+    ) -> SlotLease:
         """Lease readable slots; `sources` as in Lease."""
-        lease = Lease(self._take_id(), owner, parts, expires_ns, sources)
+        lease = SlotLease(self._take_id(), owner, parts, expires_ns, sources)
         self._leases.grant(lease)
         return lease
 
@@ -335,7 +335,7 @@ class HostTier:
         space.tiers._mark(slots, add, remove)
 
     def hint(
-        self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint, now_ns: int
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint, now_ns: int
     ) -> int:
         """Believe what an engine says of a prefix in these namespaces, within bounds; how many
         pins were granted, in blocks.
@@ -351,7 +351,7 @@ class HostTier:
                 continue
             memory = space.memory_bytes + unused
             limit = self.hints.quota_bytes * memory // self.capacity_bytes
-            parts.append(Part(space.digest, space.slot_bytes, limit))
+            parts.append(HintedNamespace(space.digest, space.slot_bytes, limit))
             if hint.demotes:
                 demoted += space._chain.demote(hashes)
         return self.hints.take(parts, hashes, hint, now_ns, demoted) if parts else 0
@@ -408,7 +408,7 @@ class HostTier:
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
         worth: float | None = None,
-    ) -> tuple[Reservation, list[Effect]]:
+    ) -> tuple[SlotReservation, list[Effect]]:
         """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first.
 
         Blocks that nobody waits for come with what they are worth (`Reuse.worth`): then none

@@ -17,7 +17,7 @@ LEASED_BLOCKS_ALL_MAX: Final = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SlotLease:
     """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), whatever the owner's fate."""
 
     lease_id: int
@@ -36,11 +36,11 @@ class Leases:
     __slots__ = ("_blocks", "_held")
 
     def __init__(self) -> None:
-        self._held: dict[int, Lease] = {}
+        self._held: dict[int, SlotLease] = {}
         self._blocks: Counter[int] = Counter()
 
     @property
-    def held(self) -> Mapping[int, Lease]:
+    def held(self) -> Mapping[int, SlotLease]:
         """By their numbers."""
         return self._held
 
@@ -50,7 +50,7 @@ class Leases:
         mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
         return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
 
-    def grant(self, lease: Lease) -> None:
+    def grant(self, lease: SlotLease) -> None:
         """A new lease of readable slots."""
         for space, slots in lease.parts:
             space._hold(slots)

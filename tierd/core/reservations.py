@@ -12,7 +12,7 @@ from tierd.core.states import RESERVATIONS, ReservationEvent, ReservationState, 
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class SlotReservation:
     """Slots that one owner fills. The id is the generation token: it is never used again.
 
     `held` are the readable slots that the new blocks hang on. They stay until the
@@ -49,11 +49,11 @@ class Reservations:
     __slots__ = ("_open", "_writing_bytes")
 
     def __init__(self) -> None:
-        self._open: dict[int, Reservation] = {}
+        self._open: dict[int, SlotReservation] = {}
         self._writing_bytes: dict[int, int] = {}
 
     @property
-    def open(self) -> Mapping[int, Reservation]:
+    def open(self) -> Mapping[int, SlotReservation]:
         """By their numbers."""
         return self._open
 
@@ -61,23 +61,23 @@ class Reservations:
         """Bytes of the slots that an owner has reserved."""
         return self._writing_bytes.get(owner, 0)
 
-    def begin(self, reservation: Reservation, granted: int) -> None:
+    def begin(self, reservation: SlotReservation, granted: int) -> None:
         """A reservation that has got so many slots."""
         space = reservation.space
         space._hold(reservation.held)
         self._open[reservation.reservation_id] = reservation
         self._add_writing(reservation.owner, granted * space.slot_bytes)
 
-    def get(self, owner: int, reservation_id: int) -> Reservation | None:
+    def get(self, owner: int, reservation_id: int) -> SlotReservation | None:
         """One that is the owner's and has not ended."""
         reservation = self._open.get(reservation_id)
         return reservation if reservation is not None and reservation.owner == owner else None
 
-    def of(self, owner: int) -> list[Reservation]:
+    def of(self, owner: int) -> list[SlotReservation]:
         """All of an owner."""
         return [each for each in self._open.values() if each.owner == owner]
 
-    def end(self, reservation: Reservation, event: ReservationEvent) -> None:
+    def end(self, reservation: SlotReservation, event: ReservationEvent) -> None:
         """It is over, and its slots are for the caller to publish or to free."""
         reservation.state = step(RESERVATIONS, reservation.state, event)
         del self._open[reservation.reservation_id]

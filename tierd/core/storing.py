@@ -8,7 +8,7 @@ from typing import Final
 
 from tierd.core.effects import Effect
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, Reservation, Reservations
+from tierd.core.reservations import Found, Reservations, SlotReservation
 from tierd.core.room import Room
 from tierd.core.segments import Segments
 from tierd.core.space import Space
@@ -37,7 +37,7 @@ class Storing:
         parents: Sequence[bytes],
         worth: float | None,
         now_s: int,
-    ) -> tuple[Reservation, list[Effect]]:
+    ) -> tuple[SlotReservation, list[Effect]]:
         """See HostTier.reserve; the reservation gets this number."""
         items, writing = space._chain.items, space._writing
         if worth is None:
@@ -64,7 +64,9 @@ class Storing:
         taken = space._reserve([hashes[i] for i in wanted[:count]], number)
         for i, slot in zip(wanted, taken, strict=False):
             slots[i] = slot
-        reservation = Reservation(number, owner, space, list(hashes), list(parents), slots, above)
+        reservation = SlotReservation(
+            number, owner, space, list(hashes), list(parents), slots, above
+        )
         if len(taken) < len(wanted):
             shared = len(taken) == count
             why = NoRoom.SHARE if shared else self._room.why_none(space, now_s)
@@ -124,7 +126,10 @@ class Storing:
         return len(mine)
 
     def _end(
-        self, reservation: Reservation, event: ReservationEvent, good: Sequence[bool] | None = None
+        self,
+        reservation: SlotReservation,
+        event: ReservationEvent,
+        good: Sequence[bool] | None = None,
     ) -> list[int]:
         """End a reservation; the slots that are readable now, none if nothing is `good`."""
         self._reservations.end(reservation, event)

@@ -15,26 +15,26 @@ from typing import Final
 
 from tierd.clock import Clock
 from tierd.config import HostConfig, PrefetchConfig, PrefetchPolicy
-from tierd.core.hints import Hint, Hints
+from tierd.core.hints import Hints, PrefixHint
 from tierd.core.host import HostTier
-from tierd.core.leases import Lease
+from tierd.core.leases import SlotLease
 from tierd.core.prefetch import MS
 from tierd.core.pressure import Pressure
-from tierd.core.reservations import Reservation
+from tierd.core.reservations import SlotReservation
 from tierd.core.space import Space
 from tierd.core.storing import WRITING_SHARE_MAX
 from tierd.core.unserved import Unserveds
-from tierd.core.writes import Moment
+from tierd.core.writes import WriteMoment
 from tierd.daemon.copies.copying import Copies, SessionCopies
 from tierd.daemon.copies.copying import Send as SendCopied
 from tierd.daemon.jobs.explain import Explainer
 from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.hotset import Snapshots
-from tierd.daemon.jobs.inventory import Inventory
+from tierd.daemon.jobs.inventory import InventoryListings
 from tierd.daemon.jobs.scrub import Scrubs
 from tierd.daemon.jobs.warming import Warmings
 from tierd.daemon.l2.ending import SPACES_MAX, Endings
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory, SegmentListener
 from tierd.daemon.l2.pressure import Machine, MemoryWatch
 from tierd.daemon.l2.verification import Verification
@@ -94,7 +94,7 @@ class Node:
         self.memory = HostMemory(
             self.host, clock, self.counters, executor, options.placement, manager
         )
-        self.lives = Lives(self.memory, [tier.config for tier in tiers], self.epoch, clock)
+        self.lives = Incarnations(self.memory, [tier.config for tier in tiers], self.epoch, clock)
         self.verification = Verification(self.memory)
         self.endings = Endings(self.memory)
         self.refusals = Refusals(self.counters)
@@ -245,16 +245,16 @@ class Node:
         self.memory.listeners.remove(listener)
 
     def writer_guard(self) -> int | None:
-        """See `Lives.guard`. Raises OSError."""
+        """See `Incarnations.guard`. Raises OSError."""
         return self.lives.guard()
 
     def copies_of(self, owner: int, send: SendCopied) -> SessionCopies:
         """What copies the daemon makes for a session."""
         return SessionCopies(owner, self.copies, send)
 
-    def inventory_of(self, send: Callable[[m.FromDaemon], None]) -> Inventory:
+    def inventory_of(self, send: Callable[[m.FromDaemon], None]) -> InventoryListings:
         """The listings of a session."""
-        return Inventory(self.host, self.tiers, self._clock, self.spawn, send)
+        return InventoryListings(self.host, self.tiers, self._clock, self.spawn, send)
 
     @property
     def is_best_effort(self) -> bool:
@@ -329,7 +329,7 @@ class Node:
         patience: Patience | None = None,
         waited_ms: int = 0,
         prefill_tokens_per_s: int = 0,
-    ) -> Lease | None:
+    ) -> SlotLease | None:
         """Promote what tiers have, verify, and lease the longest prefix by the deadline.
 
         `deadline_ns` is CLOCK_MONOTONIC; `patience` can end the wait sooner. With the engine's
@@ -370,7 +370,7 @@ class Node:
 
     def reserve(
         self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
-    ) -> Reservation:
+    ) -> SlotReservation:
         """Slots for new blocks. Blocks that are there and that a tier lacks are offered again."""
         reservation = self.memory.reserve(owner, space, hashes, parents)
         self.refusals.stored(space, reservation, self.host.now_s)
@@ -397,7 +397,7 @@ class Node:
         self.counters["stored_blocks_total"] += len(ready)
         self.counters["stored_bytes_total"] += len(ready) * space.namespace.block_bytes
         if self.tiers:
-            self.backups.offer(space, ready, Moment.STORED)
+            self.backups.offer(space, ready, WriteMoment.STORED)
         # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
         if self.lives.kept:
             self.backups.sum_soon(space, ready)
@@ -407,7 +407,7 @@ class Node:
         """Free the slots of a reservation, which its owner no longer touches."""
         self.host.abort(owner, reservation_id)
 
-    def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint) -> None:
+    def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint) -> None:
         """An engine says how a prefix will be used."""
         self.host.hint(spaces, hashes, hint, self._clock.monotonic_ns())
 

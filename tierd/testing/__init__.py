@@ -7,11 +7,11 @@ import pytest
 pytest.register_assert_rewrite("tierd.testing.suite")
 
 from tierd.testing.backend import MemoryBackend, MemoryOptions, StoredBlock  # noqa: E402
-from tierd.testing.faulty import Fault, FaultPlan, FaultyBackend  # noqa: E402
+from tierd.testing.faulty import FaultPlan, FaultyBackend, InjectedFault  # noqa: E402
 from tierd.testing.suite import (  # noqa: E402
     BackendSuite,
-    Block,
     Damage,
+    SelfNamingBlock,
     Slots,
     damaged,
     make_block,
@@ -20,13 +20,13 @@ from tierd.testing.suite import (  # noqa: E402
 
 __all__ = [
     "BackendSuite",
-    "Block",
     "Damage",
-    "Fault",
     "FaultPlan",
     "FaultyBackend",
+    "InjectedFault",
     "MemoryBackend",
     "MemoryOptions",
+    "SelfNamingBlock",
     "Slots",
     "StoredBlock",
     "damaged",

@@ -22,11 +22,11 @@ from tierd.config import StorageConfig, WritePolicy
 from tierd.core.effects import NewSegment
 from tierd.core.host import HostTier
 from tierd.core.space import Space
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
 from tierd.daemon.l2.verification import Verification
 from tierd.memory.ledger import Ledger, LedgerError, LedgerRecord
-from tierd.memory.past import LOG_BYTES, Guard, LifePage, PastPage
+from tierd.memory.past import LOG_BYTES, ArenaGuard, LifePage, PastPage
 from tierd.testing.simulation.keeper import Keeper
 
 SEGMENT = 4 * (32 << 10)
@@ -58,7 +58,7 @@ class OneLife:
         self.host = HostTier(capacity, segment_bytes=SEGMENT)
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, None, manager=keeper)
-        self.lives = Lives(self.memory, tiers, os.urandom(8), clock)
+        self.lives = Incarnations(self.memory, tiers, os.urandom(8), clock)
         self.lives.begin()
 
     def space(self, model: str = "m") -> Space:
@@ -234,11 +234,11 @@ def test_a_life_that_leaves_no_leases_is_not_followed(
     life.store(life.space(), chain("a", 4))
     life.end()
 
-    def none_left(self: Guard) -> int:
+    def none_left(self: ArenaGuard) -> int:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Guard, "hold", none_left)
+        patched.setattr(ArenaGuard, "hold", none_left)
         life = OneLife(keeper)
     life.prove()
     space = life.space()
@@ -392,7 +392,7 @@ def test_dropped_blocks_are_gone_for_everybody(keeper: Keeper) -> None:
 
 def test_a_guard_is_held_by_whoever_has_a_copy() -> None:
     """A slot would be used again while a child, or a message on its way, still can write to it."""
-    guard = Guard.create()
+    guard = ArenaGuard.create()
     hold = guard.hold()
     copy = os.dup(hold)
     other = guard.hold()
@@ -526,14 +526,14 @@ def test_a_life_that_cannot_leave_anything_still_serves(
 ) -> None:
     """Without a descriptor to spare tierd would not start, or not stop, or leave some behind."""
 
-    def none_left(self: Guard) -> int:
+    def none_left(self: ArenaGuard) -> int:
         raise OSError(24, "Too many open files")
 
     # A record would keep the error, and with it whatever its frames have.
     caplog.set_level(logging.CRITICAL, "tierd")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
-        patched.setattr(Guard, "hold", none_left)
+        patched.setattr(ArenaGuard, "hold", none_left)
         life = OneLife(keeper)
     assert not life.lives.kept
     assert life.lives.guard() is None

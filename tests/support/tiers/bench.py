@@ -13,7 +13,7 @@ from tierd.client import by_source
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.effects import Effect
 from tierd.core.epochs import Mark, pack_mark, scope_of
-from tierd.core.leases import Lease
+from tierd.core.leases import SlotLease
 from tierd.core.reasons import Evicted
 from tierd.core.space import Space
 from tierd.daemon.l3.tier import StorageTier, opened
@@ -95,7 +95,7 @@ class Bench:
     tiers: list[StorageTier]
     raw: list[Tier]
     space: Space
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[SlotLease] = field(default_factory=list)
 
     def store(self, count: int, tag: object = 0, space: Space | None = None) -> list[bytes]:
         """Store a chain; its hashes."""
@@ -167,7 +167,7 @@ class Bench:
         return len(lease.parts[0][1])
 
     def load(
-        self, hashes: Sequence[bytes], lease: Lease | None, spaces: list[Space] | None = None
+        self, hashes: Sequence[bytes], lease: SlotLease | None, spaces: list[Space] | None = None
     ) -> None:
         """Say what an engine does that computes on from all of a lease."""
         count = 0 if lease is None else len(lease.parts[0][1])

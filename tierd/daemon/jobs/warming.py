@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.clock import Clock
-from tierd.core.hints import Hint, Priority
+from tierd.core.hints import PrefixHint, Priority
 from tierd.core.space import Space
 from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
@@ -23,7 +23,7 @@ from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.backup import Backups
 from tierd.daemon.l3.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.l3.read_scheduler import LAST_NS, Turn
+from tierd.daemon.l3.read_scheduler import LAST_NS, ReadTurn
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.wire.messages import Warmth
 
@@ -53,7 +53,7 @@ _FATES: Final = {
 """Of a block that a promotion failed to bring; all other outcomes mean a tier that is away."""
 
 
-class Want(NamedTuple):
+class WarmOrder(NamedTuple):
     """What an order wants done, and how."""
 
     target: int = 0
@@ -83,7 +83,7 @@ class Pace:
 class Warming:
     """What has become of the blocks of one order, and what it took."""
 
-    def __init__(self, space: Space, hashes: Sequence[bytes], want: Want, pace: Pace) -> None:
+    def __init__(self, space: Space, hashes: Sequence[bytes], want: WarmOrder, pace: Pace) -> None:
         self.space = space
         self.hashes = hashes
         self.want = want
@@ -170,7 +170,7 @@ class Warmings:
             self._pin(warming)
 
     def _pin(self, warming: Warming) -> None:
-        hint = Hint(warming.want.pin_ms, 0, Priority.NORMAL, False)
+        hint = PrefixHint(warming.want.pin_ms, 0, Priority.NORMAL, False)
         hashes = warming.which(Warmth.HERE, Warmth.BROUGHT)
         now_ns = self._clock.monotonic_ns()
         warming.pinned_blocks = self._memory.host.hint([warming.space], hashes, hint, now_ns)
@@ -392,7 +392,7 @@ class Warmings:
         space = warming.space
         views = scratch.views([space.slot_bytes] * len(batch))
         length = space.namespace.block_bytes
-        turn = Turn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
+        turn = ReadTurn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
         asked = [GetRequest(h, view, length) for h, view in zip(batch, views, strict=True)]
         async with self._promotions.turns.take(turn):
             results = await source.get(space.digest, asked)

@@ -19,7 +19,7 @@ from tierd.clock import Clock
 from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
 from tierd.core.reasons import Dropped
-from tierd.core.reservations import Found, Reservation
+from tierd.core.reservations import Found, SlotReservation
 from tierd.core.segments import SEGMENT_PAUSE_S
 from tierd.core.space import Space
 from tierd.daemon.lifecycle.service import ServiceManager
@@ -96,14 +96,14 @@ class HostMemory:
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
         worth: float | None = None,
-    ) -> Reservation:
+    ) -> SlotReservation:
         """Slots for new blocks, with memory behind them; `worth` as in HostTier.reserve."""
         reservation, effects = self.host.reserve(owner, space, hashes, parents, worth)
         self._apply(effects)
         return reservation
 
     def commit_found(
-        self, owner: int, reservation: Reservation, found: Sequence[Found | None]
+        self, owner: int, reservation: SlotReservation, found: Sequence[Found | None]
     ) -> list[int]:
         """Publish what tiers have delivered into a reservation, by hash, and write it into the
         ledger; the slots that are readable now."""

@@ -19,7 +19,7 @@ from tierd.clock import Clock
 from tierd.config import TIERS_MAX
 from tierd.core.space import Space
 from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import Miss, Moment
+from tierd.core.writes import Miss, WriteMoment
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.renewal import Covers as Covers
 from tierd.daemon.l3.renewal import Renewal
@@ -101,7 +101,7 @@ class Backups:
                 queue.asked(space, (h for h in hashes if h not in items))
         lacked = space.tiers.lacking(dict.fromkeys(slots), self._every)
         if lacked:
-            self.offer(space, lacked, Moment.USED)
+            self.offer(space, lacked, WriteMoment.USED)
         if slots:
             for renewal in self.renewals:
                 renewal.used(space, slots)
@@ -112,7 +112,7 @@ class Backups:
         or a queue has no room for is what lies deepest."""
         upwards = slots[::-1]
         lacked = space.tiers.lacking(upwards, self._every)
-        held = self.offer(space, lacked, Moment.EVICTING, count_max) if lacked else ()
+        held = self.offer(space, lacked, WriteMoment.EVICTING, count_max) if lacked else ()
         if not self.barred(space.digest):
             for renewal in self.renewals:
                 held = {*held, *renewal.claim(space, upwards, held, count_max - len(held))}
@@ -127,11 +127,11 @@ class Backups:
             queue.unflushed.extendleft(reversed(todo))
             return
         evicting = [slot for slot in slots if slot in space.evicting]
-        self.offer(space, [slot for slot in slots if slot not in space.evicting], Moment.USED)
-        self.offer(space, evicting, Moment.EVICTING)
+        self.offer(space, [slot for slot in slots if slot not in space.evicting], WriteMoment.USED)
+        self.offer(space, evicting, WriteMoment.EVICTING)
 
     def offer(
-        self, space: Space, slots: Sequence[int], moment: Moment, count_max: int | None = None
+        self, space: Space, slots: Sequence[int], moment: WriteMoment, count_max: int | None = None
     ) -> Collection[int]:
         """Queue slots for the tiers that lack them and want them, as far as these take more.
 
@@ -169,7 +169,7 @@ class Backups:
         return taken
 
     def _wanted(
-        self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: Moment
+        self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: WriteMoment
     ) -> list[int]:
         """Those of the slots that a tier lacks and that its policy wants now."""
         if self.barred(space.digest):
@@ -178,7 +178,7 @@ class Backups:
         if not lacking:
             return []
         if self.stopping:
-            moment = Moment.STOPPING
+            moment = WriteMoment.STOPPING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
     def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
@@ -218,7 +218,7 @@ class Backups:
                     queue.kept_back.setdefault(space, []).append(block)
                 # It may have moved since, or left.
                 elif (slot := space.items.get(block_hash)) is not None:
-                    wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
+                    wanted = self._wanted(queue, space, [slot], WriteMoment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
         for queue, renewal in zip(self.queues, self.renewals, strict=True):
@@ -242,7 +242,7 @@ class Backups:
         """Offer blocks that an engine presents and that are there already (`slots` < 0)."""
         refused = (h for h, slot in zip(hashes, slots, strict=True) if slot < 0)
         if again := space.tiers.lacking(dict.fromkeys(space.find(refused)), self._every):
-            self.offer(space, again, Moment.USED)
+            self.offer(space, again, WriteMoment.USED)
 
     def promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
         """Note that tier number `source` had these blocks, and fill those above that want them.
@@ -266,7 +266,7 @@ class Backups:
             lacked = queue.lacked(space, slots)
             self._memory.mark(space, lacked, remove=queue.both)
         if below or bits & self._every != self._every:
-            self.offer(space, slots, Moment.STORED)
+            self.offer(space, slots, WriteMoment.STORED)
 
     # --- what is not to be backed up any more ----------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Final
 from tierd.backend import Outcome
 from tierd.core.space import Space
 from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import LAST, MISSED_MAX, Miss, Moment, Writes
+from tierd.core.writes import LAST, MISSED_MAX, Miss, WriteMoment, Writes
 from tierd.daemon.l3.renewal import Covers
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.eviction.policy import Ghosts
@@ -99,10 +99,10 @@ class WriteQueue:
             self.lacks(space, slots, why)
 
     def choose(
-        self, space: Space, lacking: Sequence[int], moment: Moment, now_ns: int
+        self, space: Space, lacking: Sequence[int], moment: WriteMoment, now_ns: int
     ) -> list[int]:
         """Those of the slots, all of which the tier lacks, that its policy wants now."""
-        if self.resting and moment is Moment.USED:
+        if self.resting and moment is WriteMoment.USED:
             keyed = zip(lacking, _keys(space, lacking), strict=True)
             lacking = [slot for slot, key in keyed if not self._rests(key)]
         hashes = [block_hash for block_hash, _ in space.identities(lacking)]

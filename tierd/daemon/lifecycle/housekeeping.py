@@ -10,7 +10,7 @@ from typing import Final
 from tierd.clock import Clock
 from tierd.daemon.copies.copying import Copies
 from tierd.daemon.l2.ending import Endings
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups
 
@@ -22,7 +22,7 @@ NS: Final = 1_000_000_000
 
 async def keep_house(
     memory: HostMemory,
-    lives: Lives,
+    lives: Incarnations,
     endings: Endings,
     copies: Copies,
     backups: Backups,

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
-from tierd.core.leases import Lease
+from tierd.core.leases import SlotLease
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.space import Space
 from tierd.core.unserved import Unserveds, Why
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.lookup import Lookup
@@ -58,7 +58,7 @@ class AcquiredNow(NamedTuple):
     """What an ACQUIRE comes to without a tier: if it is not settled, `Node.acquire` must run."""
 
     settled: bool
-    lease: Lease | None
+    lease: SlotLease | None
     resident: int
     """Leading blocks that every space has."""
 
@@ -71,7 +71,7 @@ class Acquiring:
         memory: HostMemory,
         promotions: Promotions,
         verification: Verification,
-        lives: Lives,
+        lives: Incarnations,
         refusals: Refusals,
         unserveds: Unserveds,
         tiers: Sequence[StorageTier],
@@ -141,7 +141,7 @@ class Acquiring:
         patience: Patience,
         waited_ms: int,
         prefill_tokens_per_s: int,
-    ) -> Lease | None:
+    ) -> SlotLease | None:
         """See `Node.acquire`."""
         began_ns = self._clock.monotonic_ns()
         waiter = Waiter(spaces, began_ns - waited_ms * MS)

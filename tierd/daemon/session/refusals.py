@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Final
 
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Reservation
+from tierd.core.reservations import SlotReservation
 from tierd.core.space import Space
 
 LINES_MAX: Final = 20
@@ -41,7 +41,7 @@ class Refusals:
         self._lines = 0
         self._since_s = 0
 
-    def stored(self, space: Space, reservation: Reservation, now_s: int) -> None:
+    def stored(self, space: Space, reservation: SlotReservation, now_s: int) -> None:
         """A session's reservation has been answered."""
         why = reservation.refused
         if why is None:

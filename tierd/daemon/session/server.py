@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Final
 
 from tierd import __version__
-from tierd.core.hints import Hint, Priority
-from tierd.core.leases import Lease
+from tierd.core.hints import PrefixHint, Priority
+from tierd.core.leases import SlotLease
 from tierd.core.reasons import Refusal
 from tierd.core.space import Space
 from tierd.daemon.lifecycle.listening import EngineSocket
@@ -201,7 +201,7 @@ class Session:
         if message.priority > max(Priority):
             raise RemoteProtocolError(f"HINT has a priority of {message.priority}")
         spaces = self._named(message.handles)
-        hint = Hint(
+        hint = PrefixHint(
             message.pin_ms, message.next_use_ms, Priority(message.priority), message.session_ended
         )
         self._node.hint(spaces, m.split_hashes(message.hashes), hint)
@@ -398,7 +398,9 @@ class Session:
         )
         task.add_done_callback(partial(self._acquire_over, call))
 
-    async def _acquire_slowly(self, call: int, ask: Callable[[], Awaitable[Lease | None]]) -> None:
+    async def _acquire_slowly(
+        self, call: int, ask: Callable[[], Awaitable[SlotLease | None]]
+    ) -> None:
         lease = await ask()
         if not self._over:
             self._acquired(call, lease)
@@ -413,7 +415,7 @@ class Session:
         if not self._over:
             self._acquired(call, None)
 
-    def _acquired(self, call: int, lease: Lease | None) -> None:
+    def _acquired(self, call: int, lease: SlotLease | None) -> None:
         self._acquires.pop(call, None)
         self._patience.pop(call, None)
         if lease is None:
