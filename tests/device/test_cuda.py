@@ -89,12 +89,12 @@ class Peer:
 import os, sys
 from tests.support.device.fake_cuda import FakeCuda
 from tests.support.device.fake_cuda_calls import install
-from tierd.device.engine_cuda import Events, Exports, Span
+from tierd.device.engine_cuda import Events, Exports, MemorySpan
 fake = FakeCuda([bytes(range(16, 32))])
 driver = install(fake)
 driver.cuCtxPushCurrent(None)
 _, base = driver.cuMemAlloc(1 << 20)
-exports = Exports(0, [Span(base + 4096, 4096)])
+exports = Exports(0, [MemorySpan(base + 4096, 4096)])
 events = Events(0)
 print(exports.exports[0].handle.hex(), exports.places[0].offset, events.handles[0].hex())
 sys.stdout.flush()

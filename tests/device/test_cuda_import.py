@@ -148,8 +148,8 @@ def test_without_a_driver_the_daemon_is_told_so():
 
 ENGINE = """
 from tierd.device.api import CannotOpenError
-from tierd.device.engine_cuda import Counters, Events, Exports, Span, device_uuid
-for make in (lambda: device_uuid(0), lambda: Exports(0, [Span(1, 1)]), lambda: Events(0),
+from tierd.device.engine_cuda import Counters, Events, Exports, MemorySpan, device_uuid
+for make in (lambda: device_uuid(0), lambda: Exports(0, [MemorySpan(1, 1)]), lambda: Events(0),
              lambda: Counters(0)):
     try:
         make()
