@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 import msgspec
 import pytest
 
-from tests.backends import test_fsck
 from tests.support import blocks as node_blocks
 from tests.support.daemon_process import DaemonProcess
 from tests.support.servers import fake_s3
@@ -26,6 +25,7 @@ from tests.support.servers.fake_s3 import FakeS3, etag, reply
 from tests.support.servers.proxy import Flow, Proxy
 from tests.support.servers.redis import LEAST_RIGHTS, RedisServer
 from tests.support.servers.s3 import SeaweedFS
+from tests.support.tiers import file_check
 from tests.support.tiers.scene import table
 from tierd.backend import Backend, Outcome
 from tierd.testing import suite
@@ -468,9 +468,9 @@ async def test_a_repair_on_a_disk_that_reads_wrong(
     monkeypatch.setattr(fsck, "CHUNK_BYTES", 1)  # Records one by one.
     disk = Disk(monkeypatch, 3, 3 * PAGE_BYTES)
     disk.faults = iter(faults)
-    report = test_fsck.check(tmp_path, repair=True)
-    assert (report.blocks, test_fsck.kinds(report)) == (sound, told)
+    report = file_check.check(tmp_path, repair=True)
+    assert (report.blocks, file_check.kinds(report)) == (sound, told)
     assert report.left == (fsck.UNSTEADY in told)
     kept = sound == 8 or fsck.UNSTEADY in told
-    again = test_fsck.check(tmp_path)
+    again = file_check.check(tmp_path)
     assert (again.blocks, again.found) == (8 if kept else 7, 0)

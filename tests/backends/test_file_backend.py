@@ -20,26 +20,45 @@ from pathlib import Path
 
 import pytest
 
-from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header, unpack_header
+from tests.support.tiers.file_tier import (
+    BLOCK_BYTES,
+    SLOT_BYTES,
+    FileSuite,
+    bad_entries,
+    bad_index_head,
+    check,
+    cut_index,
+    cut_slab,
+    directory_for_slab,
+    empty_index,
+    empty_slab,
+    fifo_for_index,
+    long_index,
+    no_index,
+    no_slab,
+    opened,
+    options,
+    other_slab,
+    running,
+    two_slabs,
+)
+from tierd.backend import Outcome
 from tierd.errors import BackendError, ConfigError
 from tierd.eviction import STORAGE_POLICIES
-from tierd.testing import suite
 from tierd.testing.suite import (
     NAMESPACE,
     OTHER_NAMESPACE,
     ROOT,
     BackendSuite,
-    Damage,
     contains,
     get,
     indexed,
     make_block,
     make_chain,
-    payload_of,
     put,
 )
-from tierd.types import PAGE_BYTES, slot_bytes_for
-from tierd_backends.file import FileBackend, FileOptions
+from tierd.types import PAGE_BYTES
+from tierd_backends.file import FileBackend
 from tierd_backends.file import space as space_module
 from tierd_backends.file.shelf import Shelf
 from tierd_backends.file.slab import Slab, slab_bytes
@@ -47,125 +66,10 @@ from tierd_backends.file.slab_index import ENTRY_BYTES, FREE_ENTRY, entry_at
 
 needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
 
-BLOCK_BYTES = 3 * PAGE_BYTES + 100
-SLOT_BYTES = slot_bytes_for(BLOCK_BYTES)
-
-
-def options(path, capacity=64 << 20, **more):
-    return FileOptions(**{"path": str(path), "capacity": capacity, "reserve_free": 0, **more})
-
-
-async def opened(path, capacity=64 << 20, **more):
-    backend = FileBackend.from_options(options(path, capacity, **more))
-    await backend.open()
-    return backend
-
-
-@contextlib.asynccontextmanager
-async def running(path, capacity=64 << 20, **more):
-    async with suite.running(FileBackend.from_options(options(path, capacity, **more))) as backend:
-        yield backend
-
-
-def check(backend):
-    """Every record is in one state, and what is counted is what the files occupy."""
-    space = backend._space
-    slabs = 0
-    for shelf in space.shelves.values():
-        shelf.check()
-        slabs += len(shelf.slabs)
-    assert space.used_bytes == occupied(backend._directory.path)
-    assert space.used_bytes <= space.capacity_bytes
-    return slabs
-
-
-def occupied(path):
-    return sum(p.stat().st_size for p in path.glob("*/*") if p.suffix in (".slab", ".index"))
-
 
 def disk_usage(path):
     """What du would say of the tier's files."""
     return sum(p.stat().st_blocks * 512 for p in path.glob("*/*"))
-
-
-class FileSuite(BackendSuite, abstract=True):
-    """Hooks that read and write the slab files directly."""
-
-    bounded = True
-    direct = True
-
-    @pytest.fixture
-    def folder(self, tmp_path):
-        """Where the tier lies; a subclass puts it on another file system."""
-        return tmp_path / "tier"
-
-    @pytest.fixture(autouse=True)
-    def _remember_folder(self, folder):
-        self.path = folder
-
-    async def make_backend(self, tmp_path, capacity_bytes):
-        self.more = {"capacity": capacity_bytes or 256 << 20}
-        return await self._open()
-
-    async def reopen(self, backend):
-        await backend.close()
-        return await self._open()
-
-    async def _open(self):
-        backend = await opened(self.path, **self.more)
-        assert backend.direct is self.direct
-        return backend
-
-    async def damage(self, backend, key, how, offset):
-        path, at, record_bytes = find_record(self.path, key)
-        with path.open("r+b") as file:
-            file.seek(at)
-            raw = bytearray(file.read(record_bytes))
-            header = unpack_header(bytes(raw))
-            assert header is not None
-            match how:
-                case Damage.FLIP_HEADER:
-                    raw[offset] ^= 1
-                case Damage.FLIP_PAYLOAD:
-                    raw[PAGE_BYTES + offset] ^= 1
-                case Damage.TRUNCATE:
-                    file.truncate(at + PAGE_BYTES + offset)
-                    return
-                case Damage.OVERSIZE:
-                    longer = payload_of(key, header.length + offset)
-                    header = BlockHeader(key, header.parent, len(longer), checksum(longer))
-                    raw[:HEADER_BYTES] = pack_header(header)
-                    raw[PAGE_BYTES:] = longer[: record_bytes - PAGE_BYTES].ljust(
-                        record_bytes - PAGE_BYTES
-                    )
-            file.seek(at)
-            file.write(raw)
-
-    async def swap(self, backend, first, second):
-        path_1, at_1, record_bytes = find_record(self.path, first)
-        path_2, at_2, _ = find_record(self.path, second)
-        with path_1.open("r+b") as one, path_2.open("r+b") as other:
-            one.seek(at_1)
-            other.seek(at_2)
-            raw_1, raw_2 = one.read(record_bytes), other.read(record_bytes)
-            one.seek(at_1)
-            other.seek(at_2)
-            one.write(raw_2)
-            other.write(raw_1)
-
-
-def find_record(path, key):
-    """File, offset and size of the record that holds `key`, by reading every header page."""
-    for slab in sorted((path / key.namespace.hex()).glob("*.slab")):
-        head = slab.with_suffix(".index").read_bytes()[:64]
-        record_bytes = PAGE_BYTES + int.from_bytes(head[16:24], "little")
-        with slab.open("rb") as file:
-            for at in range(0, slab.stat().st_size, record_bytes):
-                file.seek(at)
-                header = unpack_header(file.read(HEADER_BYTES))
-                if header is not None and header.key == key:
-                    return slab, at, record_bytes
-    raise AssertionError(f"{key} is in no slab")
 
 
 class TestDisk(FileSuite):
@@ -338,95 +242,27 @@ async def test_prompts_are_private(tmp_path):
 # Restart.
 
 
-async def two_slabs(path):
-    """A tier with two slabs of 8 blocks each, and those blocks."""
-    capacity = 8 * slab_bytes(8, SLOT_BYTES)
-    async with running(path, capacity=capacity) as backend:
-        blocks = make_chain("slabs", 16, BLOCK_BYTES)
-        assert await put(backend, blocks[:8]) == [Outcome.STORED] * 8
-        assert await put(backend, blocks[8:]) == [Outcome.STORED] * 8
-        assert check(backend) == 2
-    return blocks, capacity
-
-
-def _cut_slab(folder):
-    os.truncate(folder / "00000002.slab", 3 * (PAGE_BYTES + SLOT_BYTES) + 5)
-
-
-def _empty_slab(folder):
-    os.truncate(folder / "00000002.slab", 0)
-
-
-def _cut_index(folder):
-    os.truncate(folder / "00000002.index", entry_at(3) + ENTRY_BYTES - 1)
-
-
-def _long_index(folder):
-    os.truncate(folder / "00000002.index", 1 << 20)
-
-
-def _no_index(folder):
-    (folder / "00000002.index").unlink()
-
-
-def _no_slab(folder):
-    (folder / "00000002.slab").unlink()
-
-
-def _empty_index(folder):
-    os.truncate(folder / "00000002.index", 0)
-
-
-def _bad_index_head(folder):
-    with (folder / "00000002.index").open("r+b") as file:
-        file.seek(12)
-        file.write(b"\xff\xff\xff\xff")
-
-
-def _bad_entries(folder):
-    with (folder / "00000002.index").open("r+b") as file:
-        for record in range(3, 8):
-            file.seek(entry_at(record) + 40)
-            file.write(b"\xff")
-
-
-def _directory_for_slab(folder):
-    (folder / "00000002.slab").unlink()
-    (folder / "00000002.slab").mkdir()
-
-
 def _directory_for_index(folder):
     (folder / "00000002.index").unlink()
     (folder / "00000002.index").mkdir()
 
 
-def _fifo_for_index(folder):
-    (folder / "00000002.index").unlink()
-    os.mkfifo(folder / "00000002.index")
-
-
-def _other_slab(folder):
-    (folder / "00000001.slab").rename(folder / "swap")
-    (folder / "00000002.slab").rename(folder / "00000001.slab")
-    (folder / "swap").rename(folder / "00000002.slab")
-
-
 @pytest.mark.parametrize(
     ("harm", "left"),
     [
-        (_cut_slab, 3),
-        (_empty_slab, 0),
-        (_cut_index, 3),
-        (_long_index, 8),
-        (_no_index, 0),
-        (_no_slab, 0),
-        (_empty_index, 0),
-        (_bad_index_head, 0),
-        (_bad_entries, 3),
-        (_directory_for_slab, 0),
+        (cut_slab, 3),
+        (empty_slab, 0),
+        (cut_index, 3),
+        (long_index, 8),
+        (no_index, 0),
+        (no_slab, 0),
+        (empty_index, 0),
+        (bad_index_head, 0),
+        (bad_entries, 3),
+        (directory_for_slab, 0),
         (_directory_for_index, 0),
-        (_fifo_for_index, 0),
-        (_other_slab, None),
+        (fifo_for_index, 0),
+        (other_slab, None),
     ],
 )
 async def test_harmed_while_closed(tmp_path, harm, left):
@@ -443,7 +279,7 @@ async def test_harmed_while_closed(tmp_path, harm, left):
         again = await put(backend, blocks)
         assert set(again) <= {Outcome.STORED, Outcome.PRESENT}
         assert await get(backend, blocks) == [Outcome.HIT] * 16
-        if left == 0 and harm is not _empty_slab:
+        if left == 0 and harm is not empty_slab:
             assert backend.counters["lost_slabs_total"] == 1
     async with running(tmp_path, capacity=capacity) as backend:
         assert await get(backend, blocks) == [Outcome.HIT] * 16

@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 
-from tests.backends import test_file_backend as disk
-from tests.backends.test_file_backend import BLOCK_BYTES, SLOT_BYTES, running
+from tests.support.tiers import file_tier as disk
+from tests.support.tiers.file_check import check, kinds
+from tests.support.tiers.file_tier import BLOCK_BYTES, SLOT_BYTES, running
 from tierd.backend import Outcome
 from tierd.cli.main import main
 from tierd.errors import ConfigError
 from tierd.testing.suite import NAMESPACE, OTHER_NAMESPACE, get, make_chain, put
 from tierd.types import PAGE_BYTES
 from tierd_backends.file import directory, fsck
-from tierd_backends.file.fsck import check_store
 from tierd_backends.file.slab import Slab, data_path, index_path
 
 RECORD_BYTES = PAGE_BYTES + SLOT_BYTES
@@ -27,14 +27,6 @@ async def tier(tmp_path):
     path = tmp_path / "tier"
     blocks, capacity = await disk.two_slabs(path)
     return path, blocks, capacity
-
-
-def check(path, *, repair=False, quick=False, tell=lambda done, whole: None):
-    return check_store(path, threads=2, repair=repair, quick=quick, tell=tell)
-
-
-def kinds(report):
-    return {kind: found.count for kind, found in report.damage.items()}
 
 
 def contents(path):
@@ -103,16 +95,16 @@ def _other_slots(folder):
         (_flip_header, {fsck.BAD_HEADER: 1}, 15),
         (_swap_records, {fsck.BAD_HEADER: 2}, 14),
         (_other_slots, {fsck.OTHER_SLOTS: 1}, 8),
-        (disk._cut_slab, {fsck.LOST: 5, fsck.WRONG_SIZE: 1}, 11),
-        (disk._empty_slab, {fsck.LOST: 8, fsck.WRONG_SIZE: 1}, 8),
-        (disk._cut_index, {fsck.BAD_ENTRY: 1, fsck.WRONG_SIZE: 1}, 11),
-        (disk._long_index, {fsck.WRONG_SIZE: 1}, 16),
-        (disk._no_index, {fsck.UNUSABLE: 1}, 8),
-        (disk._no_slab, {fsck.UNUSABLE: 1}, 8),
-        (disk._empty_index, {fsck.UNUSABLE: 1}, 8),
-        (disk._bad_index_head, {fsck.UNUSABLE: 1}, 8),
-        (disk._bad_entries, {fsck.BAD_ENTRY: 5}, 11),
-        (disk._other_slab, {fsck.BAD_HEADER: 16}, 0),
+        (disk.cut_slab, {fsck.LOST: 5, fsck.WRONG_SIZE: 1}, 11),
+        (disk.empty_slab, {fsck.LOST: 8, fsck.WRONG_SIZE: 1}, 8),
+        (disk.cut_index, {fsck.BAD_ENTRY: 1, fsck.WRONG_SIZE: 1}, 11),
+        (disk.long_index, {fsck.WRONG_SIZE: 1}, 16),
+        (disk.no_index, {fsck.UNUSABLE: 1}, 8),
+        (disk.no_slab, {fsck.UNUSABLE: 1}, 8),
+        (disk.empty_index, {fsck.UNUSABLE: 1}, 8),
+        (disk.bad_index_head, {fsck.UNUSABLE: 1}, 8),
+        (disk.bad_entries, {fsck.BAD_ENTRY: 5}, 11),
+        (disk.other_slab, {fsck.BAD_HEADER: 16}, 0),
     ],
 )
 async def test_damage_is_found_and_repaired(tier, harm, found, sound):
@@ -139,7 +131,7 @@ async def test_damage_is_found_and_repaired(tier, harm, found, sound):
         assert await get(backend, blocks) == [Outcome.HIT] * 16
 
 
-@pytest.mark.parametrize("harm", [disk._directory_for_slab, disk._fifo_for_index])
+@pytest.mark.parametrize("harm", [disk.directory_for_slab, disk.fifo_for_index])
 async def test_what_is_no_file_is_left(tier, harm):
     """Repair would remove what tierd has not made, or report it as repaired."""
     path, _, _ = tier
@@ -240,7 +232,7 @@ async def test_repair_that_fails_is_told(tier, monkeypatch):
 async def test_progress(tier, monkeypatch):
     """An operator would not know whether a check of a large disk goes on, or how far it is."""
     path, _, _ = tier
-    disk._bad_entries(path / NAMESPACE.hex())
+    disk.bad_entries(path / NAMESPACE.hex())
     check(path, repair=True)  # Records that hold nothing are not read.
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(fsck, "TELL_S", 0.0)

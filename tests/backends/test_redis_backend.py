@@ -24,6 +24,7 @@ from tests.support.servers.redis import (
     RedisCluster,
     RedisServer,
 )
+from tests.support.tiers.redis_tier import made, running
 from tests.support.tiers.stack import as_the_daemon_has_it
 from tierd.backend import (
     HEADER_BYTES,
@@ -32,7 +33,6 @@ from tierd.backend import (
     pack_header,
 )
 from tierd.errors import BackendError, ConfigError
-from tierd.testing import suite
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
@@ -57,16 +57,6 @@ SOON_S = 5.0
 NEVER_MS = 60_000
 
 _serials = itertools.count()
-
-
-def made(options, **more):
-    return RedisBackend.from_options(msgspec.convert({**options, **more}, RedisOptions))
-
-
-@contextlib.asynccontextmanager
-async def running(options, **more):
-    async with suite.running(made(options, **more)) as backend:
-        yield backend
 
 
 def redis_key(prefix, key):

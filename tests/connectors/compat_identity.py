@@ -17,7 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.e2e.test_vllm_identity_e2e import (
+from tests.support.daemon_process import DaemonProcess
+from tests.support.engines.engine_env import engine_python
+from tests.support.engines.identities import (
     EQUAL,
     REFUSED,
     ROOT,
@@ -26,8 +28,6 @@ from tests.e2e.test_vllm_identity_e2e import (
     compute_and_load,
     make,
 )
-from tests.support.daemon_process import DaemonProcess
-from tests.support.engines.engine_env import engine_python
 
 DATA = ROOT / "tests" / "data" / "vllm_fields"
 REPORT = DATA / "report.json"

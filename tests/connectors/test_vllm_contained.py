@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.test_vllm_connector_unit import BLOCK_TOKENS, namespace
 from tests.support.engines import fake_vllm
+from tests.support.engines.connector_bench import BLOCK_TOKENS, namespace
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tests.support.engines.token_engine import (
     ASYNC,

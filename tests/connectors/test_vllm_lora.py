@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from tests.connectors.test_vllm_connector_unit import FakeRequest, block_hash, namespace
-from tests.connectors.test_vllm_jobs import Rig
-from tests.connectors.test_vllm_layerwise import forward
+from tests.support.engines.connector_bench import FakeRequest, block_hash, namespace
 from tests.support.engines.fake_client import FakeClient, FakeDaemon, FakeHandle
+from tests.support.engines.jobs_rig import Rig
+from tests.support.engines.layers import forward
 from tierd.errors import NamespaceError
 from tierd_connectors.vllm.guard import Boundary
 from tierd_connectors.vllm.hints import NOTHING, RequestHints

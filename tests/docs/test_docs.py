@@ -10,7 +10,7 @@ import pytest
 
 from pages.measured import results
 from pages.tables import CHARTS, KINDS, LABELS, filled, labels_of, pages
-from tests.daemon.http.test_admin import ADMIN, metrics, port_of
+from tests.support.admin import ADMIN, metrics, port_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.engines.vllm_server import README_ARGUMENTS, README_TRANSFER
 from tests.support.page_texts import PAGES, codes, prose, text

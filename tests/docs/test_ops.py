@@ -11,8 +11,8 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from tests.daemon.http.test_admin import ADMIN, metrics, port_of
 from tests.support import blocks
+from tests.support.admin import ADMIN, metrics, port_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.promql import Labels, Scrape, Vector, World, grouped, matches, selectors
 from tests.support.tiers.scene import table

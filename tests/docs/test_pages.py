@@ -21,9 +21,9 @@ from typing import Final
 
 import pytest
 
-from tests.docs.test_runbook import SEED, StandIn
 from tests.support.page_texts import PAGES, codes, prose
 from tests.support.servers.redis import free_port
+from tests.support.stand_in import SEED, StandIn
 from tests.support.traffic import wait_until
 from tierd.cli.bench import tier_speed
 from tierd.cli.main import COMMANDS, main, parser_of

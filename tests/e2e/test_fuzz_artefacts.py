@@ -20,15 +20,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.backends.test_redis_backend import running as redis_running
-from tests.daemon.jobs.test_hotset_daemon import Life as HotLife
-from tests.daemon.l2.test_incarnations import RECORDS as RECORDS_OF_A_LEDGER
-from tests.daemon.l2.test_incarnations import OneLife, ledger_with
 from tests.support import blocks as named
 from tests.support import damages
+from tests.support.hotset_life import Life as HotLife
+from tests.support.one_life import RECORDS as RECORDS_OF_A_LEDGER
+from tests.support.one_life import OneLife, ledger_with
 from tests.support.page_engine import chain, content
 from tests.support.servers import fake_s3
 from tests.support.servers.fake_s3 import FakeS3
+from tests.support.tiers.redis_tier import running as redis_running
 from tierd import backend as backend_module
 from tierd.backend import HEADER_BYTES, Backend, CheckReport, Outcome
 from tierd.cli.warm.journal import FinishedUnit, WarmJournal

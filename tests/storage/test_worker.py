@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.test_file_backend import FileSuite, options
+from tests.support.tiers.file_tier import FileSuite, options
 from tests.support.tiers.worker_backends import SCRIBBLE, OddBackend, OddOptions
 from tierd import child
 from tierd.backend import GetRequest, Outcome, PutRequest

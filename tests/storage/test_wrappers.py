@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends import test_file_backend
-from tests.testing import test_memory_backend
+from tests.support.tiers import file_tier, memory_tier
 from tierd.backend import HEADER_BYTES, Backend, GetRequest, GetResult, Outcome, PutRequest
 from tierd.errors import BackendError
 from tierd.storage.breaker import BreakerBackend
@@ -88,7 +87,7 @@ class WrappedSuite(BackendSuite, abstract=True):
         return await self._opened()
 
 
-class MemorySuite(WrappedSuite, test_memory_backend.TestMemory, abstract=True):
+class MemorySuite(WrappedSuite, memory_tier.MemorySuite, abstract=True):
     def bare(self) -> Backend:
         return MemoryBackend(self.capacity, blocks=self.blocks, marks=self.marks)
 
@@ -105,7 +104,7 @@ class MemorySuite(WrappedSuite, test_memory_backend.TestMemory, abstract=True):
         await super().swap(core(backend), first, second)
 
 
-class FileSuite(WrappedSuite, test_file_backend.FileSuite, abstract=True):
+class FileSuite(WrappedSuite, file_tier.FileSuite, abstract=True):
     @pytest.fixture
     def folder(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
@@ -113,7 +112,7 @@ class FileSuite(WrappedSuite, test_file_backend.FileSuite, abstract=True):
 
     def bare(self) -> Backend:
         return FileBackend.from_options(
-            test_file_backend.options(self.path, capacity=self.capacity or 256 << 20)
+            file_tier.options(self.path, capacity=self.capacity or 256 << 20)
         )
 
     async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers.memory_tier import MemorySuite
 from tierd.backend import (
     HEADER_BYTES,
     Backend,
@@ -31,56 +32,24 @@ from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulatio
 from tierd.testing.suite import (
     NAMESPACE,
     ROOT,
-    BackendSuite,
-    Damage,
     SelfNamingBlock,
     Slots,
     check_result,
     contains,
-    damaged,
     get,
     make_block,
     make_chain,
     put,
     scanned,
 )
-from tierd.types import PAGE_BYTES, BlockKey
+from tierd.types import PAGE_BYTES
 
 BLOCK_BYTES = 5_000
 SLOT_BYTES = 2 * PAGE_BYTES
 
 
-class TestMemory(BackendSuite):
-    """Checks made with the fake would prove nothing if the fake broke the contract."""
-
-    bounded = True
-    plan = NO_FAULTS
-
-    async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:
-        backend = MemoryBackend(capacity_bytes, plan=self.plan)
-        await backend.open()
-        return backend
-
-    async def reopen(self, backend: Backend) -> Backend:
-        assert isinstance(backend, MemoryBackend)
-        await backend.close()
-        capacity_bytes = backend.stats().capacity_bytes or None
-        again = MemoryBackend(
-            capacity_bytes, plan=self.plan, blocks=backend.blocks, marks=backend.kept_marks
-        )
-        await again.open()
-        return again
-
-    async def damage(self, backend: Backend, key: BlockKey, how: Damage, offset: int) -> None:
-        assert isinstance(backend, MemoryBackend)
-        stored = backend.blocks[key]
-        raw = damaged(stored.header + stored.payload, how, offset)
-        backend.blocks[key] = StoredBlock(raw[:HEADER_BYTES], raw[HEADER_BYTES:])
-
-    async def swap(self, backend: Backend, first: BlockKey, second: BlockKey) -> None:
-        assert isinstance(backend, MemoryBackend)
-        blocks = backend.blocks
-        blocks[first], blocks[second] = blocks[second], blocks[first]
+class TestMemory(MemorySuite):
+    """Without faults it is sound."""
 
 
 class SlowMemory(TestMemory, abstract=True):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.admin import ADMIN, WAIT_S, fetch, metrics, port_of
 from tests.support.blocks import chain, namespace, payload
 from tests.support.daemon_process import DaemonProcess
 from tests.support.prometheus import Family, read
@@ -31,7 +32,6 @@ from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.errors import ConfigError
 
-WAIT_S = 20.0
 BLOCK_BYTES = 4096
 
 # --- the table ------------------------------------------------------------------------
@@ -200,29 +200,6 @@ def test_the_configuration_of_admin() -> None:
 
 
 # --- the daemon ---------------------------------------------------------------------
-
-ADMIN = '\n[admin]\nlisten = "127.0.0.1:0"\n'
-
-
-def port_of(daemon: DaemonProcess) -> int:
-    found = re.findall(r"metrics and health on http://127\.0\.0\.1:(\d+)", daemon.log.read_text())
-    return int(found[-1])
-
-
-def fetch(port: int, path: str, method: str = "GET") -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    connection.request(method, path)
-    response = connection.getresponse()
-    body = response.read().decode()
-    connection.close()
-    return response, body
-
-
-def metrics(port: int) -> dict[str, Family]:
-    response, body = fetch(port, "/metrics")
-    assert response.status == 200
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    return read(body)
 
 
 @pytest.fixture(scope="module")

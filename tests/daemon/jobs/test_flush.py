@@ -6,17 +6,16 @@ import asyncio
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.support import blocks
 from tests.support.daemon_process import DaemonProcess
-from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config, key, run
+from tests.support.tiers.bench import SPACE, Bench, Tier, config, key, run
+from tests.support.tiers.flushing import OTHER, SlowTier, begin, flush, now, until
 from tierd.backend import (
     BlockHeader,
     GetRequest,
-    GetResult,
     Outcome,
     PutRequest,
     checksum,
@@ -26,53 +25,14 @@ from tierd.cli.flush import _matches_nothing
 from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon.jobs import flush as flush_module
-from tierd.daemon.jobs.flush import FlushJob
 from tierd.daemon.session.orders import Orders
-from tierd.errors import BackendError, RefusedError, RemoteProtocolError
+from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.testing.backend import StoredBlock
 from tierd.testing.simulation.keeper import Keeper
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
 
 NS = 10**9
-OTHER = blocks.namespace(PAGE, model="other")
-
-
-class SlowTier(Tier):
-    """Takes its time to keep a mark and to delete, and may fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mark_takes_s = 0.0
-        self.marking = False
-        self.delete_takes_s = 0.0
-        self.delete_fails = 0
-        self.deleting = False
-        self.late_s = 0.0
-
-    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
-        late_s = self.late_s
-        results = await super().get_into(namespace, requests)
-        await asyncio.sleep(late_s)
-        return results
-
-    async def add_mark(self, mark: str) -> None:
-        self.marking = True
-        await asyncio.sleep(self.mark_takes_s)
-        await super().add_mark(mark)
-
-    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
-        self.deleting = True
-        await asyncio.sleep(self.delete_takes_s)
-        if self.delete_fails:
-            self.delete_fails -= 1
-            raise BackendError("the disk is on fire")
-        return await super().delete_many(namespace, hashes)
-
-
-def now(bench: Bench, block_hash: bytes) -> BlockKey:
-    """Where the first tier has a block, as it is now."""
-    return BlockKey(bench.tiers[0].epochs.now(SPACE.digest), block_hash)
 
 
 def plant(
@@ -85,25 +45,6 @@ def plant(
     raw.blocks[where] = StoredBlock(header, payload)
 
 
-async def flush(
-    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
-) -> FlushJob:
-    """A flush to its end."""
-    work = begin(bench, prefix, host=host, tiers=tiers)
-    await work.done.wait()
-    return work
-
-
-def begin(
-    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
-) -> FlushJob:
-    flushes = bench.node.flushes
-    numbers = list(range(len(bench.tiers))) if tiers is None else tiers
-    work = flushes.begin(prefix, host=host, numbers=numbers)
-    bench.node.spawn(lambda: flushes.run(work), "flush")
-    return work
-
-
 async def told_of(bench: Bench) -> list[dict[str, object]]:
     """What a flush of everything says of the tiers."""
     status = (await flush(bench)).status()
@@ -111,12 +52,6 @@ async def told_of(bench: Bench) -> list[dict[str, object]]:
     tiers = status["tiers"]
     assert isinstance(tiers, list)
     return tiers
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(100):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_nothing_is_served_again_and_the_counts_are_right() -> None:

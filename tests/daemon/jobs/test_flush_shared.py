@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from tests.daemon.jobs.test_flush import begin, flush, until
 from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config
+from tests.support.tiers.flushing import begin, flush, until
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark

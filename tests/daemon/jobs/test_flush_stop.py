@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.daemon.jobs.test_flush import OTHER, SlowTier, begin, flush, now, until
 from tests.daemon.jobs.test_flush_shared import fleet
 from tests.support import blocks
 from tests.support.tiers.bench import SPACE, Bench, config, run
+from tests.support.tiers.flushing import OTHER, SlowTier, begin, flush, now, until
 from tierd.config import WritePolicy
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX
 

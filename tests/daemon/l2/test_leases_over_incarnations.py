@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.daemon.l2.test_incarnations import (
+from tests.support import blocks
+from tests.support.one_life import (
     CAPACITY,
     SEGMENT,
     ManualClock,
     OneLife,
     held_by_nobody,
 )
-from tests.support import blocks
 from tierd.core.reasons import Dropped
 from tierd.core.space import Space
 from tierd.memory import past

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.connectors.test_vllm_jobs import Rig
 from tests.support.daemon_process import DaemonProcess
+from tests.support.engines.jobs_rig import Rig
 from tests.support.page_engine import chain, content, namespace, parents_of
 from tierd.client import Client, Handle
 from tierd_connectors.vllm.guard import Boundary

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.connectors.test_vllm_connector_unit import BLOCK_TOKENS, Bench, FakeRequest
 from tests.support import blocks
 from tests.support.daemon_process import DaemonProcess
+from tests.support.engines.connector_bench import BLOCK_TOKENS, Bench, FakeRequest
 from tests.support.engines.fake_client import FakeDaemon
 from tests.support.tiers.bench import Bench as NodeBench
 from tests.support.tiers.bench import run

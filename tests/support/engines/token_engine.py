@@ -21,11 +21,11 @@ from unittest import mock
 
 import numpy as np
 
-from tests.connectors.test_vllm_connector_unit import BLOCK_TOKENS, ROOT, namespace
-from tests.connectors.test_vllm_jobs import close_descriptors
-from tests.connectors.test_vllm_layerwise import Turns
 from tests.support.engines import fake_vllm
+from tests.support.engines.connector_bench import BLOCK_TOKENS, ROOT, namespace
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
+from tests.support.engines.jobs_rig import close_descriptors
+from tests.support.engines.layers import Turns
 from tierd.device.engine_host import HostExport
 from tierd_connectors.vllm.worker.layout import TensorView, blocks_of
 
