@@ -49,10 +49,11 @@ from tierd.storage.circuit import Circuit
 from tierd.testing import backend as backend_module
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
 from tierd.testing.simulation import run as simulation_module
-from tierd.testing.simulation.engine import Habits, SimulatedSession
+from tierd.testing.simulation.engine import SimulatedSession
 from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.plan import Habits, WorldPlan
 from tierd.testing.simulation.run import simulate
-from tierd.testing.simulation.world import Violation, World, WorldPlan
+from tierd.testing.simulation.world import Violation, World
 from tierd.types import PAGE_BYTES, BlockKey
 from tierd.wire import messages as m
 

@@ -12,8 +12,9 @@ from tests.support.engines.fake_vllm import connector_module
 from tests.support.simulation.engine import EngineProcess, Ways
 from tests.support.simulation.pool import BLOCK_TOKENS, WORDS, Model, Request
 from tests.support.simulation.threads import Process, pause, virtual_process
+from tierd.testing.simulation.plan import WorldPlan
 from tierd.testing.simulation.run import simulate
-from tierd.testing.simulation.world import RunRecord, World, WorldPlan
+from tierd.testing.simulation.world import RunRecord, World
 
 STEPS_MAX = 20_000
 """Steps of one process, beyond which its requests do not get on."""

@@ -10,42 +10,23 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from tierd.errors import RemoteProtocolError
 from tierd.shared_memory.mapping import SharedMapping
 from tierd.testing.simulation.connection import SimulatedConnection
+from tierd.testing.simulation.plan import Habits
+from tierd.testing.simulation.world import World
 from tierd.types import Namespace
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
-
-if TYPE_CHECKING:
-    from tierd.testing.simulation.world import World
 
 Call = m.Register | m.Acquire | m.Reserve | m.Commit | m.Status
 _Reply = TypeVar("_Reply", m.Registered, m.Acquired, m.Reserved, m.Committed, m.StatusReply)
 
 REPLY_S_MAX = 120.0
 """Virtual seconds after which an engine gives a session up; the referee speaks up before."""
-
-
-@dataclass(slots=True)
-class Habits:
-    """How fast an engine is, and the chances, 0 to 1, of what it does now and then.
-
-    `pace_s` is the mean pause between requests.
-    """
-
-    pace_s: float = 0.01
-    die: float = 0.2
-    garbage: float = 0.02
-    meddle: float = 0.1
-    cancel: float = 0.15
-    pause: float = 0.05
-    forget: float = 0.2
-    break_off: float = 0.2
 
 
 class SimulatedSession:

@@ -22,8 +22,9 @@ from tierd.backend import (
     unpack_header,
 )
 from tierd.testing.backend import StoredBlock
+from tierd.testing.simulation.plan import TierPlan
 from tierd.testing.simulation.watched import WatchedBackend
-from tierd.testing.simulation.world import TierPlan, World
+from tierd.testing.simulation.world import World
 from tierd.types import BlockKey
 
 LATE_DEADLINES: Final = 2.0
@@ -103,7 +104,9 @@ class LateBackend(WatchedBackend):
             world.landing -= 1
             world.unheard -= given_up
             life = world.life
-            effect(life.backends[self._number] if life is not None else self)
+            now = life.backends[self._number] if life is not None else self
+            assert isinstance(now, LateBackend)
+            effect(now)
             landed.set()
 
         world.landing += 1

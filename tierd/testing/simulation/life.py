@@ -31,7 +31,8 @@ from tierd.testing.loop import VirtualClock
 from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.keeper import Keeper
 from tierd.testing.simulation.late import LateBackend
-from tierd.testing.simulation.world import World, WorldPlan
+from tierd.testing.simulation.plan import WorldPlan
+from tierd.testing.simulation.world import World
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
 from tierd.wire.frames import HEAD_BYTES, FrameDecoder
@@ -417,6 +418,13 @@ class DaemonIncarnation:
 def _past(keeper: Keeper) -> list[str]:
     """Of lives, what is kept besides their memory."""
     return [name for name in keeper.names() if "-" in name]
+
+
+def current(world: World) -> DaemonIncarnation | None:
+    """The life that runs in a world now."""
+    life = world.life
+    assert life is None or isinstance(life, DaemonIncarnation)
+    return life
 
 
 class Referee:

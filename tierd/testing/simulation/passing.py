@@ -12,7 +12,8 @@ from random import Random
 from typing import Final
 
 from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
-from tierd.testing.simulation.world import World, WorldPlan
+from tierd.testing.simulation.plan import WorldPlan
+from tierd.testing.simulation.world import World
 from tierd.wire import messages as m
 
 RESET_CHANCE: Final = 0.4

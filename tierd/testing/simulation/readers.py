@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from tierd.testing.simulation.engine import Habits, SimulatedEngine, SimulatedSession
+from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
 from tierd.testing.simulation.life import DaemonIncarnation
-from tierd.testing.simulation.world import ROOT, World, WorldPlan
+from tierd.testing.simulation.plan import Habits, WorldPlan
+from tierd.testing.simulation.world import ROOT, World
 from tierd.types import HASH_BYTES, Namespace
 from tierd.wire import messages as m
 

@@ -24,21 +24,14 @@ from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
 from tierd.testing.faulty import FaultPlan, InjectedFault
 from tierd.testing.loop import SimulationLoop, run_simulation
-from tierd.testing.simulation.engine import Habits, SimulatedEngine, SimulatedSession
+from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
 from tierd.testing.simulation.keeper import Keeper
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.life import DaemonIncarnation, current
 from tierd.testing.simulation.passing import run_resets
+from tierd.testing.simulation.plan import Habits, Hostility, TierPlan, WorldPlan
 from tierd.testing.simulation.readers import run_readers
 from tierd.testing.simulation.succession import next_life
-from tierd.testing.simulation.world import (
-    ROOT,
-    Hostility,
-    RunRecord,
-    TierPlan,
-    Violation,
-    World,
-    WorldPlan,
-)
+from tierd.testing.simulation.world import ROOT, RunRecord, Violation, World
 from tierd.testing.simulation.worst import (
     PATIENT_MS,
     make_forgetful,
@@ -310,8 +303,9 @@ async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Even
         await _sleep_until(over, duration_s)
         world.down.discard(number)
         await asyncio.sleep(plan.back_within_s)
-        if world.life is not None:
-            world.life.check_back(number)
+        life = current(world)
+        if life is not None:
+            life.check_back(number)
 
 
 async def _flushes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
@@ -322,7 +316,7 @@ async def _flushes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
         return
     for _ in range(random.randint(1, 3)):
         await _sleep_until(over, random.expovariate(1 / 0.2))
-        life = world.life
+        life = current(world)
         if life is not None and life.accepting:
             digest = random.choice(random.choice(plan.engines)).digest
             await life.flush(digest.hex() if random.random() < 0.7 else "")
@@ -335,7 +329,7 @@ async def _warms(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
         return
     while not over.is_set():
         await _sleep_until(over, random.expovariate(1 / 0.1))
-        life = world.life
+        life = current(world)
         if life is not None and life.accepting and world.chains:
             ranks, chain = random.choice(plan.engines), random.choice(world.chains)
             want = WarmOrder(random.randint(0, len(plan.tiers)), verify=random.random() < 0.3)
@@ -350,15 +344,15 @@ async def _sleep_until(over: asyncio.Event, seconds: float) -> None:
 
 async def _settle(world: World, plan: WorldPlan) -> None:
     """With all clients gone and the disks well, nothing may be left of them."""
-    while world.life is None or not world.life.accepting:
+    while (life := current(world)) is None or not life.accepting:
         await asyncio.sleep(0.01)
-    world.life.calm()
+    life.calm()
     while world.landing:
         await asyncio.sleep(1.0)
     calls_s = max((tier.config.deadline_ms / 1000 for tier in plan.tiers), default=0.0)
     quiet_s = SHARED_QUIET_S if any(tier.shared for tier in plan.tiers) else QUIET_S
     await asyncio.sleep(plan.lease_ttl_ms / 1000 + 2 * HOUSEKEEPING_S + calls_s + quiet_s)
-    world.life.check_quiet()
+    life.check_quiet()
 
 
 async def _audit(world: World, plan: WorldPlan) -> None:
@@ -368,7 +362,7 @@ async def _audit(world: World, plan: WorldPlan) -> None:
         world.counts["kept_descriptors"] += len(world.keeper.names())
         world.keeper.close()
     await next_life(world, plan, faulty=False, kill=False)
-    life = world.life
+    life = current(world)
     assert life is not None
     if world.disks:
         for ranks in {rank.digest: rank for engine in plan.engines for rank in engine}.values():
@@ -399,13 +393,14 @@ async def _audit_rank(world: World, rank: Namespace) -> None:
     if registered is None:
         world.fail("the auditor cannot register")
         return
-    assert world.life is not None
-    host = world.life.node.host
+    life = current(world)
+    assert life is not None
+    host = life.node.host
     space = host.spaces[rank.digest]
     room = host.capacity_bytes // space.segment_bytes * space.slots_per_segment
     for chain in world.chains:
         sound = min(_sound_prefix(world, rank, chain), room)
-        counters = world.life.node.counters
+        counters = life.node.counters
         found, refused = 0, -1
         # A damaged copy in one tier does not hide a sound one in the next; only what had no
         # room may come at the next try.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from tierd.testing.simulation.life import DaemonIncarnation
-from tierd.testing.simulation.world import World, WorldPlan
+from tierd.testing.simulation.life import DaemonIncarnation, current
+from tierd.testing.simulation.plan import WorldPlan
+from tierd.testing.simulation.world import World
 
 
 def forget_some(world: World, plan: WorldPlan, life: DaemonIncarnation, random: Random) -> None:
@@ -21,7 +22,7 @@ def forget_some(world: World, plan: WorldPlan, life: DaemonIncarnation, random: 
 
 async def next_life(world: World, plan: WorldPlan, *, faulty: bool, kill: bool) -> None:
     """Stop the daemon, or kill it, and start another one."""
-    life = world.life
+    life = current(world)
     assert life is not None
     world.life = None
     world.counts["restarts"] += 1

@@ -13,7 +13,8 @@ from tierd.errors import BackendError
 from tierd.storage.breaker import PROBE_NAMESPACE
 from tierd.testing.backend import MemoryBackend
 from tierd.testing.faulty import NO_FAULTS
-from tierd.testing.simulation.world import TierPlan, World
+from tierd.testing.simulation.plan import TierPlan
+from tierd.testing.simulation.world import World
 from tierd.types import DIGEST_BYTES, BlockKey
 
 

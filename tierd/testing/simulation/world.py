@@ -7,31 +7,22 @@ and restarts. The world outlives the daemon: the disks and the chains are its ow
 from __future__ import annotations
 
 import asyncio
-import enum
 import hashlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import Epochs, scope_of, split_scope, unpack_mark
-from tierd.testing.backend import StoredBlock
-from tierd.testing.faulty import FaultPlan, InjectedFault
+from tierd.testing.backend import MemoryBackend, StoredBlock
 from tierd.testing.loop import SimulationLoop
 from tierd.testing.simulation.connection import SimulatedConnection
-from tierd.testing.simulation.engine import Habits
 from tierd.testing.simulation.keeper import Keeper
 from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
-if TYPE_CHECKING:
-    from tierd.testing.simulation.life import DaemonIncarnation
-
 ROOT: Final = hashlib.sha256(b"simulation").digest()
 
-BACK_SLACK_S: Final = 0.5
-"""For a backend that takes its time to let go of a hung probe."""
 
 REMARKS_MAX: Final = 8
 
@@ -39,19 +30,27 @@ RUN_S_MAX: Final = 3600.0
 """Virtual time that a world gets; beyond it somebody waits for what never comes."""
 
 
+class RunningDaemon(Protocol):
+    """The daemon that runs now, as far as its world knows it: see `life.current`."""
+
+    @property
+    def accepting(self) -> bool: ...
+
+    @property
+    def backends(self) -> Sequence[MemoryBackend]: ...
+
+    @property
+    def leases(self) -> Mapping[int, object]: ...
+
+    @property
+    def writers(self) -> Mapping[int, object]: ...
+
+    def adopt(self, connection: SimulatedConnection, name: str) -> None:
+        """A client has connected."""
+
+
 class Violation(AssertionError):  # noqa: N818  # it is the daemon's, not the program's
     """A promise of the daemon was broken."""
-
-
-class Hostility(enum.Enum):
-    """What is out for the worst in a world."""
-
-    NONE = "none"
-    LEASES = "leases"
-    """Crashes come when leases have most to lose, and others want their memory at once."""
-    STORAGE = "storage"
-    """Calls take effect after they were given up, parts are away at one start and back at the
-    next, and flushes come when that does most harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,68 +59,6 @@ class RunRecord:
 
     digest: str
     counts: Counter[str]
-
-
-@dataclass(frozen=True, slots=True)
-class TierPlan:
-    """One storage tier: what it can hold, what goes wrong, and how it is configured.
-
-    `outages` are (pause, duration) in seconds, one after the other: all calls hang, or all
-    fail, and then all is as it was.
-    """
-
-    disk_bytes: int | None
-    faults: FaultPlan
-    outages: list[tuple[float, float]]
-    hangs: bool
-    config: StorageConfig
-    late: float = 0.0
-    """Chance that a call which stores or drops is not answered and takes effect later, whether
-    or not it has been given up by then."""
-    hides: float = 0.0
-    """Chance, at each start, that a part of what it has cannot be read in this life."""
-    shared: bool = False
-    """Whether another node has the same blocks in it."""
-    forgets: bool = False
-    """Whether it drops blocks by itself, some or all, while it serves."""
-
-    @property
-    def lossless(self) -> bool:
-        """Whether what it was given and has not refused is there for ever."""
-        return self.sound and not self.forgets
-
-    @property
-    def sound(self) -> bool:
-        """Whether it answers, has room, and only forgets, if at all."""
-        harmful = set(self.faults.chances) - {InjectedFault.LINGER}
-        sound = not harmful and not self.outages and not self.late and not self.hides
-        return self.disk_bytes is None and sound
-
-    @property
-    def back_within_s(self) -> float:
-        """How soon it is used again after an outage: a probe that hangs, a pause, another one."""
-        return (self.config.deadline_ms + self.config.probe_ms) / 1000 + BACK_SLACK_S
-
-
-@dataclass(frozen=True, slots=True)
-class WorldPlan:
-    """One world, drawn from its seed."""
-
-    capacity_bytes: int
-    segment_bytes: int
-    lease_ttl_ms: int
-    eviction: str
-    prefetch: PrefetchConfig
-    tiers: list[TierPlan]
-    engines: list[list[Namespace]]
-    habits: Habits
-    sessions: int
-    requests: int
-    restarts: int
-    kills: bool
-    keeps: bool
-    """Whether a service manager keeps host memory from one life to the next."""
-    hostility: Hostility = Hostility.NONE
 
 
 @dataclass(slots=True)
@@ -158,7 +95,7 @@ class World:
     """Blocks that a complete flush had dropped when they landed, or came back."""
     lossless: bool = False
     network_s: float = 0.0
-    life: DaemonIncarnation | None = None
+    life: RunningDaemon | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     withheld: list[set[BlockKey]] = field(default_factory=list)
@@ -213,7 +150,7 @@ class World:
         self._payloads[key] = payload
 
     def connect(
-        self, name: str, random: Random, life: DaemonIncarnation | None = None
+        self, name: str, random: Random, life: RunningDaemon | None = None
     ) -> SimulatedConnection | None:
         """A connection to this daemon, or to the one that runs now, if one does."""
         life = life or self.life

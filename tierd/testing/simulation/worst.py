@@ -14,11 +14,11 @@ import msgspec
 from tierd.config import WritePolicy
 from tierd.errors import RefusedError
 from tierd.testing.faulty import FaultPlan
-from tierd.testing.simulation.engine import Habits
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.life import DaemonIncarnation, current
+from tierd.testing.simulation.plan import Habits, Hostility, TierPlan, WorldPlan
 from tierd.testing.simulation.readers import Asker, Filler
 from tierd.testing.simulation.succession import forget_some, next_life
-from tierd.testing.simulation.world import Hostility, TierPlan, World, WorldPlan
+from tierd.testing.simulation.world import World
 
 FORGET_CHANCE: Final = 0.5
 """Worlds with tiers that drop blocks by themselves."""
@@ -109,7 +109,7 @@ async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
     """Wait for a moment that is worth a crash; False once all is over."""
     kind = random.choice(("unrecorded", "unrecorded", "flushed", "leased"))
     for _ in range(LOOKS_MAX):
-        life = world.life
+        life = current(world)
         if over.is_set():
             return False
         if life is not None and life.accepting and life.leases:
@@ -141,7 +141,7 @@ async def _flush_leased(life: DaemonIncarnation, random: Random) -> None:
 
 async def _squeeze(world: World, random: Random) -> None:
     """The system is short of memory for a while, so that the arena shrinks."""
-    life = world.life
+    life = current(world)
     if life is None or not life.accepting:
         return
     host = life.node.host
@@ -176,8 +176,9 @@ async def run_forgetting(world: World, plan: WorldPlan, over: asyncio.Event) -> 
     random = Random(f"what is forgotten of {world.seed}")
     while any(tier.forgets for tier in plan.tiers) and not over.is_set():
         await asyncio.sleep(random.expovariate(1 / 0.05))
-        if world.life is not None and world.life.accepting:
-            forget_some(world, plan, world.life, random)
+        life = current(world)
+        if life is not None and life.accepting:
+            forget_some(world, plan, life, random)
 
 
 async def run_flushes(world: World, plan: WorldPlan) -> None:
@@ -195,7 +196,7 @@ async def run_flushes(world: World, plan: WorldPlan) -> None:
             if world.unheard or any(world.hidden):
                 break
             await asyncio.sleep(LOOK_S)
-        life = world.life
+        life = current(world)
         assert life is not None
         digest = random.choice(random.choice(plan.engines)).digest
         await _flush(life, digest.hex() if random.random() < 0.3 else "")
