@@ -667,7 +667,7 @@ def test_a_wrong_hint_ends_its_own_session(
         handle = client.register(blocks.namespace())
         client.status()
         assert handle.ready
-        client._send(hint)
+        client._connection.send(hint)
         end = time.monotonic() + 10
         while client.connected:
             assert time.monotonic() < end

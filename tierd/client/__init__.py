@@ -1,10 +1,19 @@
-"""The client of a tierd daemon, for the inside of an engine: sync, light, without threads."""
+"""The client of a tierd daemon: synchronous, without threads and without an event loop.
+
+It is made to run inside an engine. No call waits longer than its timeout, and while the
+daemon is away every call returns a miss at once. Block bytes never cross the socket: the
+caller copies them to and from slots of shared memory that both sides have mapped.
+
+The simple API is `register`, `put` and `get`. An engine that must not wait uses
+`begin_acquire`, `lease_views` and `release` to load, and `reserve`, `commit` and `abort`
+to store. `attach`, `begin_load` and `begin_store` have the daemon make the copies.
+"""
 
 from tierd.client.attaching import Attachment, PendingCopy
-from tierd.client.client import (
-    DEFAULT_SOCKET,
-    HINT_MS_MAX,
-    Client,
+from tierd.client.calls import HINT_MS_MAX
+from tierd.client.client import Client
+from tierd.client.session import DEFAULT_SOCKET
+from tierd.client.values import (
     Handle,
     Lease,
     PendingAcquire,

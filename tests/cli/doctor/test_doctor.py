@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import tierd.client.client
+import tierd.client.session
 from tests.support.daemon_process import DaemonProcess
 from tests.support.doctor_scene import (
     Examine,
@@ -255,7 +255,7 @@ def test_a_connector_of_another_version(
     daemon: DaemonProcess, examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine with an old connector would go unnoticed after an upgrade."""
-    monkeypatch.setattr(tierd.client.client, "__version__", "0.0.1")
+    monkeypatch.setattr(tierd.client.session, "__version__", "0.0.1")
     client = Client(daemon.socket, name="vllm-worker-0")
     try:
         client.status()

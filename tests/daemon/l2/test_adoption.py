@@ -132,7 +132,7 @@ def test_no_child_of_an_engine_inherits_the_guard(tmp_path: Path, manager: Servi
         client = daemon.client()
         handle = client.register(namespace())
         assert put(client, handle, chain("a", 1)) == 1
-        [guard] = client._guards.values()
+        [guard] = client._filling.guards.values()
         assert not os.get_inheritable(guard)
         client.close()
         with pytest.raises(OSError, match="Bad file descriptor"):

@@ -131,6 +131,6 @@ def _close_descriptors(engine: EngineProcess) -> None:
     for mover in engine.movers:
         os.close(mover._wakeup)
     for client in engine.clients:
-        for guard in client._guards.values():
+        for guard in client._filling.guards.values():
             os.close(guard)
-        client._guards.clear()
+        client._filling.guards.clear()

@@ -22,7 +22,7 @@ from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
-from tierd.client import client as client_module
+from tierd.client import connection as client_module
 from tierd.testing.loop import SimulationLoop
 from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.world import World
