@@ -9,7 +9,8 @@ it looks at every byte.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -285,11 +286,23 @@ class EngineProcess:
         while self._running:
             self._preempt(self._running.pop(), Step())
         self._pool.forget_all()
+        with self._generations():
+            if self._resets.random() < 0.2:
+                self._ask(self._scheduler._touched, "a call")
+            self._ask(self._scheduler.reset_cache)
+
+    def touch(self) -> None:
+        """Call the workers from outside, between any two steps."""
+        self._world.counts["table_touches"] += 1
+        with self._generations():
+            self._ask(self._scheduler._touched, "a call")
+
+    @contextmanager
+    def _generations(self) -> Iterator[None]:
+        """Around what may have the connector go on in other namespaces."""
         side = self._scheduler._scheduler
         before = side._generation
-        if self._resets.random() < 0.2:
-            self._ask(self._scheduler._touched, "a call")
-        self._ask(self._scheduler.reset_cache)
+        yield
         if side._generation != before:
             ranks = self._model.ranks
             self._model.use_too([of_generation(rank, side._generation) for rank in ranks])
@@ -431,6 +444,8 @@ class EngineProcess:
         """Schedule, compute, and take what came of it; whether any token was computed."""
         if self._resets.random() < self._reset_chance:
             self.reset()
+        if self._resets.random() < self._reset_chance:
+            self.touch()
         step = self._schedule()
         tables = {name: request.table for name, request in self._requests.items()}
         output = step.output(tables, resolves=self._resolves)

@@ -185,14 +185,98 @@ def test_everything_is_said_at_once(
         "storage (redis).ttl_s: Expected `int` >= 0",
         "storage (s3).sse: ",
         "storage (s3).prefiks is not a key; did you mean storage (s3).prefix?",
+        "storage (s3): bucket is 'KV-blocks'",
         "host.capacity is 900 TiB",
     ):
         [problem] = [problem for problem in told if said in problem]
         assert problem.startswith(f"{file}: ")
-    assert len(told) == 9
+    assert len(told) == 10
     assert main(["config", "check", "--config", str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"tierd: {problem}" for problem in told]
+
+
+REDIS = {
+    "prefix": ("a{b}", "prefix is 'a{b}'"),
+    "password_file": ("/p", "set the password once"),
+    "username": ("v", "set the user once"),
+    "cluster": (True, "a cluster has no databases"),
+    "tls_ca": ("ca.pem", "tls_ca and tls_cert need a url that begins with rediss://"),
+    "tls_key": ("key.pem", "tls_key needs tls_cert"),
+    "capacity": ("1G", "capacity: '1G' is not a size"),
+    "ttl_s": (-1, "ttl_s: Expected `int` >= 0"),
+}
+S3 = {
+    "endpoint": ("host:1", "endpoint is 'host:1'"),
+    "prefix": ("/a", "prefix is '/a'"),
+    "secret_key": ("", "access_key and secret_key belong together"),
+    "profile": ("x", "access_key and profile exclude each other"),
+    "region": ("eu west", "region is 'eu west'"),
+    "storage_class": ("GLACIER", "storage_class is GLACIER"),
+    "tls_ca": ("/nowhere/ca.pem", "tls_ca /nowhere/ca.pem is not a file"),
+    "connections": (0, "connections is 0"),
+    "timeout_ms": (-1, "timeout_ms is -1"),
+    "capacity": ("1G", "capacity: '1G' is not a size"),
+    # That it must be "aws:kms" for a kms_key is for whoever has mended it.
+    "sse": (1, "sse: "),
+    "kms_key": ("k", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("sound", "wrong"),
+    [
+        ('type = "redis"\nurl = "redis://u:hunter1@host/3"\n', REDIS),
+        ('type = "redis"\nurl = "http://host/?ssl=true"\n', {"ttl_s": REDIS["ttl_s"]}),
+        ('type = "redis"\n', {"prefix": REDIS["prefix"]}),
+        ('type = "s3"\nbucket = "KV"\naccess_key = "hunter2"\n', S3),
+    ],
+    ids=["redis", "redis's url", "redis without url", "s3"],
+)
+def test_all_that_is_wrong_with_a_tier_is_said_at_once(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sound: str,
+    wrong: dict[str, tuple[object, str]],
+) -> None:
+    """Each mistake of a table would be found by a restart of its own."""
+    file = tmp_path / "tierd.toml"
+    table = "".join(f"{key} = {json.dumps(value)}\n" for key, (value, _) in wrong.items())
+    file.write_text(f"{GOOD}[[storage]]\n{sound}{table}".replace("{at}", str(tmp_path)))
+    assert main(["config", "check", "--json", "--config", str(file)]) == 2
+    told = json.loads(capsys.readouterr().out)["problems"]
+    said = [words for _, words in wrong.values() if words]
+    if "http://" in sound:
+        said += ["url has the scheme 'http'", "url has parameters"]
+    elif "url" not in sound and "redis" in sound:
+        said = ["storage (redis).url is missing"]
+    elif "KV" in sound:
+        said.append("bucket is 'KV'")
+    for words in said:
+        assert len([problem for problem in told if words in problem]) == 1, words
+    assert len(told) == len(said)
+    assert "hunter" not in str(told)
+
+
+@pytest.mark.slow
+def test_check_warns_as_serve_does(tmp_path: Path) -> None:
+    """A limit that keeps host memory small would be found after the restart, in the log."""
+    file = tmp_path / "tierd.toml"
+    file.write_text(GOOD.replace("{at}", str(tmp_path)).replace("64MiB", "1GiB"))
+    done = tierd("config", "check", "--config", str(file), files=256)
+    assert done.returncode == 0
+    [warning] = done.stderr.splitlines()
+    assert warning.startswith("tierd: warning: host.capacity is 1.00 GiB and needs ")
+    assert "all is well" not in done.stdout
+    done = tierd("config", "check", "--json", "--config", str(file), files=256)
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["problems"]) == (True, [])
+    assert [f"tierd: warning: {each}" for each in report["warnings"]] == [warning]
+    assert not tierd("config", "check", "--elsewhere", "--config", str(file), files=256).stderr
+    limit = ["prlimit", "--nofile=256:256"]
+    served = DaemonProcess(tmp_path / "tierd", capacity="1GiB", storage="", launcher=limit)
+    with served as daemon:
+        assert warning.removeprefix("tierd: warning: ") in daemon.log.read_text()
 
 
 def test_check_of_a_file_for_another_machine(

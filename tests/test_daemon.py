@@ -373,7 +373,7 @@ def test_a_block_larger_than_the_arena_is_refused_at_registration(tmp_path: Path
 @pytest.mark.slow
 def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What is short would be lost once it has left host memory, and nobody know why."""
-    with DaemonProcess(tmp_path / "tierd", prefetch={"min_tokens": 100}) as process:
+    with DaemonProcess(tmp_path / "tierd", prefetch={"min_tokens": 7 * 16}) as process:
         process.wait_tier("file", "ready")
         client = process.client()
         handle = client.register(blocks.namespace(4096))
@@ -386,6 +386,18 @@ def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptu
         assert client.get(handle, hashes[:1], 0) == []
         assert [said in record.getMessage() for record in caplog.records] == [True], "once"
         client.close()
+
+
+def test_a_get_without_storage_tiers_names_none(l2_daemon: DaemonProcess) -> None:
+    """An operator would lower a bound that is no reason for anything."""
+    text = l2_daemon.config.read_text()
+    l2_daemon.stop()
+    l2_daemon.config.write_text(text.replace("min_tokens = 0", "min_tokens = 100"))
+    l2_daemon.start()
+    with connected(l2_daemon) as client:
+        handle = client.register(blocks.namespace(4096))
+        assert client.get(handle, blocks.chain(1)[0], 0) == []
+        assert client.last_error == ""
 
 
 def test_calls_at_and_beyond_the_key_limit(l2_daemon: DaemonProcess) -> None:

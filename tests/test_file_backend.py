@@ -449,8 +449,9 @@ async def test_harmed_while_closed(tmp_path, harm, left):
         assert await get(backend, blocks) == [Outcome.HIT] * 16
 
 
-async def test_files_vanish_while_open(tmp_path):
-    """Somebody's rm -rf would crash the daemon, or give wrong blocks."""
+async def test_files_vanish_while_open(tmp_path, caplog):
+    """Somebody's rm -rf would crash the daemon, or give wrong blocks, or nobody be told why blocks
+    fail."""
     blocks, capacity = await two_slabs(tmp_path)
     async with running(tmp_path, capacity=capacity) as backend:
         for path in (tmp_path / NAMESPACE.hex()).iterdir():
@@ -460,6 +461,8 @@ async def test_files_vanish_while_open(tmp_path):
         await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks[1:]])
         more = make_chain("more", 8, BLOCK_BYTES)
         assert Outcome.ERROR in await put(backend, more)
+        assert ".slab was removed beside tierd" in backend.stats().trouble
+        assert f"{backend.stats().trouble}: its blocks are lost" in caplog.text
         # Each failing put lets go of the slabs that it met; there are two.
         for _ in range(2):
             outcomes = await put(backend, more)

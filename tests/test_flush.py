@@ -22,6 +22,7 @@ from tierd.backend import (
     checksum,
     pack_header,
 )
+from tierd.cli.flush import _matches_nothing
 from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon import flush as flush_module
@@ -743,8 +744,37 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         assert "nothing matches 01234567" in said
         assert f"{SPACE.digest.hex()} ({SPACE.model}, rank 0)" in said
         assert scene.flush("--namespace", SPACE.digest.hex(), "--yes") == 0, "it is known"
+        scene.fill()
+        daemon.wait_backed_up()
+        daemon.stop()
+        daemon.start()
+        daemon.wait_tier("disk", "ready")
+        capsys.readouterr()
+        assert scene.flush("--namespace", SPACE.digest.hex()[:12], "--yes") == 0
+        assert "nothing matches" not in capsys.readouterr().err, "a tier has it"
         assert scene.flush("--all", "--yes", "--timeout", "0") == 1
         assert "the flush goes on" in capsys.readouterr().err
         daemon.stop()
         assert scene.flush("--all", "--yes") == 1
         assert "no answer from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "garbage", "left", "nothing"),
+    [
+        ({}, "", 0, True),
+        ({"00": 0}, "", 0, True),
+        ({"00": 1}, "", 0, False),
+        ({}, "not all of it could be looked at: x", 0, False),
+        ({}, "", 1, False),
+    ],
+)
+def test_nothing_matches_only_where_all_was_seen(
+    namespaces: dict[str, int], garbage: str, left: int, nothing: bool
+) -> None:
+    """A digest would be called a typing error because a slab of its blocks cannot be read."""
+    result: dict[str, object] = {
+        "namespaces": namespaces,
+        "tiers": [{"garbage": "", "left": 0}, {"garbage": garbage, "left": left}],
+    }
+    assert _matches_nothing(result) is nothing

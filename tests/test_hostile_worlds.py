@@ -89,6 +89,7 @@ def test_worlds(first: int) -> None:
         assert done["table_preemptions"] > 10
         assert done["table_errors"] > 0
         assert done["table_resets"] > 0
+        assert done["table_touches"] > 0
         assert done["other_loads"] > 5
         assert done["outliving_reads"] > 100
         assert done["restarts"] > CHUNK

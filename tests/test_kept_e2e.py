@@ -13,6 +13,7 @@ import pytest
 from tests.blocks import chain, namespace, payload
 from tests.daemon_process import DaemonProcess
 from tests.redis_servers import RedisServer
+from tests.s3_servers import SeaweedFS
 from tests.tier_scene import is_idle, table
 from tests.traffic import wait_until
 from tierd.config import WritePolicy
@@ -36,6 +37,15 @@ PATIENT = {"deadline_ms": 20_000, "slow_ms": 20_000}
 
 FEW = (1, 2, 8)
 """Numbers of uses from which on prefixes are counted together."""
+
+PLACES = [
+    (kind, policy)
+    for kind in ("file", "redis", "s3")
+    for policy in WritePolicy
+    # A full bucket takes nothing more, so what is in host memory alone until then has no place.
+    if (kind, policy) != ("s3", WritePolicy.WRITE_BACK)
+]
+"""Tiers, and which blocks they get."""
 
 
 class Work:
@@ -76,10 +86,16 @@ class Work:
         return [found[few] / asked[few] for few in FEW]
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, object]]:
-    """A tier that drops by itself what it has no room for."""
+    """A tier that drops by itself what it has no room for, or takes no more."""
     with ExitStack() as stack:
+        if request.param == "s3":
+            weed: SeaweedFS = request.getfixturevalue("weed")
+            # What a tier beside it would hold, if blocks went into it as they come.
+            bucket = weed.options(weed.make_bucket(), capacity=f"{TIER_MIB}MiB")
+            yield {"type": "s3", **bucket, "timeout_ms": 20_000}
+            return
         if request.param == "file":
             yield {
                 "type": "file",
@@ -95,7 +111,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, o
         yield {"type": "redis", **stack.enter_context(server).options(), "timeout_ms": 20_000}
 
 
-@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize(("tier", "policy"), PLACES, indirect=["tier"])
 def test_what_is_used_more_is_found_no_less_after_a_restart(
     tmp_path: Path, tier: dict[str, object], policy: WritePolicy
 ) -> None:

@@ -43,12 +43,13 @@ def test_a_call_is_noted_before_it_is_made(core: Any) -> None:
     assert noted == [("update_weights", [])] * 2, "each connector, once"
     engine.collective_rpc(lambda worker: worker)
     assert noted[-1] == ("a function of the caller's", ["update_weights"])
-    engine.collective_rpc("compute_weight_checksums")
+    for harmless in ("compute_weight_checksums", "get_model_inspection"):
+        engine.collective_rpc(harmless)
     assert len(noted) == 4, "vLLM's own"
 
 
 @pytest.mark.parametrize("what", ["own process", "a user's child", "ray", "no such method"])
-def test_where_calls_cannot_be_noticed_none_is_ruled_out(
+def test_where_others_cannot_be_noticed_none_is_ruled_out(
     core: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A reset after a change that nobody saw would bring the old weights' KV back."""
@@ -60,4 +61,9 @@ def test_where_calls_cannot_be_noticed_none_is_ruled_out(
         )
     if what == "no such method":
         del core.collective_rpc
-    assert not Callers(lambda how: None).watch("ray" if what == "ray" else "uni")
+    noted: list[str] = []
+    callers = Callers(noted.append)
+    assert not callers.watch("ray" if what == "ray" else "uni")
+    if what != "no such method":
+        core().collective_rpc("my_update")
+        assert noted == ["my_update"], "what can be noticed is"

@@ -733,17 +733,28 @@ def test_an_engine_that_nobody_touched_finds_its_blocks_after_a_reset() -> None:
     assert (namespaces_of(bench), bench.daemon.left) == (before, [])
 
 
-def test_a_reset_counts_where_the_engine_is_touched_before_it_computes() -> None:
-    """vLLM resets its caches first, and then weights are replaced: theirs would be the old KV."""
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("computes", [False, True])
+def test_an_engine_that_is_touched_stores_nothing_under_its_old_name(
+    resets: bool, computes: bool
+) -> None:
+    """Engines with the old weights would serve what this one computes with others, whether a reset
+    was before the call, or comes after it, or never."""
     bench = Bench()
     bench.put(3)
     bench.side.untouched = True
     before = namespaces_of(bench)
-    bench.side.reset()
-    bench.step(idle=True)
+    under_way = FakeRequest("a", 14)
+    bench.side.add(under_way)
+    if resets:
+        bench.side.reset()
+    bench.step(idle=not computes)
     bench.side.touched("a function of the caller's")
     assert namespaces_of(bench).isdisjoint(before)
     assert [worthless for _, worthless in bench.daemon.left] == [False] * len(before)
+    assert not bench.daemon.leases
+    assert bench.step(idle=True).generation
+    assert bench.side.matched_tokens("a", 0) == 0
     bench.side.add(FakeRequest("b", 14))
     assert bench.side.matched_tokens("b", 0) == 0
     # From now on each reset counts.
@@ -753,17 +764,19 @@ def test_a_reset_counts_where_the_engine_is_touched_before_it_computes() -> None
     assert [worthless for _, worthless in bench.daemon.left[len(before) :]] == [True] * len(again)
 
 
-def test_a_touch_after_a_step_waits_for_a_reset() -> None:
-    """A harmless call to the workers would cost all that is stored."""
+def test_each_call_after_a_step_counts_and_others_do_not() -> None:
+    """The second update of weights would find the KV of the first; a hundred calls that make one
+    update would register as many namespaces."""
     bench = Bench()
-    bench.side.untouched = True
-    before = namespaces_of(bench)
-    bench.side.reset()
+    bench.side.touched("update_weights")
+    first = namespaces_of(bench)
+    for _ in range(100):
+        bench.step(idle=True)
+        bench.side.touched("update_weights")
+    assert namespaces_of(bench) == first
     bench.step()
-    bench.side.touched("get_model_inspection")
-    assert namespaces_of(bench) == before
-    bench.side.reset()
-    assert namespaces_of(bench).isdisjoint(before)
+    bench.side.touched("update_weights")
+    assert namespaces_of(bench).isdisjoint(first)
 
 
 @pytest.mark.slow

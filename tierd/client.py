@@ -841,11 +841,15 @@ class Client:
                 log.warning("%s: %s", self._path, self.last_error)
 
     def _min_tokens(self) -> int | None:
+        """The bound of the daemon that is there; 0 if it has no storage tiers."""
         try:
-            prefetch = self.status().get("prefetch")
+            status = self.status()
         except DisconnectedError:
             return None
+        prefetch = status.get("prefetch")
         found = prefetch.get("min_tokens") if isinstance(prefetch, dict) else None
+        if not status.get("storage"):
+            return 0
         return found if isinstance(found, int) else None
 
     def populate(self, budget_bytes: int = _POPULATE_BYTES_MAX) -> bool:

@@ -527,6 +527,17 @@ def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
 
     Raises ConfigError with the keys' paths.
     """
+    values, problems = option_values(tier, cls)
+    if problems:
+        raise ConfigError(*problems)
+    return cls(**values)
+
+
+def option_values(
+    tier: StorageConfig, cls: type[msgspec.Struct]
+) -> tuple[dict[str, object], list[str]]:
+    """Those keys of `backend_options` that are right by themselves, and what is wrong with the
+    others."""
     where = f"storage ({tier.name})."
     prefix = f"{_STORAGE_PREFIX}{_capitals(tier.name)}_"
     kinds = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
@@ -539,10 +550,7 @@ def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
             problems.append(f"{prefix}{key.upper()} in the environment is no key of it{hint}")
         else:
             _set(table, key, kinds[key], prefix + key.upper(), text, problems)
-    values = values_of(table, cls, where, problems)
-    if problems:
-        raise ConfigError(*problems)
-    return cls(**values)
+    return values_of(table, cls, where, problems), problems
 
 
 def variable(path: str) -> str:

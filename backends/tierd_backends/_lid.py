@@ -37,18 +37,21 @@ Capacity = Annotated[
 _log = logging.getLogger("tierd_backends")
 
 
+def capacity_problems(capacity: int | str) -> Iterator[str]:
+    """What is wrong with the option."""
+    try:
+        parse_size(capacity)
+    except ConfigError as error:
+        yield f"capacity: {error}"
+
+
 class Lid:
     """The capacity of a tier. Belongs to the event loop."""
 
     def __init__(self, capacity: int | str, what: str) -> None:
-        """`capacity` as configured, 0 for none, of the tier that is called `what` in the log.
-
-        Raises ConfigError.
-        """
-        try:
-            self.capacity_bytes = parse_size(capacity)
-        except ConfigError as error:
-            raise ConfigError(f"capacity: {error}") from error
+        """`capacity` as configured, sound and 0 for none, of the tier that is called `what` in the
+        log."""
+        self.capacity_bytes = parse_size(capacity)
         self._what = what
         self._writing_bytes = 0
         self._full = False

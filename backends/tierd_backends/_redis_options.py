@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -10,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.errors import ConfigError
-from tierd_backends._lid import Capacity
+from tierd_backends._lid import Capacity, capacity_problems
 
 PORT = 6379
 
@@ -81,29 +82,41 @@ class Target(NamedTuple):
 
 
 def parse_target(options: RedisOptions) -> Target:
-    """The server to connect to; raises ConfigError, which never shows a password."""
-    if not _PREFIX.fullmatch(options.prefix):
-        raise ConfigError(
-            f"prefix is {options.prefix!r}; it must be 1 to 64 letters, digits, or any of _.:/-"
-        )
-    target = _parse_url(options)
-    passwords = [bool(target.password), bool(options.password), bool(options.password_file)]
-    if sum(passwords) > 1:
-        raise ConfigError("set the password once: in url, password or password_file")
-    if target.username and options.username:
-        raise ConfigError("set the user once: in url or username")
-    if options.cluster and not target.port:
-        raise ConfigError("a cluster's nodes are not reached by a unix socket; url must be TCP")
-    if options.cluster and target.db:
-        raise ConfigError("a cluster has no databases: remove the number from url")
-    if not target.tls and (options.tls_ca or options.tls_cert):
-        raise ConfigError("tls_ca and tls_cert need a url that begins with rediss://")
-    if options.tls_key and not options.tls_cert:
-        raise ConfigError("tls_key needs tls_cert")
+    """The server to connect to; raises ConfigError with all that is wrong with the options, which
+    never shows a password."""
+    target: Target | None = None
+    problems: list[str] = []
+    try:
+        target = _parse_url(options)
+    except ConfigError as error:
+        problems += error.problems
+    problems += [*_problems(options, target)]
+    if target is None or problems:
+        raise ConfigError(*problems)
     return target._replace(
         username=target.username or options.username,
         password=target.password or options.password,
     )
+
+
+def _problems(options: RedisOptions, target: Target | None) -> Iterator[str]:
+    """What is wrong with options, beside a url that cannot be read, which has no target."""
+    if not _PREFIX.fullmatch(options.prefix):
+        yield f"prefix is {options.prefix!r}; it must be 1 to 64 letters, digits, or any of _.:/-"
+    passwords = [options.password, options.password_file, target.password if target else ""]
+    if sum(map(bool, passwords)) > 1:
+        yield "set the password once: in url, password or password_file"
+    if target and target.username and options.username:
+        yield "set the user once: in url or username"
+    if target and options.cluster and not target.port:
+        yield "a cluster's nodes are not reached by a unix socket; url must be TCP"
+    if target and options.cluster and target.db:
+        yield "a cluster has no databases: remove the number from url"
+    if target and not target.tls and (options.tls_ca or options.tls_cert):
+        yield "tls_ca and tls_cert need a url that begins with rediss://"
+    if options.tls_key and not options.tls_cert:
+        yield "tls_key needs tls_cert"
+    yield from capacity_problems(options.capacity)
 
 
 def _parse_url(options: RedisOptions) -> Target:
@@ -116,18 +129,21 @@ def _parse_url(options: RedisOptions) -> Target:
         # The cause is not shown: it may quote a part of the password.
         raise ConfigError(f"url is malformed; {known}") from None
     unix = parts.scheme == "unix"
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"url has the scheme {parts.scheme!r}; {known}")
-    if unix and (host or not parts.path.startswith("/")):
-        raise ConfigError(f"url lacks the socket's absolute path; {known}")
-    if not unix and not host:
-        raise ConfigError(f"url lacks a host; {known}")
-    if set(query) - {"db"} or parts.fragment or (query and not unix):
-        raise ConfigError("url has parameters; set them as options of this table instead")
     number = query.get("db", ["0"])[0] if unix else parts.path.strip("/") or "0"
-    if not re.fullmatch("[0-9]{1,6}", number):
+    problems = []
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        problems.append(f"url has the scheme {parts.scheme!r}; {known}")
+    elif unix and (host or not parts.path.startswith("/")):
+        problems.append(f"url lacks the socket's absolute path; {known}")
+    elif not unix and not host:
+        problems.append(f"url lacks a host; {known}")
+    elif not re.fullmatch("[0-9]{1,6}", number):
         # Not shown: after a password with a slash it is the rest of that.
-        raise ConfigError("url names a database that is not a number")
+        problems.append("url names a database that is not a number")
+    if set(query) - {"db"} or parts.fragment or (query and not unix):
+        problems.append("url has parameters; set them as options of this table instead")
+    if problems:
+        raise ConfigError(*problems)
     return Target(
         host=unquote(parts.path) if unix else host,
         port=0 if unix else port,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tierd.errors import ConfigError
-from tierd_backends._lid import Capacity
+from tierd_backends._lid import Capacity, capacity_problems
 from tierd_backends._s3_failure import ARCHIVED
 
 CONNECTIONS_MAX = 256
@@ -78,50 +79,54 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     ] = 1000
 
     def check(self) -> None:
-        """Raise ConfigError for the first option that cannot be right."""
+        """Raise ConfigError for all options that cannot be right."""
+        if problems := [*self._problems()]:
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
         if importlib.util.find_spec("botocore") is None:
-            raise ConfigError("the S3 tier needs boto3: pip install 'tierd[s3]'")
+            yield "the S3 tier needs boto3: pip install 'tierd[s3]'"
         if not _BUCKET.fullmatch(self.bucket):
-            raise ConfigError(f"bucket is {self.bucket!r}; it must be the name of an S3 bucket")
-        self._check_endpoint()
+            yield f"bucket is {self.bucket!r}; it must be the name of an S3 bucket"
+        yield from self._problems_of_endpoint()
         if self.prefix and (
             not _PREFIX.fullmatch(self.prefix)
             or len(self.prefix) > _PREFIX_BYTES_MAX
             or {".", ".."} & set(self.prefix.split("/"))
         ):
-            raise ConfigError(
+            yield (
                 f"prefix is {self.prefix!r}; it must be letters, digits, and _ ~ . - with "
                 "slashes between, none at the ends"
             )
         if bool(self.access_key) != bool(self.secret_key):
-            raise ConfigError("access_key and secret_key belong together: set both or neither")
+            yield "access_key and secret_key belong together: set both or neither"
         given = ("access_key", "key_file", "profile")
         if len(named := [name for name in given if getattr(self, name)]) > 1:
-            raise ConfigError(f"{' and '.join(named)} exclude each other: set one of them")
+            yield f"{' and '.join(named)} exclude each other: set one of them"
         for name in ("access_key", "secret_key", "kms_key"):
             if not _VISIBLE.fullmatch(getattr(self, name)):
-                raise ConfigError(f"{name} has a character that no key has")
+                yield f"{name} has a character that no key has"
         for name in ("region", "storage_class"):
             if not _WORD.fullmatch(getattr(self, name)):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one word")
+                yield f"{name} is {getattr(self, name)!r}; it must be one word"
         if self.kms_key and self.sse != "aws:kms":
-            raise ConfigError('kms_key is set but sse is not "aws:kms"')
+            yield 'kms_key is set but sse is not "aws:kms"'
         if self.storage_class in ARCHIVED:
-            raise ConfigError(
-                f"storage_class is {self.storage_class}, from which blocks cannot be read at once"
-            )
+            yield f"storage_class is {self.storage_class}, from which blocks cannot be read at once"
         if self.tls_ca and not Path(self.tls_ca).is_file():
-            raise ConfigError(f"tls_ca {self.tls_ca} is not a file")
+            yield f"tls_ca {self.tls_ca} is not a file"
         for name, most in (("connections", CONNECTIONS_MAX), ("timeout_ms", TIMEOUT_MS_MAX)):
             if not 1 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 to {most}")
+                yield f"{name} is {getattr(self, name)}; it must be 1 to {most}"
+        yield from capacity_problems(self.capacity)
 
-    def _check_endpoint(self) -> None:
+    def _problems_of_endpoint(self) -> Iterator[str]:
         if not self.endpoint:
             return
         if "@" in self.endpoint:
             # Not shown: what stands before it is a secret.
-            raise ConfigError("endpoint has an @; keys belong into access_key and secret_key")
+            yield "endpoint has an @; keys belong into access_key and secret_key"
+            return
         try:
             url = urlsplit(self.endpoint)
             sound = (
@@ -134,9 +139,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         except ValueError:
             sound = False
         if not sound:
-            raise ConfigError(
-                f"endpoint is {self.endpoint!r}; it must be a URL such as https://host:port"
-            )
+            yield f"endpoint is {self.endpoint!r}; it must be a URL such as https://host:port"
 
     @property
     def put_headers(self) -> dict[str, str]:

@@ -154,6 +154,8 @@ class Space:
         async with self._growing:
             for slab in list(shelf.slabs.values()):
                 if slab.unlinked and not slab.pins and not self._closed:
+                    self.trouble = f"{slab.folder}/{slab.number:08d}.slab was removed beside tierd"
+                    _log.warning("%s: its blocks are lost", self.trouble)
                     await self._drop_slab(shelf, slab)
 
     async def drop_empty(self, shelf: Shelf) -> None:

@@ -3,8 +3,10 @@
 vLLM resets its caches when it pauses, for weights that may be replaced then, or stay. What runs in
 the engine's own processes is vLLM's code alone (`vllm_fields` refuses workers that are others'), so
 only a call from outside can replace weights, or the model's code, and all of them take one way,
-`EngineCore.collective_rpc`. An engine that has had none is what it was at its start. In a process
-of its user's own, or with workers that its user can reach (Ray), nobody can tell.
+`EngineCore.collective_rpc`. An engine that has had none is what it was at its start. With one that
+may change something it goes on in a namespace of its own, whether or not caches are reset.
+In a process of its user's own, or with workers that its user can reach (Ray), there are other ways:
+calls are noted all the same, and each reset counts.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 
-_HARMLESS = frozenset({"compute_weight_checksums", "update_max_model_len"})
-"""What vLLM's core itself calls by this way."""
+_HARMLESS = frozenset(
+    {
+        "compute_weight_checksums",
+        "get_encoder_timing_stats",
+        "get_model_inspection",
+        "release_late_interaction_query_cache",
+        "update_max_model_len",
+    }
+)
+"""What vLLM itself calls by this way and that only reads, or leaves weights and code alone."""
 
 _told: weakref.WeakSet[Callers] = weakref.WeakSet()
 _watched: set[type] = set()
@@ -34,12 +44,8 @@ class Callers:
             self._called(method if isinstance(method, str) else "a function of the caller's")
 
     def watch(self, executor: object) -> bool:
-        """Hear of all calls from now on. False if there may be others, by the engine's setting
-        `distributed_executor_backend`, or by where it runs."""
-        process = multiprocessing.current_process()
-        alone = multiprocessing.parent_process() is not None
-        if not alone or not process.name.startswith("EngineCore") or executor not in ("uni", "mp"):
-            return False
+        """Hear of calls from now on. False if there may be others that are not heard of, by the
+        engine's setting `distributed_executor_backend`, or by where it runs."""
         core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
         rpc = vars(core).get("collective_rpc") if core is not None else None
         if core is None or rpc is None:
@@ -48,7 +54,9 @@ class Callers:
             _watched.add(core)
             core.collective_rpc = _noting(rpc)
         _told.add(self)
-        return True
+        process = multiprocessing.current_process()
+        alone = multiprocessing.parent_process() is not None
+        return alone and process.name.startswith("EngineCore") and executor in ("uni", "mp")
 
 
 def _noting(rpc: Callable[..., object]) -> Callable[..., object]:

@@ -150,7 +150,8 @@ class SchedulerSide:
         self._speed = PrefillSpeed()
         self.untouched = False
         """Whether this engine computes what it did at its start, for certain: `touched` ends it."""
-        self._just_reset = False
+        self._fresh = False
+        """Whether nothing has been computed under this generation yet."""
         self._savings = Savings(self._block_tokens)
         self._connected: bool | None = None
         self._refusals: set[str] = set()
@@ -293,7 +294,7 @@ class SchedulerSide:
             tracked = self._tracked.get(step.request_id)
             if tracked is not None:
                 self._track(tracked, step, work)
-        self._just_reset &= idle
+        self._fresh &= idle
         self._speed.step(time.monotonic_ns(), prompt_tokens)
         self._savings.tell(self._client, self._handles, self._speed.tokens_per_s)
         self._look_after_client(idle=idle)
@@ -377,18 +378,20 @@ class SchedulerSide:
                 self._pass_on(tracked)
 
     def touched(self, how: str) -> None:
-        """Somebody may be about to change what this engine computes, maybe after a reset."""
-        if self.untouched:
-            self.untouched = False
-            logger.info("tierd: %s may change the engine: its next cache reset counts", how)
-            if self._just_reset:
-                self.reset()
+        """Somebody is about to call the engine's workers, and may change what it computes.
+
+        So it goes on in another namespace at once: others serve from the one that it leaves, and
+        no reset need follow. Not where it has computed nothing since it came to its own.
+        """
+        self.untouched = False
+        if not self._fresh:
+            logger.info("tierd: %s may change what this engine computes", how)
+            self.reset()
 
     def reset(self) -> None:
         """Forget all that is stored: from now on another namespace is used, empty at first.
 
-        But for an engine that is untouched: what it has stored is what it computes. If it is
-        touched before it computes anything more, the reset was meant for that.
+        But for an engine that is untouched: what it has stored is what it computes.
         """
         for tracked in self._tracked.values():
             self._let_go(tracked)
@@ -397,8 +400,8 @@ class SchedulerSide:
         self._content.clear()
         self._savings.tell(self._client, self._handles, self._speed.tokens_per_s)
         if self.untouched:
-            self._just_reset = True
             return
+        self._fresh = True
         generation = secrets.token_hex(8)
         fresh = [of_generation(namespace, generation) for namespace in self._namespaces]
         left = self._handles

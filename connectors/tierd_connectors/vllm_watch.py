@@ -6,7 +6,7 @@ model's files before and after each load. `Weights` is what one engine of the pr
 from then on it also notes whatever vLLM offers to change weights in a running engine.
 
 Not seen: functions that a caller sends to the workers (`collective_rpc` with a callable) and
-that write to parameters by themselves.
+that write to parameters by themselves; the scheduler's side hears of the call (`vllm_calls`).
 """
 
 from __future__ import annotations

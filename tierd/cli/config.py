@@ -24,7 +24,7 @@ from tierd.config import (
     variable,
 )
 from tierd.daemon.backends import options_of
-from tierd.daemon.checking import checked
+from tierd.daemon.checking import checked, warnings
 from tierd.daemon.reload import LIVE, values
 from tierd.errors import ConfigError
 from tierd.reference import Key, keys, options, origins, shown
@@ -46,8 +46,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="say what is wrong with it",
         description="Check the file as `tierd serve` and a reload do, with the options of tiers, "
         "the environment, and what this machine has: memory, sockets, directories. Nothing is "
-        "opened or changed, and a tierd that serves on its socket is no problem. Exit status 0: "
-        "tierd starts with it; 2: it does not, and each line says what to change.",
+        "opened or changed, and a tierd that serves on its socket is no problem. It warns of what "
+        "`tierd serve` warns of: limits of the process, here of this one. Exit status 0: tierd "
+        "starts with it; 2: it does not, and each line says what to change.",
     )
     check.add_argument(
         "--elsewhere",
@@ -81,19 +82,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Print all that is wrong; the exit status."""
+    """Print all that is wrong, and what to be warned of; the exit status."""
     problems: tuple[str, ...] = ()
+    warned: list[str] = []
     try:
-        checked(args.config, os.environ, beside=True, elsewhere=args.elsewhere)
+        config = checked(args.config, os.environ, beside=True, elsewhere=args.elsewhere)
+        warned += () if args.elsewhere else warnings(config)
     except ConfigError as error:
         problems = error.problems
     if args.json:
-        print(json.dumps({"ok": not problems, "problems": problems}, indent=2))
+        report = {"ok": not problems, "problems": problems, "warnings": warned}
+        print(json.dumps(report, indent=2))
     else:
-        for problem in problems:
-            print(f"tierd: {problem}", file=sys.stderr)
+        for line in (*problems, *(f"warning: {warning}" for warning in warned)):
+            print(f"tierd: {line}", file=sys.stderr)
         if not problems:
-            print(f"{args.config}: all is well")
+            print(f"{args.config}: {'tierd starts with it' if warned else 'all is well'}")
     return 2 if problems else 0
 
 

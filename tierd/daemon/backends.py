@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 
 import msgspec
 
 from tierd.backend import Backend
-from tierd.config import StorageConfig, backend_options
+from tierd.config import StorageConfig, backend_options, option_values
 from tierd.errors import ConfigError
 from tierd.storage.worker import WorkerBackend
 
@@ -29,11 +30,22 @@ def options_of(entry: StorageConfig) -> msgspec.Struct:
 
 
 def make_backend(entry: StorageConfig) -> Backend:
-    """The tier's backend, not opened: it has checked its options. Raises ConfigError."""
-    cls, options = backend_class(entry), options_of(entry)
+    """The tier's backend, not opened: it has checked its options. Raises ConfigError with all that
+    is wrong with them."""
+    cls = backend_class(entry)
+    values, problems = option_values(entry, cls.Options)
+    wrong = {*entry.options, *entry.overrides} - {*values}
     try:
-        return WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
+        options = cls.Options(**values)
+        backend = WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
+    except TypeError:
+        # A key is missing, as `problems` say.
+        if not problems:
+            raise
     except ConfigError as error:
-        raise ConfigError(
-            *(f"storage ({entry.name}): {each}" for each in error.problems)
-        ) from error
+        # The others have defaults in place of wrong keys, which what is said of those is about.
+        told = [each for each in error.problems if wrong.isdisjoint(re.findall(r"\w+", each))]
+        problems += [f"storage ({entry.name}): {each}" for each in told]
+    if problems:
+        raise ConfigError(*problems)
+    return backend

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from tierd.backend import Backend
 from tierd.config import Config, read
+from tierd.core.sharing import segment_bytes
 from tierd.daemon.backends import make_backend
 from tierd.daemon.listening import check_sockets, lock_of, socket_problems
+from tierd.daemon.pressure import ThisMachine
 from tierd.errors import ConfigError
+from tierd.limits import shortfalls
 from tierd.locks import holder_of, parent_of
 from tierd.memory.arena import check_capacity
 from tierd.memory.placement import find_node
@@ -57,6 +60,18 @@ def refusals(config: Config, *, beside: bool = False, elsewhere: bool = False) -
     for name, backend in backends.items():
         for problem in backend.refusals(lambda pid: bool(aside) and aside in (pid, parent_of(pid))):
             yield f"storage ({name}): {problem}"
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """What `serve` starts with nevertheless, and warns of: limits of this process, which keep host
+    memory small. What a tierd that serves already has allocated is not looked at."""
+    serving = holder_of(lock_of(Path(config.socket))) > 0
+    yield from shortfalls(
+        config.host.capacity,
+        segment_bytes(config.host.capacity),
+        missing_bytes=0 if serving else config.host.capacity,
+        available_bytes=ThisMachine().sample().available_bytes,
+    )
 
 
 def _shared_places(config: Config, backends: Mapping[str, Backend]) -> Iterator[str]:
