@@ -464,7 +464,8 @@ class EngineProcess:
         self._ask(
             self._scheduler.update_connector_output,
             SimpleNamespace(
-                finished_recving=finished,
+                # A set in vLLM, whose order is another one in each process.
+                finished_recving=sorted(finished),
                 invalid_block_ids=invalid,
                 kv_connector_worker_meta=progress,
             ),

@@ -328,8 +328,9 @@ class SchedulerSide:
         self._kept, self._finishing = {}, {}
         self._content = {}
         self._doubt = True
-        for request_id in planned.keys() & loading.keys():
-            self._client.release(loading[request_id].lease)
+        for request_id in planned:
+            if request_id in loading:
+                self._client.release(loading[request_id].lease)
         for request in tracked.values():
             self._let_go(request)
 

@@ -172,8 +172,8 @@ class Space:
     `live` says which segments hold memory, and `live_segments` how many, as of the last `resize`.
     `used_s` is when an engine last stored or asked for blocks, `since_s` since when it has had
     memory, both by `HostTier.now_s`. Until `known_until_s` a client that was cut off may come back
-    with the segments that it has mapped. `worthless` says that nobody will ask for its blocks once
-    its sessions have ended, `ended` that it is no more.
+    with the segments that it has mapped. `worthless` says, for good, that nobody will ask for its
+    blocks once its sessions have ended, `ended` that it is no more.
     """
 
     namespace: Namespace

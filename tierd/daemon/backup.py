@@ -73,12 +73,24 @@ class WriteQueue:
         clock, and UNREAD."""
         self.unflushed: deque[tuple[Space, int, bytes]] = deque()
         """What it is still to be offered before the daemon stops."""
+        self.kept_back: dict[Space, list[tuple[Space, int, bytes]]] = {}
+        """The same, but of namespaces of which a flush has nothing written now."""
         self.given_up = 0
         """Blocks that waited for it since then and were not written."""
         self.resting: dict[bytes, int] = {}
         """Keys of blocks that it dropped soon, and until when they are not written again."""
         self.ready = asyncio.Event()
         self._stopped_s: float | None = None
+
+    @property
+    def undone(self) -> int:
+        """Blocks that it is still to be offered before the daemon stops."""
+        return len(self.unflushed) + sum(map(len, self.kept_back.values()))
+
+    def unbar(self, barred: Covers) -> None:
+        """Offer what is kept back of namespaces that are not `barred` any more."""
+        for space in [space for space in self.kept_back if not barred(space.digest)]:
+            self.unflushed.extendleft(reversed(self.kept_back.pop(space)))
 
     def room(self, space: Space) -> int:
         """Blocks of a space that may wait in addition."""
@@ -398,18 +410,21 @@ class Backups:
                 queue.unflushed.extend(self._unwritten(queue))
                 renewal.recheck(queue.stored_blocks)
         for queue in self.queues:
+            queue.unbar(self.barred)
             todo = queue.unflushed
             while todo and queue.room(todo[0][0]):
-                space, _, block_hash = todo.popleft()
+                space, _, block_hash = block = todo.popleft()
+                if self.barred(space.digest):
+                    queue.kept_back.setdefault(space, []).append(block)
                 # It may have moved since, or left.
-                if (slot := space.chain.items.get(block_hash)) is not None:
+                elif (slot := space.chain.items.get(block_hash)) is not None:
                     wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
         for queue, renewal in zip(self.queues, self.renewals, strict=True):
-            if not (queue.pending_blocks or queue.unflushed or renewal.busy):
+            if not (queue.pending_blocks or queue.undone or renewal.busy):
                 renewal.recheck_after(queue.stored_blocks)
-        return sum(len(queue.unflushed) + queue.given_up for queue in self.queues)
+        return sum(queue.undone + queue.given_up for queue in self.queues)
 
     def _unwritten(self, queue: WriteQueue) -> list[tuple[Space, int, bytes]]:
         """What a tier lacks of L2, what is used most first, and parents before their children, or
@@ -527,7 +542,9 @@ class Backups:
         self._memory.note_tiers(space, fresh, add=queue.both)
 
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
-        """Blocks that were to wait for a tier do not."""
+        """Blocks that were to wait for a tier do not; a stop has them wait again afterwards."""
+        if self.stopping:
+            queue.unflushed.extend((space, slot, space.identity(slot)[0]) for slot in slots)
         queue.lacks(space, slots, Miss.FLUSHED)
         self._unmark(space, slots, queue)
         self._memory.let_go(space, slots)
@@ -547,7 +564,7 @@ class Backups:
             return True
         if any(renewal.busy and renewal.tier.reads_allowed for renewal in self.renewals):
             return True
-        return any((q.pending_blocks or q.unflushed) and q.tier.writes_allowed for q in self.queues)
+        return any((q.pending_blocks or q.undone) and q.tier.writes_allowed for q in self.queues)
 
     def note_capacities(self) -> None:
         """Tell the write budgets what their tiers hold, which open late and may change."""
@@ -606,7 +623,7 @@ class Backups:
                     await self._write_batch(queue, space, slots)
                 else:
                     queue.skip(space, slots, Miss.AWAY)
-                    self._unmark(space, slots, queue)
+                    self._not_written(space, slots, queue)
             finally:
                 self._memory.let_go(space, slots)
                 for entry in batch:
@@ -635,11 +652,14 @@ class Backups:
             space.backed_up[slot] |= queue.both
         self._memory.note_tiers(space, got, add=queue.both)
         queue.lacks(space, lost, Miss.FAILED)
-        self._unmark(space, lost, queue)
+        self._not_written(space, lost, queue)
 
-    def _unmark(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
+    def _not_written(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
         if self.stopping:
             queue.given_up += len(slots)
+        self._unmark(space, slots, queue)
+
+    def _unmark(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
         for slot in slots:
             space.backed_up[slot] &= ~queue.both
         self._memory.note_tiers(space, slots, remove=queue.both)

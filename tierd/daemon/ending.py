@@ -19,6 +19,9 @@ from tierd.types import Namespace
 SPACES_MAX: Final = 1024
 """Namespaces that are registered or have blocks; each costs a few KiB even when empty."""
 
+WORTHLESS_MAX: Final = SPACES_MAX
+"""Worthless namespaces that have ended and are remembered by digest, the last ones: 0.1 MiB."""
+
 WAITING_MAX: Final = 3 * SPACES_MAX
 """Namespaces beside them that have nothing, and wait for clients to have forgotten them."""
 
@@ -38,6 +41,9 @@ class Endings:
     def __init__(self, memory: HostMemory) -> None:
         self.names: dict[bytes, Namespace] = {}
         """Those that have ended, by digest."""
+        self.worthless: dict[bytes, None] = {}
+        """Digests of those that were worthless: so is one that is registered only now, by a worker
+        that hears late of a cache reset."""
         self._memory = memory
         self._host = memory.host
 
@@ -56,7 +62,13 @@ class Endings:
                 self._end(space)
 
     def _end(self, space: Space) -> None:
-        if self._memory.end(space) and not space.worthless:
+        if not self._memory.end(space):
+            return
+        if space.worthless:
+            self.worthless[space.digest] = None
+            if len(self.worthless) > WORTHLESS_MAX:
+                del self.worthless[next(iter(self.worthless))]
+        else:
             self.names[space.digest] = space.namespace
             if len(self.names) > NAMES_MAX:
                 del self.names[next(iter(self.names))]

@@ -263,7 +263,8 @@ class Node:
         """Write what tiers are to get and lack, at most `budget_s`, and not once there is
         `enough`; the count left undone.
 
-        A tier that takes no writes is not waited for.
+        A tier that takes no writes is not waited for, but a flush that keeps blocks from being
+        written is.
         """
         enough = enough or asyncio.Event()
         end = asyncio.get_running_loop().time() + budget_s
@@ -279,7 +280,7 @@ class Node:
 
     def left(self) -> int:
         """Blocks that a drain is still to write, once a tier."""
-        return self.backlog() + sum(len(queue.unflushed) for queue in self.backups.queues)
+        return self.backlog() + sum(queue.undone for queue in self.backups.queues)
 
     def backlog(self) -> int:
         """Blocks that wait for a checksum or a backup, in flight included, once a tier."""
@@ -299,7 +300,7 @@ class Node:
             )
         self.endings.names.pop(namespace.digest, None)
         space.sessions += 1
-        space.worthless = False
+        space.worthless = space.worthless or namespace.digest in self.endings.worthless
         space.used_s = self.host.now_s
         if to_store:
             self.memory.make_room_ahead(space, 0)

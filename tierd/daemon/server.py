@@ -264,6 +264,10 @@ class Session:
             )
             self._send(m.Error(message.call, str(error)))
             return
+        if self._over:
+            # Something that was sent meanwhile has found the client gone, and nobody closes again.
+            self._node.unregister(space)
+            return
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._spaces[handle] = space
         self._send(m.Registered(message.call, handle, space.slot_bytes, space.slots_per_segment))
@@ -277,7 +281,7 @@ class Session:
 
     def _unregister(self, message: m.Unregister) -> None:
         space = self._space(message.handle)
-        space.worthless = message.worthless
+        space.worthless = space.worthless or message.worthless
         self._drop_handle(message.handle)
 
     def _drop_handle(self, handle: int, known_s: int = 0) -> None:

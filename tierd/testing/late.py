@@ -24,7 +24,7 @@ from tierd.backend import (
 from tierd.testing.backend import StoredBlock
 from tierd.testing.watched import WatchedBackend
 from tierd.testing.world import TierPlan, World
-from tierd.types import DIGEST_BYTES, BlockKey
+from tierd.types import BlockKey
 
 LATE_DEADLINES: Final = 2.0
 """Mean time after which a late call takes effect, in deadlines: most have been given up by then."""
@@ -69,7 +69,7 @@ class LateBackend(WatchedBackend):
             header = BlockHeader(key, request.parent, request.length, request.checksum)
             puts.append((header, payload))
         await self._land(lambda server: server._store(puts))
-        self.kept |= {BlockKey(namespace[:DIGEST_BYTES], r.block_hash) for r in requests}
+        self.kept |= {self._used(namespace, request.block_hash) for request in requests}
         return [Outcome.STORED] * len(requests)
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:

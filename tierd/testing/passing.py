@@ -21,6 +21,10 @@ RESET_CHANCE: Final = 0.4
 GENERATIONS: Final = 6
 """Different namespaces that a rank of one of them uses, so that some come back."""
 
+STEPS: Final = 400
+"""What all of them do until they have to slow down, and again each time that the world has got 2.7
+times as old: one that waits for a minute of its time is to end in seconds of ours."""
+
 
 async def run_resets(world: World, plan: Plan, over: asyncio.Event) -> None:
     """Have engines that reset, in some of the worlds, as long as others live."""
@@ -29,15 +33,17 @@ async def run_resets(world: World, plan: Plan, over: asyncio.Event) -> None:
     if random.random() > RESET_CHANCE:
         return
     async with asyncio.TaskGroup() as group:
-        for number in range(random.choice((1, 2, 8))):
-            engine = Resetting(world, plan, number)
+        count = random.choice((1, 2, 8))
+        for number in range(count):
+            engine = Resetting(world, plan, number, STEPS // count)
             group.create_task(engine.live(over))
 
 
 class Resetting(Engine):
     """One of them."""
 
-    def __init__(self, world: World, plan: Plan, number: int) -> None:
+    def __init__(self, world: World, plan: Plan, number: int, steps: int) -> None:
+        self._at_first = steps
         random = Random(f"resetting {number} of {world.seed}")
         self._base = random.choice(plan.engines)
         super().__init__(world, f"resetting-{number}", self._base, plan.habits, random)
@@ -61,7 +67,8 @@ class Resetting(Engine):
     async def _steps(self, link: Link, over: asyncio.Event) -> None:
         random = self._random
         while not over.is_set() and not link.end.closed and random.random() > 0.02:
-            await asyncio.sleep(random.expovariate(1 / self._habits.pace_s))
+            pace_s = max(self._habits.pace_s, self._world.loop.elapsed_s / self._at_first)
+            await asyncio.sleep(random.expovariate(1 / pace_s))
             chance = random.random()
             if chance < 0.2:
                 if not await self._reset(link):
@@ -75,7 +82,8 @@ class Resetting(Engine):
         """Go on in another generation; whether that could be registered."""
         random, generation = self._random, self._random.randrange(GENERATIONS)
         self._world.counts["resets"] += 1
-        worthless = random.random() < 0.5
+        # The namespace that all have is never worthless.
+        worthless = self._ranks != self._base and random.random() < 0.5
         for number in link.numbers:
             link.send(m.Unregister(number, worthless))
         link.numbers.clear()
