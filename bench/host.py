@@ -37,6 +37,10 @@ CASES = [
     (128 << 10, 16, 0.70),
     (128 << 10, 1, None),
 ]
+NAMES = itertools.count()
+"""Names of blocks, never repeated: a name that an earlier case used often and long ago promises
+nothing, so that L2's policy would evict the block first, between its put and its get."""
+
 PAGE_CASES = [(64 << 10, 32, 0.80, 0.75), (32 << 10, 16, None, None)]
 
 
@@ -62,10 +66,9 @@ def put_and_get(
     targets = cut(np.full(count * block_bytes, 9, np.uint8), block_bytes)
     order = list(range(count))
     random.Random(0).shuffle(order)
-    names = itertools.count()
 
     def fresh() -> list[bytes]:
-        return [hashlib.sha256(str(next(names)).encode()).digest() for _ in range(count)]
+        return [name() for _ in range(count)]
 
     def put_all(hashes: list[bytes]) -> None:
         for start in range(0, count, batch):
@@ -120,6 +123,11 @@ def put_and_get(
         f"{kind}, {label}": report(label, kind, seconds, target)
         for kind, seconds in (("get", got), ("put", put))
     }
+
+
+def name() -> bytes:
+    """The hash of a block that no case has had."""
+    return hashlib.sha256(b"%d" % next(NAMES)).digest()
 
 
 def shared(size_bytes: int) -> SharedMapping:
@@ -228,11 +236,10 @@ def stalls(daemon: DaemonProcess) -> dict[str, object]:
     thread = threading.Thread(target=tick)
     thread.start()
     calls: list[float] = []
-    names = itertools.count()
     block = bytes(2 << 20)
     stored = 0
     while stored < 1 << 30:
-        parts = [(hashlib.sha256(b"p%d" % next(names)).digest(), bytes(32), block)] * 1
+        parts = [(name(), bytes(32), block)]
         stored += len(block) * sum(client.put(handle, parts))
         start = time.perf_counter()
         probe.acquire([], [], 10)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.daemon_process import DaemonProcess
+from tests.fake_s3 import FakeS3
 from tests.redis_servers import RedisServer
 from tests.s3_servers import SeaweedFS
 
@@ -65,6 +66,13 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     """An S3 server of the test file's own."""
     with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeS3]:
+    """An S3 server that answers as a test has it answer."""
+    with FakeS3() as server:
         yield server
 
 

@@ -14,13 +14,16 @@ from pathlib import Path
 from tests.service_manager import ServiceManager
 from tierd.client import Client
 
-READY_S = 20.0
+READY_S = 120.0
+"""A busy machine may take so long for what the daemon, which has not ended, is to do: a bound that
+tells a hang, not a wait."""
 
 
 class DaemonProcess:
     """`tierd serve` in `directory`, with its socket, file tier and log there.
 
-    `storage` is TOML text for `[[storage]]` tables; None means a file tier in `directory`.
+    `storage` is TOML text for `[[storage]]` tables, which may take writes only some time after the
+    start; None means a file tier in `directory`, which has been opened by then.
     `prefetch` has keys of the `[prefetch]` table. With a `manager` it is that one's service;
     else `launcher` is a command that becomes the one after it.
     """
@@ -43,6 +46,7 @@ class DaemonProcess:
         self.store = directory / "store"
         self.log = directory / "tierd.log"
         self.config = directory / "tierd.toml"
+        self._own_tier = storage is None
         if storage is None:
             storage = (
                 f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
@@ -93,6 +97,9 @@ class DaemonProcess:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"tierd did not start:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.01)
+        while self._own_tier and self.tiers()["file"]["state"] in ("opening", "indexing"):
+            assert time.monotonic() < end, "the file tier is not opened"
+            time.sleep(0.01)
 
     def kill(self) -> None:
         """SIGKILL and reap."""
@@ -107,7 +114,7 @@ class DaemonProcess:
             return 0
         self.process.send_signal(signal.SIGTERM)
         try:
-            status = self.process.wait(30)
+            status = self.process.wait(READY_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
@@ -139,7 +146,7 @@ class DaemonProcess:
         status: dict = json.loads(done.stdout)
         return status
 
-    def wait_backed_up(self, timeout_s: float = 20.0) -> dict:
+    def wait_backed_up(self, timeout_s: float = READY_S) -> dict:
         """Wait until nothing waits for checksum or backup; the status then."""
         client = Client(self.socket, name="test-status", map_segments=False)
         try:
@@ -153,7 +160,7 @@ class DaemonProcess:
         finally:
             client.close()
 
-    def wait_tier(self, name: str, state: str, timeout_s: float = 20.0) -> None:
+    def wait_tier(self, name: str, state: str, timeout_s: float = READY_S) -> None:
         """Wait until a storage tier is in a state."""
         end = time.monotonic() + timeout_s
         while (tier := self.tiers()[name])["state"] != state:

@@ -468,13 +468,20 @@ def test_not_ready_while_stopping(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         options = {
             **server.options(),
-            "deadline_ms": 20_000,
-            "slow_ms": 20_000,
-            "timeout_ms": 20_000,
+            # The stop lasts until the server goes on.
+            "deadline_ms": 60_000,
+            "slow_ms": 60_000,
+            "timeout_ms": 60_000,
         }
         storage = table("redis", options) + ADMIN
-        daemon = DaemonProcess(tmp_path / "tierd", capacity="16MiB", storage=storage)
+        daemon = DaemonProcess(
+            tmp_path / "tierd",
+            capacity="16MiB",
+            storage=storage,
+            extra="drain_timeout_ms = 600000",
+        )
         with daemon, contextlib.closing(daemon.client()) as client:
+            daemon.wait_tier("redis", "ready")  # It is given nothing before.
             server.pause()
             space = namespace(BLOCK_BYTES)
             handle = client.register(space)

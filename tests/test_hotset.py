@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,6 @@ from tierd.hotset import (
     FORMAT,
     LINE_BYTES_MAX,
     RUN_BLOCKS_MAX,
-    Block,
     Family,
     Forest,
     Gathered,
@@ -31,6 +31,15 @@ from tierd.types import NEVER, Namespace
 
 SPACE = namespace()
 RANKS = [namespace(tp_size=2, tp_rank=rank, block_bytes=4096 * (1 + rank)) for rank in range(2)]
+
+
+class Block(NamedTuple):
+    """What is known of a block."""
+
+    hash: bytes
+    parent: bytes
+    uses: int
+    age_s: int
 
 
 def name(number: int) -> bytes:
@@ -48,7 +57,7 @@ def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
     """All runs of blocks."""
     forest = Forest(root)
     for block in blocks:
-        forest.add(*block)
+        forest.add([block.hash], [block.parent], [block.uses], [block.age_s])
     return [run for run in forest.runs() if run is not None]
 
 
@@ -181,7 +190,7 @@ def test_ranks_of_an_engine_have_one_forest_and_nothing_else_does() -> None:
     second = [namespace(tp_size=2, tp_rank=rank, layout="other") for rank in range(2)]
     hashes, _ = chain(2)
     for space in [SPACE, RANKS[1], *second, namespace(tp_size=2, tp_rank=1, block_bytes=9), *RANKS]:
-        gathered.forest(space).add(hashes[0], ROOT, 1, 0)
+        gathered.forest(space).add(hashes[:1], [ROOT], [1], [0])
     families = [
         ([(s.layout, s.block_bytes, s.tp_rank) for s in spaces], len([*filter(None, runs)]))
         for spaces, runs in gathered.families()

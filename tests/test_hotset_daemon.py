@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
+import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +24,7 @@ from tierd.daemon.admin import HOTSET, Admin, Phase
 from tierd.daemon.hotset import AGE_S_MAX, FILE, Snapshots, state_directory
 from tierd.daemon.metrics import scrape
 from tierd.daemon.node import Node
-from tierd.hotset import Hot, HotSet
-from tierd.hotset import pieces as whole_pieces
+from tierd.hotset import Hot, HotSet, worth
 from tierd.types import Namespace
 
 SPACE = namespace()
@@ -32,10 +34,10 @@ NOW_S = 1_000_000.0
 class Life:
     """A node of which nothing runs but its hot set, on a wall clock of its own."""
 
-    def __init__(self, directory: Path, **keys: object) -> None:
+    def __init__(self, directory: Path, capacity_bytes: int = 1 << 20, **keys: object) -> None:
         self.node = Node(
-            capacity_bytes=1 << 20,
-            segment_bytes=64 << 10,
+            capacity_bytes=capacity_bytes,
+            segment_bytes=capacity_bytes >> 4,
             lease_ttl_ms=1000,
             tiers=[],
             clock=SystemClock(),
@@ -82,7 +84,7 @@ def live(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     def begin(**keys: object) -> Life:
         if lives:
             lives.pop().close()
-        lives.append(Life(tmp_path / "state", **keys))
+        lives.append(Life(tmp_path / "state", **keys))  # type: ignore[arg-type]
         return lives[0]
 
     yield begin
@@ -297,26 +299,68 @@ def test_it_is_written_now_and_then_and_at_a_stop(
     assert 0 <= families["tierd_hotset_age_seconds"].value() < 60
 
 
-def test_a_stop_does_not_wait_for_a_slow_disk(
+@pytest.mark.slow
+def test_a_stop_with_very_many_blocks_keeps_all_of_them(
     live: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stop would take as long as the state directory's disk likes."""
+    """The larger L2 is, the older would be the hot set that is left of it."""
+    monkeypatch.setattr(hotset, "STOP_S", math.inf)  # However slow the machine.
+    small = namespace(64)
+    life = live(capacity_bytes=300_000 * small.slot_bytes)
+    chains = [life.store(1000, tag, 1 + tag % 9, 60 * tag, small) for tag in range(200)]
+    life.write()
+    late = life.store(1000, "late", 20, 0, small)
+    asyncio.run(life.snapshots.finish())
+    found = kept(tmp_path)
+    assert set(hashes_of(found[:2])) == set(late)
+    assert len(hashes_of(found)) == 201_000
+    assert {*hashes_of(found)} == {*late, *itertools.chain(*chains)}
+    values = [worth(hot.run.uses, hot.run.age_s) for hot in found]
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_stop_does_not_wait_for_a_slow_disk(
+    live: Callable[..., Life],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A stop would take as long as the state directory's disk likes; or a write that was given up
+    take the place of what the next daemon has written since."""
     life = live()
     hot = life.store(3, "hot", 1, 0)
     life.write()
     life.store(100, "more", 1, 0)
     monkeypatch.setattr(hotset, "STOP_S", 0.05)
+    sync, late = os.fsync, 0
 
-    def slow(*args: object, **keys: object) -> Iterator[bytes]:
+    def slow(fd: int) -> None:
+        nonlocal late
         while not life.counters["hotset_failed_total"]:
-            yield b""
-        yield from whole_pieces(*args, **keys)  # type: ignore[arg-type]
+            time.sleep(0.001)
+        sync(fd)
+        late += 1
 
-    monkeypatch.setattr(hotset, "pieces", slow)
+    monkeypatch.setattr(os, "fsync", slow)
     asyncio.run(life.snapshots.finish())
+    assert late == 1
     assert hashes_of(kept(tmp_path)) == hot
     assert os.listdir(tmp_path / "state") == [FILE]
-    assert "at a stop" in str(life.snapshots.status()["why"])
+    (told,) = caplog.messages
+    assert re.search(r"a stop waits at most 0.05 s .*; the one written \d+ s ago stays", told)
+    assert str(life.snapshots.status()["why"]) in told
+
+
+def test_a_stop_waits_for_no_snapshot_that_is_never_written(
+    live: Callable[..., Life], tmp_path: Path
+) -> None:
+    """A stop would ask its service manager for time that it does not need."""
+    assert live().snapshots.stop_s == hotset.STOP_S
+    assert live(interval_s=0).snapshots.stop_s == 0
+    first, second = live(), Life(tmp_path / "state")
+    assert first.snapshots.stop_s == hotset.STOP_S
+    assert second.snapshots.stop_s == 0
+    second.close()
 
 
 def test_a_stop_ends_the_snapshot_that_is_being_written(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
@@ -66,13 +66,29 @@ def has(tier: Tier, hashes: Sequence[bytes]) -> int:
     return sum(key(block_hash) in tier.blocks for block_hash in hashes)
 
 
+async def stored(bench: Bench) -> list[bytes]:
+    """Blocks that L2 and the tier have."""
+    hashes = bench.store(HOT, "hot")
+    await bench.backed_up()
+    return hashes
+
+
+def run_on(tier: Small, test: Callable[[Bench], Awaitable[None]], **keys: object) -> None:
+    """Run a test on a node with this tier, at whose end nothing is under way."""
+
+    async def whole(bench: Bench) -> None:
+        await test(bench)
+        bench.check_nothing_is_left()
+
+    run(whole, config("tier", **keys), raw=[tier])
+
+
 def test_what_is_used_in_host_memory_outlives_what_is_not_in_a_tier() -> None:
     """A tier would drop a node's hottest prefix first, since host memory answers for it."""
     tier = Small()
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         for number in range(30):
             bench.store(COLD, number)
             await bench.backed_up()
@@ -82,7 +98,7 @@ def test_what_is_used_in_host_memory_outlives_what_is_not_in_a_tier() -> None:
             await asyncio.sleep(1.0)
         assert tier.calls("put") == 31, "it was never to be written again"
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_what_a_tier_has_dropped_is_written_when_it_is_used() -> None:
@@ -90,17 +106,15 @@ def test_what_a_tier_has_dropped_is_written_when_it_is_used() -> None:
     tier = Small()
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         tier.lose(hot)
         # What was just written and is gone is no news of a tier that has room for it.
         await asyncio.sleep(REST_S + 1)
         assert await use(bench, hot) == HOT
         await told(bench)
         assert has(tier, hot) == HOT
-        bench.check_nothing_is_left()
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_a_tier_that_is_too_small_for_what_is_used_is_not_written_at_each_use() -> None:
@@ -118,9 +132,8 @@ def test_a_tier_that_is_too_small_for_what_is_used_is_not_written_at_each_use() 
             await told(bench)
             await asyncio.sleep(2.0)
         assert tier.calls("put") <= written + len(chains)
-        bench.check_nothing_is_left()
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 @pytest.mark.parametrize("policy", WRITTEN)
@@ -143,9 +156,8 @@ def test_what_leaves_host_memory_is_in_a_tier_that_has_dropped_it(policy: WriteP
         assert has(tier, hot) == HOT
         assert await bench.acquire(hot) == HOT
         await told(bench)
-        bench.check_nothing_is_left()
 
-    run(test, config("tier", write_policy=policy), raw=[tier])
+    run_on(tier, test, write_policy=policy)
 
 
 def test_what_was_used_once_is_not_asked_for_when_it_leaves() -> None:
@@ -161,7 +173,7 @@ def test_what_was_used_once_is_not_asked_for_when_it_leaves() -> None:
         await told(bench)
         assert not tier.calls("use")
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 @pytest.mark.parametrize("policy", WRITTEN)
@@ -170,8 +182,7 @@ def test_a_stop_writes_what_is_used_often_and_a_tier_has_dropped(policy: WritePo
     tier = Small()
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         for _ in range(5):
             await use(bench, hot)
         await told(bench)
@@ -181,9 +192,8 @@ def test_a_stop_writes_what_is_used_often_and_a_tier_has_dropped(policy: WritePo
         assert await bench.node.drain(10) == 0
         assert has(tier, hot) == HOT
         assert sum(has(tier, hashes) for hashes in cold) > 0
-        bench.check_nothing_is_left()
 
-    run(test, config("tier", write_policy=policy), raw=[tier])
+    run_on(tier, test, write_policy=policy)
 
 
 def test_a_stop_asks_a_tier_that_does_not_answer_for_nothing() -> None:
@@ -191,8 +201,7 @@ def test_a_stop_asks_a_tier_that_does_not_answer_for_nothing() -> None:
     tier = Small()
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         for _ in range(5):
             await use(bench, hot)
         tier.hangs = {"use", "put", "get", "contains"}
@@ -201,9 +210,8 @@ def test_a_stop_asks_a_tier_that_does_not_answer_for_nothing() -> None:
         began_s = bench.loop.time()
         await bench.node.drain(60)
         assert bench.loop.time() - began_s < 0.5
-        bench.check_nothing_is_left()
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
@@ -211,8 +219,7 @@ def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
     tier = Small()
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         tier.hangs = {"use"}
         began_s = bench.loop.time()
         for _ in range(5):
@@ -224,9 +231,8 @@ def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
         await asyncio.sleep(3 * DEADLINE_S)
         # What the tier did not answer for was not taken for lost, nor kept.
         assert not bench.space.leaving
-        bench.check_nothing_is_left()
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_how_often_and_how_much_is_told_is_bounded() -> None:
@@ -246,7 +252,7 @@ def test_how_often_and_how_much_is_told_is_bounded() -> None:
         assert max(calls) <= ASK_MAX
         assert sum(calls) <= 200 * 6
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
@@ -255,8 +261,7 @@ def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
     tier.uses_every_s = 6 * 3600.0
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         for _ in range(100):
             await use(bench, hot)
             await asyncio.sleep(60)
@@ -272,7 +277,7 @@ def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
         await bench.node.drain(10)
         assert tier.calls("use") == 2
 
-    run(test, config("tier"), raw=[tier])
+    run_on(tier, test)
 
 
 def test_what_a_lower_tier_is_only_believed_to_have_is_asked_for() -> None:
@@ -280,8 +285,7 @@ def test_what_a_lower_tier_is_only_believed_to_have_is_asked_for() -> None:
     upper, lower = Small(1000), Small(1000)
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         bench.forget()
         lower.lose(hot)
         await asyncio.sleep(REST_S + 1)
@@ -298,8 +302,7 @@ def test_a_tier_that_is_not_to_be_filled_from_below_is_not_asked() -> None:
     upper, lower = Small(1000), Small(1000)
 
     async def test(bench: Bench) -> None:
-        hot = bench.store(HOT, "hot")
-        await bench.backed_up()
+        hot = await stored(bench)
         bench.forget()
         upper.lose(hot)
         assert await bench.acquire(hot) == HOT

@@ -405,6 +405,20 @@ class Given:
         return Sample(64 * GIB, self.available_bytes, 0, 0)
 
 
+def node_on(machine: Given, min_bytes: int) -> Node:
+    """A node with 32 MiB of L2 in 16 segments."""
+    return Node(
+        capacity_bytes=32 * MIB,
+        min_bytes=min_bytes,
+        lease_ttl_ms=1000,
+        tiers=[],
+        clock=SystemClock(),
+        epoch=bytes(8),
+        machine=machine,
+        segment_bytes=2 * MIB,
+    )
+
+
 def memory_files_of(pid: int) -> int:
     """Bytes of memory behind the segments that a process has open."""
     found = {}
@@ -433,16 +447,7 @@ async def test_memory_goes_back_to_the_machine(
     monkeypatch.setattr("tierd.core.pressure.GROWTH_SHARE_PER_S", 10.0)
     caplog.set_level(logging.INFO, "tierd")
     machine = Given(32 * GIB)
-    node = Node(
-        capacity_bytes=32 * MIB,
-        min_bytes=8 * MIB,
-        lease_ttl_ms=1000,
-        tiers=[],
-        clock=SystemClock(),
-        epoch=bytes(8),
-        machine=machine,
-        segment_bytes=2 * MIB,
-    )
+    node = node_on(machine, min_bytes=8 * MIB)
     space = node.register(namespace(MIB // 4))
 
     def memory_files() -> int:
@@ -490,16 +495,7 @@ def test_a_shortage_that_changes_nothing_is_said_so(caplog: pytest.LogCaptureFix
     """The log would tell of memory that shrinks from 0.50 to 0.50 GiB."""
     caplog.set_level(logging.INFO, "tierd")
     machine = Given(GIB // 2)
-    node = Node(
-        capacity_bytes=32 * MIB,
-        min_bytes=32 * MIB,
-        lease_ttl_ms=1000,
-        tiers=[],
-        clock=SystemClock(),
-        epoch=bytes(8),
-        machine=machine,
-        segment_bytes=2 * MIB,
-    )
+    node = node_on(machine, min_bytes=32 * MIB)
     space = node.register(namespace(MIB // 4))
     hashes, parents = chain(8)
     node.reserve(1, space, hashes, parents)

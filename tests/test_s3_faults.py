@@ -10,7 +10,7 @@ import socket
 import msgspec
 import pytest
 
-from tests.fake_s3 import CLOSE, STALL, FakeS3, error, on, reply, running
+from tests.fake_s3 import CLOSE, STALL, error, on, reply, running
 from tierd.backend import GetRequest, Outcome, pack_header
 from tierd.errors import BackendError
 from tierd.testing.suite import (
@@ -29,12 +29,6 @@ from tierd_backends.s3 import S3Backend, S3Options
 LENGTH = 3 * 4096 + 100
 TOTAL = LENGTH + 128
 HIT, MISS, CORRUPT, ERROR = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR
-
-
-@pytest.fixture
-def fake():
-    with FakeS3() as server:
-        yield server
 
 
 def stored(fake, block):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.s3_servers import Rclone, S3Server, SeaweedFS
 from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header
 from tierd.core.epochs import Mark, pack_mark
 from tierd.errors import BackendError
-from tierd.testing.suite import contains, get, make_chain, put
+from tierd.testing.suite import Block, contains, get, make_chain, put
 from tierd.testing.suite import running as opened
 from tierd_backends._s3_account import RENEW_S
 from tierd_backends._s3_options import S3Options
@@ -26,18 +26,6 @@ from tierd_backends.s3 import S3Backend
 LENGTH = 4096
 WAIT_S = 20.0
 HIT, MISS, PRESENT, STORED = Outcome.HIT, Outcome.MISS, Outcome.PRESENT, Outcome.STORED
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeS3]:
-    with FakeS3() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
-    with SeaweedFS(tmp_path_factory.mktemp("weed")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -66,6 +54,15 @@ def write_keys(path: Path, form: str, access_key: str, secret_key: str) -> None:
         lines = ("[default]", f"aws_access_key_id={access_key}")
         path.write_text("\n".join([*lines, f"aws_secret_access_key={secret_key}", ""]))
     path.chmod(0o640)
+
+
+@contextlib.asynccontextmanager
+async def holding(fake: FakeS3, file: Path, blocks: Sequence[Block]) -> AsyncIterator[S3Backend]:
+    """A tier that has these blocks, and takes its keys from a file: FIRST's."""
+    write_keys(file, "key_file", "FIRST", "secret")
+    async with running(fake, access_key="", secret_key="", key_file=str(file)) as backend:
+        await put(backend, blocks)
+        yield backend
 
 
 @pytest.mark.slow
@@ -108,10 +105,8 @@ def signed_by(request: Request) -> str:
 async def test_a_reload_reads_keys_anew(fake: FakeS3, tmp_path: Path) -> None:
     """Keys that are to be revoked would be used until the server denies them."""
     file = tmp_path / "keys"
-    write_keys(file, "key_file", "FIRST", "secret")
     blocks = make_chain("reload", 1, LENGTH)
-    async with running(fake, access_key="", secret_key="", key_file=str(file)) as backend:
-        await put(backend, blocks)
+    async with holding(fake, file, blocks) as backend:
         file.write_text("SECOND\nsecret\ntoken-of-it\n")
         await contains(backend, blocks)
         assert signed_by(fake.requests[-1]) == "FIRST"
@@ -129,10 +124,8 @@ async def test_a_reload_reads_keys_anew(fake: FakeS3, tmp_path: Path) -> None:
 async def test_denials_read_keys_now_and_then(fake: FakeS3, tmp_path: Path) -> None:
     """A batch that is denied would read them, or ask a role's service, once a block."""
     file = tmp_path / "keys"
-    write_keys(file, "key_file", "FIRST", "secret")
     blocks = make_chain("storm", 32, LENGTH)
-    async with running(fake, access_key="", secret_key="", key_file=str(file)) as backend:
-        await put(backend, blocks)
+    async with holding(fake, file, blocks) as backend:
         reads = 0
         account = backend._bucket._account
         read = account._read
@@ -254,16 +247,16 @@ async def test_an_object_that_is_given_again_is_not_stored_over(fake: FakeS3) ->
 
 
 @pytest.mark.slow
-async def test_an_object_with_another_ones_key(seaweed: SeaweedFS) -> None:
+async def test_an_object_with_another_ones_key(weed: SeaweedFS) -> None:
     """A block that somebody stored with a key of his own (SSE-C) would stop all lookups."""
     blocks = make_chain("sse-c", 3, LENGTH)
-    bucket = seaweed.make_bucket()
-    async with tier(seaweed, bucket) as backend:
+    bucket = weed.make_bucket()
+    async with tier(weed, bucket) as backend:
         await put(backend, [blocks[0], blocks[2]])
         block = blocks[1]
         name = backend._name(block.key.namespace, block.key.block_hash)
         header = BlockHeader(block.key, block.parent, LENGTH, checksum(block.payload))
-        client: Any = seaweed.client()
+        client: Any = weed.client()
         client.put_object(
             Bucket=bucket,
             Key=name,

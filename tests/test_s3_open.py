@@ -14,19 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import fake_s3
-from tests.fake_s3 import CLOSE, STALL, FakeS3, error, on, reply, running
+from tests.fake_s3 import CLOSE, STALL, error, on, reply, running
 from tierd.errors import BackendError, ConfigError
 from tierd.testing.suite import get, make_chain
 from tierd_backends._s3_sign import EMPTY_SHA256, Credentials, Signer
 from tierd_backends.s3 import S3Backend, S3Options
 
 LENGTH = 1000
-
-
-@pytest.fixture
-def fake():
-    with FakeS3() as server:
-        yield server
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ from tests.service_manager import ServiceManager as FakeManager
 from tests.tier_scene import table
 from tests.traffic import wait_until
 from tierd.client import Client
-from tierd.clock import SystemClock
+from tierd.clock import Clock, SystemClock
 from tierd.daemon import telling
 from tierd.daemon.admin import Admin, Phase
 from tierd.daemon.health import Health
+from tierd.daemon.hotset import FILE, STOP_S
 from tierd.daemon.listening import engine_socket
 from tierd.daemon.node import Node
-from tierd.daemon.serve import Signals
+from tierd.daemon.serve import EXIT_GRACE_S, Signals
 from tierd.daemon.service import ServiceManager
 from tierd.daemon.telling import LINE_CHARS_MAX, Teller, status_line
 from tierd.errors import ConfigError
@@ -144,13 +145,23 @@ def test_the_line_of_status() -> None:
     assert len(refused) == LINE_CHARS_MAX
 
 
-def node(executor: ThreadPoolExecutor | None = None) -> Node:
+class Watch:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic_ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+
+def node(executor: ThreadPoolExecutor | None = None, clock: Clock | None = None) -> Node:
     return Node(
         capacity_bytes=64 << 20,
         segment_bytes=64 << 10,
         lease_ttl_ms=1000,
         tiers=[],
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
         epoch=bytes(8),
         executor=executor,
     )
@@ -195,20 +206,27 @@ async def test_a_slow_start_asks_for_time_again_and_again(
 
 
 async def test_a_hung_thread_ends_the_signs_of_life(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tierd that can neither prove nor back a block up would count as well for ever, or be ended
     without a word of why."""
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr("tierd.daemon.health.PROBE_S", 0.005)
     with (
         heard(tmp_path, WATCHDOG_USEC="40000") as (manager, ear),
         ThreadPoolExecutor(2) as executor,
     ):
         ear.setblocking(False)
-        made = node(executor)
-        health = Health(made.memory, limit_s=0.03)
+        watch = Watch()
+        made = node(executor, watch)
+        health = Health(made.memory, limit_s=30)
         admin = Admin(made, health)
-        go_on, loop = threading.Event(), asyncio.get_running_loop()
+        teller = Teller(manager, made, admin, health)
+        hung, go_on, loop = threading.Semaphore(0), threading.Event(), asyncio.get_running_loop()
+
+        def hang() -> None:
+            hung.release()
+            go_on.wait()
 
         def pings() -> int:
             count = 0
@@ -224,15 +242,23 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                     await asyncio.sleep(0.005)
 
         try:
-            async with Teller(manager, made, admin, health).telling():
+            async with teller.telling():
                 await until(pings)
                 assert b" 200 " in admin.answer(b"GET /healthz HTTP/1.1")
                 for _ in range(2):
-                    loop.run_in_executor(executor, go_on.wait)
-                await until(lambda: health.trouble)
+                    loop.run_in_executor(executor, hang)
+                for _ in range(2):
+                    await until(lambda: hung.acquire(blocking=False))
+                await until(lambda: made.memory._in_thread)
+                watch.now_s += 30
+                assert not health.trouble
+                watch.now_s += 1
+                assert "is away for 31 s" in health.trouble
                 assert b" 503 " in admin.answer(b"GET /healthz HTTP/1.1")
+                await until(lambda: caplog.records)
                 pings()
-                await asyncio.sleep(0.05)
+                for _ in range(3):
+                    teller.feed()
                 assert not pings()
                 go_on.set()
                 await until(pings)
@@ -290,7 +316,8 @@ async def test_signals_before_and_while_there_is_a_loop() -> None:
 @pytest.mark.slow
 def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
     """`systemctl start` would return too early or never, and a unit be restarted for nothing."""
-    daemon = DaemonProcess(tmp_path / "tierd", storage="")
+    state = tmp_path / "state"
+    daemon = DaemonProcess(tmp_path / "tierd", storage="", extra=f'state_dir = "{state}"')
     with FakeManager(tmp_path / "manager") as manager, daemon.log.open("ab") as log:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(daemon.socket)
@@ -323,6 +350,10 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert process.wait(WAIT_S) == 0
             manager.wait_for("STOPPING")
+            (stopping,) = [each for each in manager.states if "STOPPING" in each]
+            # Else the manager would end it while it writes the hot set.
+            assert int(stopping["EXTEND_TIMEOUT_USEC"]) >= (STOP_S + EXIT_GRACE_S) * 1e6
+            assert (state / FILE).exists()
         finally:
             process.kill()
             process.wait()

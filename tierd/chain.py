@@ -11,7 +11,7 @@ owner, which halves memory and the cost of a touch against dicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import Final
 
 from tierd.eviction.lru import Lru
@@ -60,13 +60,16 @@ class ChainIndex:
         self.hash_of(item)
         return self._parent[item]
 
-    def part(self, start: int, count: int) -> list[tuple[bytes, bytes]] | None:
-        """Hash and parent of the resident ones among `count` items; None past the last one."""
+    def part(self, start: int, count: int) -> tuple[list[bytes], list[bytes]] | None:
+        """Hashes and parents of the resident ones among `count` items; None past the last one."""
         if start >= len(self._hash):
             return None
-        end = start + count
-        pairs = zip(self._hash[start:end], self._parent[start:end], strict=True)
-        return [pair for pair in pairs if pair[0]]
+        hashes = self._hash[start : start + count]
+        parents = self._parent[start : start + count]
+        if _ABSENT in hashes:
+            parents = list(compress(parents, hashes))
+            hashes = list(filter(None, hashes))
+        return hashes, parents
 
     def insert(self, item: int, block_hash: bytes, parent: bytes) -> None:
         """Add an item. Neither item nor hash may be present."""

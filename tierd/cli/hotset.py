@@ -144,8 +144,7 @@ def _of_daemon(args: argparse.Namespace) -> Gathered:
             for page in operator.inventory(digest, source):
                 hashes, parents = m.split_hashes(page.hashes), m.split_hashes(page.parents)
                 uses, ages_s = m.unpack_slots(page.uses), m.unpack_slots(page.ages_s)
-                for block in zip(hashes, parents, uses, ages_s, strict=True):
-                    forest.add(*block)
+                forest.add(hashes, parents, uses, ages_s)
     return gathered
 
 

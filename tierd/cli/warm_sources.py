@@ -28,7 +28,7 @@ from tierd.errors import ConfigError
 from tierd.hashing import Lora
 from tierd.hotset import Forest, HotSet
 from tierd.types import NEVER
-from tierd.wire.messages import unpack_slots
+from tierd.wire.messages import split_hashes, unpack_slots
 
 LINE_BYTES_MAX: Final = 64 << 20
 """Of a prompt: a million token ids take less than 8 MB."""
@@ -141,10 +141,12 @@ class Sources:
         ranks = self.default()
         forest = Forest(ranks[0].hash_root)
         for page in self._operator.inventory(ranks[0].digest, number + 1):
-            facts = zip(unpack_slots(page.uses), unpack_slots(page.ages_s), strict=True)
-            for at, (uses, age_s) in enumerate(facts):
-                where = slice(32 * at, 32 * at + 32)
-                forest.add(page.hashes[where], page.parents[where], uses, age_s)
+            forest.add(
+                split_hashes(page.hashes),
+                split_hashes(page.parents),
+                unpack_slots(page.uses),
+                unpack_slots(page.ages_s),
+            )
         block_bytes = sum(rank.block_bytes for rank in ranks)
         left = len(forest) if size_bytes is None else size_bytes // block_bytes
         whole = max(1, min(left, len(forest)))

@@ -19,7 +19,7 @@ from tierd.daemon.promotion import Spawn
 from tierd.daemon.tier import StorageTier
 from tierd.errors import RemoteProtocolError
 from tierd.eviction.reuse import Reuse
-from tierd.hotset import Block
+from tierd.hotset import Blocks
 from tierd.types import DIGEST_BYTES, NEVER
 from tierd.wire import messages as m
 
@@ -30,22 +30,19 @@ SLICE: Final = 256
 """Blocks looked at between two turns of the loop: 0.3 ms."""
 
 
-def known_of(book: Reuse | None, block_hash: bytes, parent: bytes, now_ms: int) -> Block:
-    """A block, and what its book says of its uses."""
-    last = None if book is None else book.last_use(block_hash)
-    if book is None or last is None:
-        return Block(block_hash, parent, 0, NEVER)
-    age_s = max(0, now_ms - last[1]) // 1000
-    return Block(block_hash, parent, book.uses(block_hash), min(age_s, NEVER))
+def known_of(book: Reuse | None, hashes: list[bytes], parents: list[bytes], now_ms: int) -> Blocks:
+    """Blocks, and what their book says of their uses."""
+    if book is None:
+        return Blocks(hashes, parents, [0] * len(hashes), [NEVER] * len(hashes))
+    return Blocks(hashes, parents, *book.told(hashes, now_ms))
 
 
-def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[list[Block]]:
+def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[Blocks]:
     """What L2 has of a namespace, in slices. One that moves between slots meanwhile may be missed,
     or come twice."""
     start = 0
-    while (pairs := space.chain.part(start, SLICE)) is not None:
-        now = now_ms()
-        yield [known_of(space.reuse, block_hash, parent, now) for block_hash, parent in pairs]
+    while (part := space.chain.part(start, SLICE)) is not None:
+        yield known_of(space.reuse, *part, now_ms())
         start += SLICE
 
 
@@ -67,7 +64,7 @@ class Inventory:
         self._send = send
         self._listed: tuple[bytes, int] | None = None
         self._listing: asyncio.Task[None] | None = None
-        self._pages: asyncio.Queue[list[Block] | str] = asyncio.Queue(1)
+        self._pages: asyncio.Queue[Blocks | str] = asyncio.Queue(1)
         self._answering: asyncio.Task[None] | None = None
 
     def ask(self, message: m.Inventory) -> None:
@@ -107,7 +104,7 @@ class Inventory:
         page = await self._pages.get()
         # Before the answer: whoever has it may ask again before this task is done.
         self._answering = None
-        more = not isinstance(page, str) and len(page) == PAGE_BLOCKS
+        more = not isinstance(page, str) and len(page.hashes) == PAGE_BLOCKS
         if not more:
             self._end()
         if isinstance(page, str):
@@ -117,25 +114,22 @@ class Inventory:
             m.Listed(
                 call,
                 more,
-                b"".join([block.hash for block in page]),
-                b"".join([block.parent for block in page]),
-                m.pack_slots([block.uses for block in page]),
-                m.pack_slots([block.age_s for block in page]),
+                b"".join(page.hashes),
+                b"".join(page.parents),
+                m.pack_slots(page.uses),
+                m.pack_slots(page.ages_s),
             )
         )
 
-    async def _list(
-        self, digest: bytes, source: int, pages: asyncio.Queue[list[Block] | str]
-    ) -> None:
+    async def _list(self, digest: bytes, source: int, pages: asyncio.Queue[Blocks | str]) -> None:
         """Fill pages, of which all but the last one are full; or say why it ended before."""
         space = self._host.spaces.get(digest)
-        page: list[Block] = []
+        page = Blocks([], [], [], [])
         if source == 0:
             for blocks in resident(space, self._now_ms) if space is not None else ():
-                page += blocks
-                if len(page) >= PAGE_BLOCKS:
-                    await pages.put(page[:PAGE_BLOCKS])
-                    del page[:PAGE_BLOCKS]
+                page.take(blocks)
+                if len(page.hashes) >= PAGE_BLOCKS:
+                    await pages.put(page.cut(PAGE_BLOCKS))
                 await asyncio.sleep(0)
             await pages.put(page)
             return
@@ -143,16 +137,15 @@ class Inventory:
         looked_at = 0
 
         async def take(header: BlockHeader) -> None:
-            nonlocal page, looked_at
+            nonlocal looked_at
             looked_at += 1
             if looked_at % SLICE == 0:
                 await asyncio.sleep(0)
             if header.key.namespace == digest:
                 block_hash = header.key.block_hash
-                page.append(known_of(book, block_hash, header.parent, self._now_ms()))
-                if len(page) == PAGE_BLOCKS:
-                    full, page = page, []
-                    await pages.put(full)
+                page.take(known_of(book, [block_hash], [header.parent], self._now_ms()))
+                if len(page.hashes) == PAGE_BLOCKS:
+                    await pages.put(page.cut(PAGE_BLOCKS))
 
         async def finish() -> None:
             await pages.put(page)

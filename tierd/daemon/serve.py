@@ -53,7 +53,7 @@ WORKER_NICE: Final = 10
 """With both cores full, threads at the loop's own priority push its p99 to 3-10 ms."""
 
 EXIT_GRACE_S: Final = 5.0
-"""After the drain budget: an I/O that never returns must not keep a stop waiting for ever."""
+"""After drain and snapshot: an I/O that never returns must not keep a stop waiting for ever."""
 
 WATCHDOG_SHARE: Final = 1 / 3
 """Of the watchdog's time, how long a call off the loop may take: then there is time to say so."""
@@ -248,17 +248,21 @@ class _Life:
     async def _stop(self) -> None:
         node, budget_s = self._node, self._config.drain_timeout_ms / 1000
         self._admin.phase = Phase.STOPPING
-        leave_s = budget_s + EXIT_GRACE_S
+        snapshots, loop = node.snapshots, asyncio.get_running_loop()
+        drained_s = loop.time() + budget_s
+        leave_s = max(budget_s, snapshots.stop_s if snapshots else 0.0) + EXIT_GRACE_S
         self._teller.stopping(leave_s)
         log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
         _exit_after(leave_s)
         self._server.stop_listening()
-        finishing = None if node.snapshots is None else node.spawn(node.snapshots.finish, "hotset")
+        finishing = None if snapshots is None else node.spawn(snapshots.finish, "hotset")
         left = await node.drain(budget_s, self._signals.stop_now)
         if finishing is not None:
             if self._signals.stop_now.is_set():
                 finishing.cancel()
             await asyncio.wait([finishing])
+        # A snapshot that was soon written gives what hangs no more time.
+        _exit_after(max(0.0, drained_s - loop.time()) + EXIT_GRACE_S)
         if left:
             log.warning("stopping with %d blocks that were not backed up", left)
         self._server.close()

@@ -235,6 +235,15 @@ class Reuse:
             None if record is None else (record >> _USES_BITS & _KIND_MASK, record >> _TIME_SHIFT)
         )
 
+    def told(self, hashes: Sequence[bytes], now_ms: int) -> tuple[list[int], list[int]]:
+        """What `teach` would be told of blocks: their uses, and how many seconds before `now_ms`
+        the last ones were; 0 and NEVER of a block of which no use is known."""
+        found = [self._records.get(block_hash, 0) for block_hash in hashes]
+        return [record & _USES_MASK for record in found], [
+            min(max(0, now_ms - (record >> _TIME_SHIFT)) // 1000, NEVER) if record else NEVER
+            for record in found
+        ]
+
     def last_use_or_now(self, block_hash: bytes) -> tuple[int, int]:
         """The same; a block that is not known, such as one just generated, is taken for a new
         one of the last request."""
