@@ -67,7 +67,7 @@ sim-soak: .venv/.complete ## Run further simulated worlds, 1,000 (10 min) or SEE
 
 .PHONY: compat-identity
 compat-identity: engine $(engine_site) ## Check the identity table with vLLM 0.29 to 0.33 installed (20 min, 3 GB)
-	$(engine_python) $(python) -m tests.compat_identity $(ARGS)
+	$(engine_python) $(python) -m tests.connectors.compat_identity $(ARGS)
 
 # Without a GPU both say so and do nothing. The engine's process needs torch, so name its Python
 # in TIERD_GPU_ENGINE_PYTHON, or run `python3 -m tests.gpu` by one that has all of the libraries.
@@ -89,7 +89,7 @@ gpu-bench: bench-gpu ## Measure copies on a GPU (1 min)
 # The S3 servers are Python wheels of requirements-dev.lock; Redis comes from the system.
 .PHONY: servers
 servers:
-	@command -v redis-server >/dev/null || tests/install_redis.sh
+	@command -v redis-server >/dev/null || tests/support/servers/install_redis.sh
 
 # The engine checks for itself whether it is complete: it lies outside of this checkout.
 .PHONY: engine

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 
 from bench.common import write_result
-from tests.daemon_process import DaemonProcess
-from tests.page_engine import chain, content, namespace, parents_of
-from tests.service_manager import ServiceManager
-from tests.traffic import wait_until
+from tests.support.daemon_process import DaemonProcess
+from tests.support.page_engine import chain, content, namespace, parents_of
+from tests.support.service_manager import ServiceManager
+from tests.support.traffic import wait_until
 from tierd.backend import checksum
 from tierd.client import Client
 

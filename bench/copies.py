@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import interleaved, write_result
-from tests.daemon_process import DaemonProcess
-from tests.page_engine import LAYERS, PageEngine, chain, parents_of
+from tests.support.daemon_process import DaemonProcess
+from tests.support.page_engine import LAYERS, PageEngine, chain, parents_of
 from tierd.client import PendingCopy, Reservation
 
 ROUND_BYTES = 64 << 20

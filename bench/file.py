@@ -28,8 +28,8 @@ from pathlib import Path
 from bench.common import write_result
 from tierd.backend import GetRequest, Outcome, PutRequest, checksum
 from tierd.types import SCOPE_BYTES
-from tierd_backends._slab import slab_bytes
 from tierd_backends.file import FileBackend, FileOptions
+from tierd_backends.file.slab import slab_bytes
 
 ROUNDS = 5
 THREADS = 4

@@ -21,7 +21,7 @@ from tierd.device import cuda
 from tierd.device.api import CannotOpenError, Device, DeviceError, Direction
 from tierd.device.choice import HostScratch, finish
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
-from tierd.exports import PageLayout, Run
+from tierd.shared_memory.exports import PageLayout, Run
 
 ROUND_BYTES = 256 << 20
 """Moved by one timed round: 5 ms of PCIe 5."""

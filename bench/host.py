@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.common import interleaved, raw_ping_pong, write_result
-from tests.blocks import namespace
-from tests.daemon_process import DaemonProcess
+from tests.support.blocks import namespace
+from tests.support.daemon_process import DaemonProcess
 from tierd.client import Client, Handle, copy
-from tierd.mapping import SharedMapping
-from tierd_connectors.vllm_layout import PageMap, TensorView, blocks_of
+from tierd.shared_memory.mapping import SharedMapping
+from tierd_connectors.vllm.worker.layout import PageMap, TensorView, blocks_of
 
 ROUND_BYTES = 128 << 20
 """Bytes moved by one timed round: 7 ms of memcpy, far over the clock's grain."""

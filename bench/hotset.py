@@ -18,10 +18,10 @@ from collections import Counter
 from pathlib import Path
 
 from bench.common import write_result
-from tests.blocks import ROOT, namespace
+from tests.support.blocks import ROOT, namespace
 from tierd.clock import SystemClock
 from tierd.config import HotsetConfig
-from tierd.daemon.hotset import FILE, PAUSE_S, Snapshots
+from tierd.daemon.jobs.hotset import FILE, PAUSE_S, Snapshots
 from tierd.daemon.node import Node
 from tierd.hotset import HotSet
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from bench.common import Json, write_result
 from bench.plot import write_chart
-from tests.traces import trace_lines
+from tests.support.traces import trace_lines
 from tierd.config import StorageConfig, WritePolicy
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
 from tierd.replay.optimal import belady, ideal

@@ -28,7 +28,7 @@ import uvloop
 from redis.asyncio import Redis
 
 from bench.common import write_result
-from tests.redis_servers import RedisServer
+from tests.support.servers.redis import RedisServer
 from tierd.backend import (
     HEADER_BYTES,
     BlockHeader,
@@ -37,11 +37,11 @@ from tierd.backend import (
     checksum,
     pack_header,
 )
-from tierd.cli.speed import get_all, put_all
-from tierd.mapping import SharedMapping
+from tierd.cli.common.speed import get_all, put_all
+from tierd.shared_memory.mapping import SharedMapping
 from tierd.types import PAGE_BYTES, SCOPE_BYTES, BlockKey
-from tierd_backends._redis_options import RedisOptions
 from tierd_backends.redis import RedisBackend
+from tierd_backends.redis.options import RedisOptions
 
 ROUNDS = 7
 CALLS = 4

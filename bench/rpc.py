@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.common import raw_ping_pong, write_result
-from tests.blocks import chain, namespace
-from tests.daemon_process import DaemonProcess
+from tests.support.blocks import chain, namespace
+from tests.support.daemon_process import DaemonProcess
 
 ROUNDS = 20
 CALLS = 300

@@ -31,7 +31,7 @@ import msgspec
 import uvloop
 
 from bench.common import write_result
-from tests.s3_servers import SeaweedFS
+from tests.support.servers.s3 import SeaweedFS
 from tierd.backend import (
     HEADER_BYTES,
     BlockHeader,

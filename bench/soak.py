@@ -32,12 +32,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.common import Json, write_result
-from tests.blocks import chain, namespace, payload
-from tests.daemon_process import DaemonProcess
-from tests.redis_servers import RedisServer
-from tests.service_manager import ServiceManager
-from tests.tier_scene import table
-from tests.traffic import children, footprint, wait_until
+from tests.support.blocks import chain, namespace, payload
+from tests.support.daemon_process import DaemonProcess
+from tests.support.servers.redis import RedisServer
+from tests.support.service_manager import ServiceManager
+from tests.support.tiers.scene import table
+from tests.support.traffic import children, footprint, wait_until
 from tierd.client import Client, Handle
 
 OPERATIONS = 2_000_000

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from bench.common import Json, raw_ping_pong, write_result
-from tests.blocks import chain, namespace
-from tests.daemon_process import DaemonProcess
-from tests.s3_servers import SeaweedFS
+from tests.support.blocks import chain, namespace
+from tests.support.daemon_process import DaemonProcess
+from tests.support.servers.s3 import SeaweedFS
 from tierd.client import Client, Handle, Lease
 from tierd_backends.file import FileBackend
 from tierd_backends.s3 import S3Backend

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.common import write_result
 from engine.model import write_config
 from engine.process import EngineProcess
-from tests.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 TURNS = 10
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 64

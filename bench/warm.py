@@ -29,11 +29,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bench.common import write_result
-from tests.daemon_process import DaemonProcess
-from tests.page_engine import chain, content, namespace, parents_of
-from tierd.cli.operator import Operator
+from tests.support.daemon_process import DaemonProcess
+from tests.support.page_engine import chain, content, namespace, parents_of
+from tierd.cli.common.operator import Operator
 from tierd.client import Client, Handle
-from tierd.mapping import SharedMapping
+from tierd.shared_memory.mapping import SharedMapping
 from tierd.types import Namespace
 from tierd.wire.messages import Warmth
 

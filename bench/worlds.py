@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from bench.common import write_result
-from tests.sim_tables import simulate_everything
+from tests.support.simulation.tables import simulate_everything
 
 FIRST = 1000
 """Those below are the test suite's."""
@@ -74,7 +74,8 @@ def main() -> None:
             failed[str(seed)] = why
             print(
                 f"{seed}: {why}\n"
-                f"again: TIERD_SIM_SEED={seed} pytest tests/test_hostile_worlds.py -k test_worlds",
+                f"again: TIERD_SIM_SEED={seed} "
+                "pytest tests/testing/test_hostile_worlds.py -k test_worlds",
                 flush=True,
             )
     write_result(

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from engine.model import write_config
 from engine.process import EngineProcess
-from tests.daemon_process import DaemonProcess
+from tests.support.daemon_process import DaemonProcess
 
 SYSTEM_TOKENS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 600, 1500, 50, 16
 CONVERSATIONS, TURNS = 3, 2

@@ -2,8 +2,8 @@
 
     list_fields.py            print the listing of the vLLM that this Python imports, as JSON
 
-The table in `tierd_connectors.vllm_fields` has a verdict for each; tests compare it with the
-listings in tests/data/vllm_fields, one a version, so that no vLLM need be installed for that.
+The table in `tierd_connectors.vllm.identity.fields` has a verdict for each; tests compare it with
+the listings in tests/data/vllm_fields, one a version, so that no vLLM need be installed for that.
 """
 
 from __future__ import annotations

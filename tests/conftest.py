@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.daemon_process import DaemonProcess
-from tests.fake_s3 import FakeS3
-from tests.redis_servers import RedisServer
-from tests.s3_servers import SeaweedFS
+from tests.support.daemon_process import DaemonProcess
+from tests.support.servers.fake_s3 import FakeS3
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.s3 import SeaweedFS
 
 # In the background it may be ignored, and then children would not be interrupted.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -212,8 +212,8 @@ class Backend(ABC):
     """A storage tier. Methods are called from one event loop, concurrently.
 
     Per-block trouble is an Outcome of that block and touches no other. BackendError
-    is for the tier as a whole. Views lie in a `tierd.mapping.SharedMapping`. A call that
-    is cancelled returns only when it no longer touches the views it was given: the caller
+    is for the tier as a whole. Views lie in a `tierd.shared_memory.mapping.SharedMapping`. A call
+    that is cancelled returns only when it no longer touches the views it was given: the caller
     owns them again after that. Deadlines are the caller's, who cancels: a backend that
     talks to a peer must let go soon, however silent the peer is.
 

@@ -21,7 +21,14 @@ from tests.gpu.engine import Engine, Refused, engine, pattern
 from tierd.device.api import Addresses, CannotOpenError, Device, Direction
 from tierd.device.choice import HostScratch, choose, finish
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
-from tierd.exports import Export, PageLayout, Run, counter_handle, layout_error, native_handle
+from tierd.shared_memory.exports import (
+    Export,
+    PageLayout,
+    Run,
+    counter_handle,
+    layout_error,
+    native_handle,
+)
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Physical orders of layer, block, head, token and byte, as engines have them."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierd.exports import Export, Part
+from tierd.shared_memory.exports import Export, Part
 
 PYTHON = os.environ.get("TIERD_GPU_ENGINE_PYTHON") or sys.executable
 """Where torch is installed."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from tierd.device.engine_cuda import Counters, Events, Exports, Span
 from tierd.device.engine_host import HostEvent, HostExport
-from tierd.exports import Export
+from tierd.shared_memory.exports import Export
 
 UUID = bytes(range(16, 32))
 """Of fake CUDA's GPU."""
@@ -142,8 +142,8 @@ class FakeMemory(CudaMemory):
     """CUDA in host memory."""
 
     def __init__(self, kind: str) -> None:
-        from tests.fake_cuda import FakeCuda
-        from tests.fake_cuda_calls import install
+        from tests.support.device.fake_cuda import FakeCuda
+        from tests.support.device.fake_cuda_calls import install
 
         super().__init__()
         self._fake = FakeCuda([UUID])

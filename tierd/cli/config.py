@@ -23,9 +23,9 @@ from tierd.config import (
     load,
     variable,
 )
-from tierd.daemon.backends import options_of
-from tierd.daemon.checking import checked, warnings
-from tierd.daemon.reload import LIVE, values
+from tierd.daemon.l3.backends import options_of
+from tierd.daemon.lifecycle.checking import checked, warnings
+from tierd.daemon.lifecycle.reload import LIVE, values
 from tierd.errors import ConfigError
 from tierd.reference import Key, keys, options, origins, shown
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from tierd.cli.digests import check_digits, listed, of_status, resolve
-from tierd.cli.operator import Operator, add_socket, table, tables, whole
-from tierd.cli.progress import Progress
-from tierd.cli.text import printable
+from tierd.cli.common.digests import check_digits, listed, of_status, resolve
+from tierd.cli.common.operator import Operator, add_socket, table, tables, whole
+from tierd.cli.common.progress import Progress
+from tierd.cli.common.text import printable
 from tierd.errors import ConfigError, TierdError
 
 HOST: Final = "host"

@@ -16,10 +16,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from tierd.backend import Backend, CheckReport, Findings
-from tierd.cli.progress import Progress
-from tierd.cli.text import printable, size
+from tierd.cli.common.progress import Progress
+from tierd.cli.common.text import printable, size
 from tierd.config import DEFAULT_CONFIG, StorageConfig, load
-from tierd.daemon.backends import backend_class, options_of
+from tierd.daemon.l3.backends import backend_class, options_of
 from tierd.errors import ConfigError
 
 CLEAN: Final = 0

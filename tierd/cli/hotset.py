@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from tierd import __version__
-from tierd.cli.digests import DIGITS_MIN, of_status, resolve
-from tierd.cli.operator import Operator, add_socket, tables
-from tierd.cli.text import duration, printable, size
+from tierd.cli.common.digests import DIGITS_MIN, of_status, resolve
+from tierd.cli.common.operator import Operator, add_socket, tables
+from tierd.cli.common.text import duration, printable, size
 from tierd.errors import ConfigError, TierdError
 from tierd.hotset import Gathered, Hot, HotSet, merged, pieces
 from tierd.sizes import parse_size

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from tierd import __version__
-from tierd.cli import streams
+from tierd.cli.common import streams
 from tierd.errors import ConfigError
 
 COMMANDS = {
@@ -36,6 +36,9 @@ COMMANDS = {
     "warm": "bring prefixes into host memory before they are asked for",
 }
 """Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
+
+FOLDERS = frozenset({"bench", "doctor", "explain", "top", "warm"})
+"""Subcommands of several modules: these are packages, and `add_parser` is in `command`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +93,8 @@ def parser_of(chosen: Collection[str]) -> argparse.ArgumentParser:
     for name, summary in COMMANDS.items():
         if name in chosen:
             module = f"tierd.cli.{name.replace('-', '_')}"
+            if name in FOLDERS:
+                module += ".command"
             importlib.import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)

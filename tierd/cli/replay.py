@@ -16,7 +16,7 @@ from functools import partial
 from itertools import repeat
 from typing import Final
 
-from tierd.cli.progress import Progress
+from tierd.cli.common.progress import Progress
 from tierd.config import StorageConfig, WritePolicy, check_budget, convert
 from tierd.errors import ConfigError
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT, STORAGE_POLICIES

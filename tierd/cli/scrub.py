@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from tierd.cli.operator import Operator, add_socket, table, tables, whole
-from tierd.cli.progress import Progress
-from tierd.cli.text import printable, size
+from tierd.cli.common.operator import Operator, add_socket, table, tables, whole
+from tierd.cli.common.progress import Progress
+from tierd.cli.common.text import printable, size
 from tierd.errors import ConfigError, RefusedError, TierdError
 from tierd.sizes import parse_size
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from tierd.config import DEFAULT_CONFIG
-from tierd.daemon.checking import checked
-from tierd.daemon.serve import serve
+from tierd.daemon.lifecycle.checking import checked
+from tierd.daemon.lifecycle.serve import serve
 from tierd.errors import ConfigError
 from tierd.logs import stderr_is_journal
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from tierd.cli.text import duration, percent, printable, size
+from tierd.cli.common.text import duration, percent, printable, size
 from tierd.client import DEFAULT_SOCKET, Client
 from tierd.errors import TierdError
 

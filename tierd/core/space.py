@@ -168,7 +168,7 @@ class Space:
     twice the size.
     `refs` counts leases and the daemon's own copies; a slot with one is neither
     evicted nor reused. `checksums` holds None until it has been computed. `backed_up`
-    has a bit a storage tier: see `tierd.daemon.backup`.
+    has a bit a storage tier: see `tierd.daemon.l3.backup`.
     `live` says which segments hold memory, and `live_segments` how many, as of the last `resize`.
     `used_s` is when an engine last stored or asked for blocks, `since_s` since when it has had
     memory, both by `HostTier.now_s`. Until `known_until_s` a client that was cut off may come back

@@ -26,25 +26,25 @@ from tierd.core.pressure import Pressure
 from tierd.core.space import Evicted, Lease, Reservation, Space
 from tierd.core.unserved import Unserveds, Why
 from tierd.core.writes import Moment
-from tierd.daemon.backup import Backups
-from tierd.daemon.copying import Copies
-from tierd.daemon.demand import SHOWN_CHARS_MAX, Demand
-from tierd.daemon.ending import SPACES_MAX, Endings
-from tierd.daemon.explain import Explainer
-from tierd.daemon.flush import Flushes
-from tierd.daemon.hotset import Snapshots
-from tierd.daemon.learning import Learning
-from tierd.daemon.lives import Lives
-from tierd.daemon.lookup import Lookup
-from tierd.daemon.memory import HostMemory
-from tierd.daemon.pressure import Machine, MemoryWatch
-from tierd.daemon.promotion import Promotions, Waiter
-from tierd.daemon.proofs import Proofs
-from tierd.daemon.refusals import Refusals
-from tierd.daemon.scrub import Scrubs
-from tierd.daemon.service import ServiceManager
-from tierd.daemon.tier import StorageTier
-from tierd.daemon.warming import Warmings
+from tierd.daemon.copies.copying import Copies
+from tierd.daemon.jobs.explain import Explainer
+from tierd.daemon.jobs.flush import Flushes
+from tierd.daemon.jobs.hotset import Snapshots
+from tierd.daemon.jobs.scrub import Scrubs
+from tierd.daemon.jobs.warming import Warmings
+from tierd.daemon.l2.ending import SPACES_MAX, Endings
+from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.memory import HostMemory
+from tierd.daemon.l2.pressure import Machine, MemoryWatch
+from tierd.daemon.l2.verification import Proofs
+from tierd.daemon.l3.backup import Backups
+from tierd.daemon.l3.learning import Learning
+from tierd.daemon.l3.lookup import Lookup
+from tierd.daemon.l3.promotion import Promotions, Waiter
+from tierd.daemon.l3.tier import StorageTier
+from tierd.daemon.lifecycle.service import ServiceManager
+from tierd.daemon.session.demand import SHOWN_CHARS_MAX, Demand
+from tierd.daemon.session.refusals import Refusals
 from tierd.errors import RefusedError
 from tierd.eviction import L2_DEFAULT
 from tierd.memory.placement import Placement

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.errors import TierdError
-from tierd.exports import Export
+from tierd.shared_memory.exports import Export
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tierd.device.api import Addresses, Device, DeviceError, Direction
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, Way, group_plans, issue
-from tierd.exports import PageLayout, Run
+from tierd.shared_memory.exports import PageLayout, Run
 
 SCRATCH_BYTES: Final = 16 << 20
 """Moved at a time, unless a block is larger: enough to hide what a call costs."""

@@ -20,8 +20,8 @@ from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Di
 from tierd.device.choice import Choice, HostScratch, borrowed, choose, compact, finish
 from tierd.device.lane import BATCH_BYTES, CANCELLED, Attachment, Cap, Job, Lane
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, group_plans, issue
-from tierd.exports import NO_EVENT, Export, PageLayout, layout_error
-from tierd.gate import Gate
+from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout, layout_error
+from tierd.shared_memory.gate import Gate
 
 JOB_LIMIT_S: Final = 2.5
 """A job that waits for its event, others or the cap for longer is given up. It is well below what

@@ -29,7 +29,7 @@ from tierd.device.api import (
 )
 from tierd.device.cuda_errors import REMEDIES, failure
 from tierd.device.pins import Pins
-from tierd.exports import Export, ExportKind, counter_of, device_text, native_of
+from tierd.shared_memory.exports import Export, ExportKind, counter_of, device_text, native_of
 
 _missing: str
 try:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from tierd.device.api import CannotOpenError
-from tierd.exports import Export, ExportKind, Part, counter_handle, native_handle
+from tierd.shared_memory.exports import Export, ExportKind, Part, counter_handle, native_handle
 
 _missing: str
 try:

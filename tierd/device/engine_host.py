@@ -12,7 +12,7 @@ import os
 import weakref
 from typing import Final
 
-from tierd.exports import HOST_UUID, Export, ExportKind, Part, counter_handle
+from tierd.shared_memory.exports import HOST_UUID, Export, ExportKind, Part, counter_handle
 
 _F_ADD_SEALS: Final = 1033
 _SEALS: Final = 0x1 | 0x2 | 0x4

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction, Pitched
-from tierd.exports import HOST_UUID, Export, ExportKind, counter_of
+from tierd.shared_memory.exports import HOST_UUID, Export, ExportKind, counter_of
 
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x2

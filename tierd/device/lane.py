@@ -16,7 +16,7 @@ from typing import Final
 
 from tierd.device.api import Addresses, Device, DeviceError, Direction
 from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
-from tierd.gate import Gate
+from tierd.shared_memory.gate import Gate
 
 BATCH_BYTES: Final = 32 << 20
 """Half a millisecond on PCIe 5: what a load waits at most for another one's batch."""

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from tierd.device.api import Addresses, Device, Direction, Pitched
-from tierd.exports import PageLayout, Run
+from tierd.shared_memory.exports import PageLayout, Run
 
 _PITCH_MAX: Final = (1 << 31) - 1
 """What CUDA takes for a distance between rows; layers of a large cache lie further apart."""

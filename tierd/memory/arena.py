@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from tierd.core.space import Space
 from tierd.errors import ConfigError
 from tierd.limits import descriptors_limit, memory_limit
-from tierd.mapping import SharedMapping
 from tierd.memory.ledger import Ledger, LedgerError
 from tierd.memory.placement import Placement
+from tierd.shared_memory.mapping import SharedMapping
 from tierd.sizes import about
 from tierd.types import Namespace
 

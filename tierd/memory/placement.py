@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tierd.errors import ConfigError
-from tierd.mapping import SharedMapping
+from tierd.shared_memory.mapping import SharedMapping
 
 _MADV_HUGEPAGE: Final = 14
 _MPOL_PREFERRED: Final = 1

@@ -41,7 +41,7 @@ from tierd.backend import (
     pack_header,
     unpack_header,
 )
-from tierd.mapping import SharedMapping
+from tierd.shared_memory.mapping import SharedMapping
 from tierd.types import HASH_BYTES, PAGE_BYTES, SCOPE_BYTES, BlockKey, slot_bytes_for
 
 ROOT = bytes(HASH_BYTES)

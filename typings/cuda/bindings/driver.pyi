@@ -1,4 +1,4 @@
-# What tierd uses of cuda-bindings, which has no types; tests/test_cuda_import.py checks it.
+# What tierd uses of cuda-bindings, which has no types; tests/device/test_cuda_import.py checks it.
 # Every function answers a tuple that begins with the result. Handles may be given as integers.
 
 from collections.abc import Sequence

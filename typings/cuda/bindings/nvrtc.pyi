@@ -1,4 +1,4 @@
-# What tierd uses of cuda-bindings' NVRTC; tests/test_cuda_import.py checks it.
+# What tierd uses of cuda-bindings' NVRTC; tests/device/test_cuda_import.py checks it.
 
 from collections.abc import Sequence
 from enum import IntEnum

@@ -1,5 +1,5 @@
-# What tierd uses of cupy, which has no types of its own; tests/test_cuda_import.py checks it.
-# Pointers, streams and events are integers.
+# What tierd uses of cupy, which has no types of its own; tests/device/test_cuda_import.py checks
+# it. Pointers, streams and events are integers.
 
 eventDisableTiming: int
 hostAllocPortable: int

@@ -1,0 +1,163 @@
+"""The file tier's I/O threads: who holds a block while a system call works on it.
+
+Two small pools, one to read and one to write, so that a burst of writes does not hold up
+reads. A batch costs one hop a thread, not one a block: each thread takes the batch's next
+run of neighbouring records until none is left. Whoever waits gets control back only when
+no thread has any of its jobs, cancelled or not: the memory belongs to the caller again
+after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tierd.backend import BlockHeader
+from tierd.types import slot_bytes_for
+from tierd_backends.common.again import Fault
+from tierd_backends.file.slab import RUN_RECORDS_MAX, Slab
+
+RUN_BYTES_MAX = 1 << 20
+"""Bytes of a run: a quarter of a prefetch's batch, so that every thread has a part of it."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One block on its way. A thread sets `done`, and `error` or, when it reads, `header`.
+
+    Of a block whose first read was damaged it also says where, and whether it is `dropped`.
+    """
+
+    slab: Slab
+    record: int
+    item: int
+    position: int
+    block_hash: bytes
+    view: memoryview
+    length: int
+    use: int
+    first_in_slab: bool = False
+    header: BlockHeader | None = None
+    fault: Fault | None = None
+    dropped: bool = False
+    error: OSError | None = None
+    done: bool = False
+
+
+class DiskThreads:
+    """Pools of `count` threads each, and the calls in flight in them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self.readers = ThreadPoolExecutor(count, "tierd-file-read")
+        self.writers = ThreadPoolExecutor(count, "tierd-file-write")
+
+    async def run(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[list[Job]], None],
+        jobs: Sequence[Job],
+        *,
+        abandon: bool,
+    ) -> asyncio.CancelledError | None:
+        """Do `work` on the jobs, in runs of neighbours; it leaves OSErrors in the jobs.
+
+        A cancellation is returned, for the caller to raise once its state is in order;
+        with `abandon` the jobs that no thread had begun by then stay undone.
+        """
+        queue = deque(_runs(jobs))
+        loop = asyncio.get_running_loop()
+        workers = min(len(queue), self._count)
+        futures = [loop.run_in_executor(pool, _work, work, queue) for _ in range(workers)]
+        cancelled = await self._settle(futures, queue.clear if abandon else None)
+        for future in futures:
+            future.result()
+        return cancelled
+
+    async def call(
+        self, pool: ThreadPoolExecutor, function: Callable[[], _T]
+    ) -> tuple[asyncio.Future[_T], asyncio.CancelledError | None]:
+        """A finished blocking call, and the cancellation that came meanwhile."""
+        future = asyncio.get_running_loop().run_in_executor(pool, function)
+        cancelled = await self._settle([future], None)
+        return future, cancelled
+
+    async def result(self, pool: ThreadPoolExecutor, function: Callable[[], _T]) -> _T:
+        """Result of a blocking call that leaves nothing to tidy up after a cancellation."""
+        future, cancelled = await self.call(pool, function)
+        if cancelled is not None:
+            raise cancelled
+        return future.result()
+
+    async def close(self) -> None:
+        """Wait for what is in flight and end the threads; nobody may start anything more."""
+        while self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+        self.readers.shutdown()
+        self.writers.shutdown()
+
+    async def _settle(
+        self, futures: Sequence[asyncio.Future[_T]], on_cancel: Callable[[], None] | None
+    ) -> asyncio.CancelledError | None:
+        cancelled = None
+        waiting = set(futures)
+        self._in_flight += 1
+        while waiting:
+            try:
+                _, waiting = await asyncio.wait(waiting)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                if on_cancel is not None:
+                    on_cancel()
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._idle.set()
+        return cancelled
+
+
+def _runs(jobs: Sequence[Job]) -> list[list[Job]]:
+    """The jobs in the order of their places, neighbours together.
+
+    A prefix is mostly stored in neighbouring records, and small blocks move twice as fast
+    together: fewer calls, and fewer times that a thread waits for the GIL.
+    """
+    runs: list[list[Job]] = []
+    for job in sorted(jobs, key=lambda job: (job.slab.number, job.record)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and last.slab is job.slab
+            and last.record + 1 == job.record
+            and len(runs[-1]) < min(RUN_RECORDS_MAX, RUN_BYTES_MAX // job.slab.slot_bytes)
+            and _fills_record(last)
+            and _fills_record(job)
+        ):
+            runs[-1].append(job)
+        else:
+            runs.append([job])
+    return runs
+
+
+def _fills_record(job: Job) -> bool:
+    slot_bytes = job.slab.slot_bytes
+    return len(job.view) == slot_bytes == slot_bytes_for(job.length)
+
+
+def _work(work: Callable[[list[Job]], None], queue: deque[list[Job]]) -> None:
+    while True:
+        try:
+            run = queue.popleft()
+        except IndexError:
+            return
+        work(run)
+        for job in run:
+            job.done = True

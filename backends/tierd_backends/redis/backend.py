@@ -1,0 +1,506 @@
+"""The Redis tier: a block is one value, header and payload together, on Redis or Valkey.
+
+This module follows a batch through the tier. How a value travels is wire.py's, which
+server keeps a key nodes.py's, how a server is reached connect.py's. All that
+needs redis-py is imported when the tier is opened: options are checked without it.
+
+Making room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
+(allkeys-lru); with `noeviction` a full server refuses blocks. `capacity` only says when to
+stop storing: see common/shared_capacity.py. The server's LRU knows what is read, and hears by TOUCH
+what is used in host memory. `ttl_s` counts from the last use that the daemon has told, by PEXPIRE:
+reads stay reads, which replicas and append-only files never see, and a use is told at most every
+quarter of `ttl_s`, or minute.
+
+The address is to lead to a master. A server that says that it is another one, such as READONLY, has
+its links closed, and the address is resolved anew. Marks are read and written over new links only,
+and at a server that takes writes: the address may lead to another server than old links do.
+
+A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
+prefix's keys, and +multi +exec; of a cluster also +cluster|slots, +cluster|nodes and +asking.
+Without +touch and +pexpire the server does not hear of uses; blocks that it drops are still found
+missing, and written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+
+from tierd.backend import (
+    HEADER_BYTES,
+    Backend,
+    BackendStats,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    Scanned,
+)
+from tierd.errors import BackendError, ConfigError
+from tierd.types import BlockKey
+from tierd_backends.common.again import COUNTERS, Fault
+from tierd_backends.common.calls import CallThreads
+from tierd_backends.common.shared_capacity import Lid
+from tierd_backends.redis.census import Census
+from tierd_backends.redis.options import RedisOptions, parse_target
+
+if TYPE_CHECKING:
+    from tierd_backends.redis.nodes import Node, Nodes
+    from tierd_backends.redis.wire import Reply
+    from tierd_backends.redis.work import Work
+
+OPEN_S_MAX = 5.0
+"""Longest wait for a first answer; a lookup of the server's name has no limit of its own."""
+
+CLOSE_STEP_S = 0.05
+"""Between two interruptions of what is still in flight: a call may be about to go on."""
+
+PIPELINE_KEYS_MAX = 1000
+"""Keys asked for in one go: one round trip for a long prompt, 130 KB on the wire."""
+
+VALUE_BYTES_MAX = 512 << 20
+"""What a server takes unless proto-max-bulk-len says otherwise."""
+
+LOG_EVERY_S = 10.0
+"""Between two lines of one kind: in an outage each batch would add one."""
+
+ROOMS_MAX = 3
+ROOM_BLOCKS = 16
+"""Tries to add a mark to a full server, and blocks dropped before the next one."""
+
+USE_EVERY_S = 1.0
+"""How often a use is told: the server's clock of its LRU has whole seconds."""
+
+DENIED_S = 60.0
+"""How long a command that this user may not give is not tried again."""
+
+RENEW_S_MIN, RENEW_S_MAX = 0.5, 60.0
+"""The same where there is a TTL, which replicas and append-only files hear of."""
+
+RECOUNT_S = 60.0
+"""Wait before the blocks are counted again when a server failed meanwhile."""
+
+_log = logging.getLogger("tierd_backends.redis")
+
+
+class RedisBackend(Backend):
+    """Blocks as values of a Redis or Valkey server, or of a cluster of them."""
+
+    Options: ClassVar[type[msgspec.Struct]] = RedisOptions
+    in_worker: ClassVar[bool] = True
+
+    def __init__(self, options: RedisOptions) -> None:
+        """Raises ConfigError for an option of a wrong form; connects to nothing."""
+        self._options = options
+        self._target = parse_target(options)
+        self._silence_s = options.timeout_ms / 1000
+        self._lid = Lid(options.capacity, f"the Redis tier at {self._target.host}")
+        self.counters = {
+            **COUNTERS,
+            "connects_total": 0,
+            "io_errors_total": 0,
+            "moved_total": 0,
+            "node_down_total": 0,
+            "reconnects_total": 0,
+            "refused_no_space_total": 0,
+            "skipped_full_total": 0,
+            "skipped_total": 0,
+            "timeouts_total": 0,
+        }
+        self._counting = threading.Lock()
+        self._census = Census()
+        self._opened = False
+        self._silent_until: dict[str, float] = {}
+        self._trouble = ""
+        self._touch_from_s = 0.0
+        """When to tell of uses again, after the server has said that this user may not."""
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._threads: CallThreads
+        self._nodes: Nodes
+        self._work: Work
+        self._taking_census: asyncio.Task[None]
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    @property
+    def use_every_s(self) -> float:
+        if not self._options.ttl_s:
+            return USE_EVERY_S
+        return min(max(self._options.ttl_s / 4, RENEW_S_MIN), RENEW_S_MAX)
+
+    @property
+    def place(self) -> str:
+        target = self._target
+        return f"{target.host}:{target.port}/{target.db} {self._options.prefix}"
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> RedisBackend:
+        assert isinstance(options, RedisOptions)
+        for package in ("redis", "hiredis"):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(f"{package} is not installed: pip install 'tierd[redis]'")
+        return cls(options)
+
+    async def open(self) -> None:
+        assert not self._opened
+        from tierd_backends.redis.connect import Access, Address, Connector
+        from tierd_backends.redis.nodes import Nodes
+        from tierd_backends.redis.work import Work
+
+        options, target = self._options, self._target
+        access = Access(
+            db=target.db,
+            username=target.username,
+            password=target.password,
+            password_file=options.password_file,
+            tls=target.tls,
+            tls_ca=options.tls_ca,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+            tls_verify_hostname=options.tls_verify_hostname,
+            silence_s=self._silence_s,
+            prefix=options.prefix,
+        )
+        seed = Address(target.host, target.port)
+        self._nodes = Nodes(seed, Connector(access), options.cluster, self._count)
+        self._work = Work(self._nodes, options.prefix, 1000 * options.ttl_s)
+        self._threads = CallThreads("tierd-redis", options.connections)
+        try:
+            async with asyncio.timeout(OPEN_S_MAX):
+                await self._threads.run(self._work.probe, [None])
+        except TimeoutError as error:
+            await self._shut()
+            raise BackendError(
+                f"no answer from {seed} within {OPEN_S_MAX:.0f} s: does its name resolve?"
+            ) from error
+        except BaseException:
+            await self._shut()
+            raise
+        self._opened = True
+        self._census = Census()
+        self._taking_census = asyncio.create_task(self._take_census())
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        self._taking_census.cancel()
+        await asyncio.wait([self._taking_census])
+        if not self._taking_census.cancelled() and (error := self._taking_census.exception()):
+            _log.error("counting blocks failed", exc_info=error)
+        patience_s = self._silence_s
+        while self._calls:
+            self._idle.clear()
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                self._threads.interrupt()
+                patience_s = CLOSE_STEP_S
+        await self._shut()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """As the contract says, but for a cluster: blocks on a node that is down are False as
+        long as another node answers. Its blocks would not be had, and the others' can be."""
+        with self._in_call():
+            keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
+            answers = await self._each(b"EXISTS", keys)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            if failed and (len(failed) == len(answers) or not self._options.cluster):
+                raise _as_backend_error(failed[0])
+            return [answer == 1 for answer in answers]
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """A node of a cluster that is down has lost nothing as far as is known."""
+        from tierd_backends.redis.connect import DeniedError
+
+        with self._in_call():
+            keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
+            ttl_ms = 1000 * self._options.ttl_s
+            answers: list[Reply | BackendError] = []
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._touch_from_s:
+                try:
+                    # The marks are one more key that eviction may take; see tierd.core.epochs.
+                    touched = [self._work.marks_key, *([] if ttl_ms else keys)]
+                    _, *answers = await self._each(b"TOUCH", touched)
+                    if ttl_ms:
+                        answers = await self._each(b"PEXPIRE", keys, b"%d" % ttl_ms)
+                except DeniedError as error:
+                    if not error.of_command:
+                        raise
+                    self._touch_from_s = now_s + DENIED_S
+                    self._warn("touch", f"blocks in use may be evicted by the server: {error}")
+            if now_s < self._touch_from_s:
+                answers = await self._each(b"EXISTS", keys)
+            failed = [answer for answer in answers if isinstance(answer, BackendError)]
+            if failed and len(failed) == len(answers):
+                raise failed[0]
+            return [answer != 0 for answer in answers]
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        from tierd_backends.redis.work import GetJob
+
+        with self._in_call():
+            jobs = []
+            for request in requests:
+                block = BlockKey(namespace, request.block_hash)
+                jobs.append(GetJob(self._work.key_of(block), block, request))
+            try:
+                await self._threads.run(self._work.get, self._work.runs(jobs))
+            finally:
+                for job in jobs:
+                    if job.fault is not None:
+                        self._note_fault(job.key, job.fault)
+                    if job.dropped:
+                        self._census.dropped(job.block)
+                self._note_errors("get", [job.why for job in jobs if job.why])
+            return [job.result for job in jobs]
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        from tierd_backends.redis.work import PutJob
+
+        with self._in_call():
+            blocks = [BlockKey(namespace, request.block_hash) for request in requests]
+            keys = [self._work.key_of(block) for block in blocks]
+            outcomes = [Outcome.PRESENT] * len(requests)
+            # What is there need not be sent; what is not known to be there is tried.
+            answers = await self._each(b"EXISTS", keys)
+            jobs = []
+            for position, answer in enumerate(answers):
+                if HEADER_BYTES + requests[position].length > VALUE_BYTES_MAX:
+                    outcomes[position] = Outcome.REFUSED
+                elif answer != 1:
+                    outcomes[position] = Outcome.ERROR
+                    jobs.append(
+                        PutJob(keys[position], blocks[position], requests[position], position)
+                    )
+            sizes_bytes = [HEADER_BYTES + job.request.length for job in jobs]
+            with self._lid.admit(self._census.stats().used_bytes, sizes_bytes) as admitted:
+                beyond, jobs = jobs[admitted:], jobs[:admitted]
+                try:
+                    await self._threads.run(self._work.put, self._work.runs(jobs))
+                finally:
+                    for job in jobs:
+                        outcomes[job.position] = job.outcome
+                        if job.outcome is Outcome.STORED:
+                            self._census.stored(job.block, job.request.length)
+                    self._count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
+                    self._note_errors("put", [job.why for job in jobs if job.why])
+            self._count("skipped_full_total", len(beyond))
+            for job in beyond:
+                outcomes[job.position] = Outcome.REFUSED
+            return outcomes
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        with self._in_call():
+            blocks = [BlockKey(namespace, block_hash) for block_hash in hashes]
+            answers = await self._each(b"UNLINK", [self._work.key_of(block) for block in blocks])
+            dropped = [b for b, answer in zip(blocks, answers, strict=True) if answer == 1]
+            for block in dropped:
+                self._census.dropped(block)
+            failed = [answer for answer in answers if isinstance(answer, Exception)]
+            if failed:
+                raise BackendError(f"{len(failed)} blocks could not be deleted: {failed[0]}")
+            return len(dropped)
+
+    async def scan(self) -> AsyncIterator[Scanned]:
+        before = await self._shape()
+        for node in self._nodes.masters():
+            async for step in self._scan_node(node):
+                yield step
+        after = await self._shape()
+        if before != after or after[1]:
+            # A key that went from a node that was still to be scanned to one that had been.
+            yield Scanned(unread=["the cluster's slots were being moved"])
+
+    async def _scan_node(self, node: Node) -> AsyncIterator[Scanned]:
+        from tierd_backends.redis.connect import UnreachableError
+        from tierd_backends.redis.work import PageJob
+
+        page = PageJob(node)
+        while True:
+            try:
+                with self._in_call():
+                    await self._threads.run(self._work.page, [page])
+            except UnreachableError as error:
+                if not self._options.cluster:
+                    raise
+                yield Scanned(unread=[str(error)])
+                return
+            yield Scanned(page.headers, page.unread)
+            if page.cursor == b"0":
+                return
+
+    async def _shape(self) -> tuple[object, bool]:
+        from tierd_backends.redis.work import ShapeJob
+
+        job = ShapeJob()
+        with self._in_call():
+            await self._threads.run(self._work.shape, [job])
+        return job.shape
+
+    async def marks(self) -> list[str]:
+        reply = await self._of_marks(b"SMEMBERS")
+        if not isinstance(reply, list) or not all(isinstance(each, bytes) for each in reply):
+            raise BackendError("SMEMBERS is answered by something else than a set")
+        return [each.decode("utf-8", "replace") for each in reply if isinstance(each, bytes)]
+
+    async def add_mark(self, mark: str) -> None:
+        from tierd_backends.redis.wire import ErrorReply
+
+        for _ in range(ROOMS_MAX):
+            reply = await self._of_marks(b"SADD", mark.encode(), or_full=True)
+            if not isinstance(reply, ErrorReply):
+                return
+            # A full server takes no mark, and a flush is what would make room.
+            await self._make_room()
+        raise BackendError("the server has no room for the mark of a flush")
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        if marks:
+            await self._of_marks(b"SREM", *(mark.encode() for mark in marks))
+
+    async def _of_marks(self, *words: bytes, or_full: bool = False) -> Reply:
+        from tierd_backends.redis.wire import ErrorReply
+        from tierd_backends.redis.work import MarksJob
+
+        job = MarksJob(words)
+        with self._in_call():
+            await self._threads.run(self._work.marks, [job])
+        if isinstance(job.reply, ErrorReply) and not (or_full and job.reply.code == "OOM"):
+            raise _as_backend_error(job.reply)
+        return job.reply
+
+    async def _make_room(self) -> None:
+        """Drop some blocks of the server that has the marks, as its eviction would."""
+        async for step in self._scan_node(self._nodes.of(self._work.marks_key)):
+            if step.headers:
+                for header in step.headers[:ROOM_BLOCKS]:
+                    await self.delete_many(header.key.namespace, [header.key.block_hash])
+                return
+
+    async def reload(self) -> None:
+        """Log in anew: the password is read at every connect."""
+        self._check_open()
+        self._nodes.log_in_anew()
+
+    def stats(self) -> BackendStats:
+        """What this node knows: see census.py. Lookups never rely on it."""
+        return replace(
+            self._census.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+        )
+
+    async def _each(
+        self, verb: bytes, keys: Sequence[bytes], *rest: bytes
+    ) -> list[Reply | BackendError]:
+        """`verb` for every key: the server's reply (it may be an error), or why there is none."""
+        from tierd_backends.redis.work import EachJob
+
+        by_node: dict[Node, list[int]] = {}
+        for position, key in enumerate(keys):
+            by_node.setdefault(self._nodes.of(key), []).append(position)
+        jobs = [
+            EachJob(node, verb, [keys[position] for position in part], part, rest)
+            for node, positions in by_node.items()
+            for part in _chunks(positions, PIPELINE_KEYS_MAX)
+        ]
+        await self._threads.run(self._work.each, jobs)
+        answers: list[Reply | BackendError] = [BackendError("the tier is closing")] * len(keys)
+        for job in jobs:
+            for number, position in enumerate(job.positions):
+                if job.failure is not None:
+                    answers[position] = job.failure
+                elif job.replies:
+                    answers[position] = job.replies[number]
+        return answers
+
+    async def _take_census(self) -> None:
+        """Count the blocks, in the background, and again and again if there is a lid."""
+        loop = asyncio.get_running_loop()
+        pause_s: float | None = 0.0
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
+            self._census.begin()
+            try:
+                async for step in self.scan():
+                    for header in step.headers:
+                        self._census.seen(header.key, header.length)
+                    if step.unread:
+                        raise BackendError("; ".join(step.unread))
+            except BackendError as error:
+                _log.warning("the blocks held are not counted yet: %s", error)
+                pause_s = RECOUNT_S
+            else:
+                self._census.end()
+                pause_s = self._lid.pause_s(loop.time() - began_s)
+
+    @contextmanager
+    def _in_call(self) -> Iterator[None]:
+        """`close` waits for whoever is inside."""
+        self._check_open()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise BackendError(f"the tier at {self._target.host} is not open")
+
+    def _count(self, name: str, more: int = 1) -> None:
+        """From any thread."""
+        with self._counting:
+            self.counters[name] += more
+
+    def _note_errors(self, action: str, reasons: Sequence[str]) -> None:
+        """Count a batch's errors, with one line in the log."""
+        if reasons:
+            self._count("io_errors_total", len(reasons))
+            self._trouble = reasons[0]
+            self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
+
+    def _note_fault(self, key: bytes, fault: Fault) -> None:
+        """Count a block that was read damaged, with a line in the log now and then."""
+        self._count(fault.counter)
+        told = {
+            Fault.STORED: "held another or a damaged block",
+            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+        }
+        self._warn(fault.counter, f"{key.decode()} {told[fault]}")
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Log one line of a kind every LOG_EVERY_S: the counters tell how many there were."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._silent_until.get(kind, now):
+            self._silent_until[kind] = now + LOG_EVERY_S
+            _log.warning("%s", text)
+
+    async def _shut(self) -> None:
+        await self._threads.close()
+        self._nodes.close()
+
+
+def _chunks(positions: list[int], size: int) -> Iterable[list[int]]:
+    for start in range(0, len(positions), size):
+        yield positions[start : start + size]
+
+
+def _as_backend_error(error: Exception) -> BackendError:
+    return error if isinstance(error, BackendError) else BackendError(f"the server says: {error}")

@@ -1,0 +1,302 @@
+"""How a server is reached, and what an operator is told when it is not.
+
+redis-py makes the connection; its socket then goes to a Link, which logs in: redis-py would
+wait, and make room, for whatever a server answers to that.
+Every failure becomes one `UnreachableError` whose text says what to do about it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from tierd.errors import BackendError
+from tierd_backends.redis.wire import (
+    WRONG_SERVER,
+    ErrorReply,
+    Link,
+    PlainStream,
+    TlsStream,
+    WireError,
+    command,
+)
+
+PASSWORD_BYTES_MAX = 4096
+"""A password file that is longer is some other file."""
+
+COMMANDS = (
+    "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers "
+    "+touch +pexpire"
+)
+
+
+_MISPLACED = {
+    "CLUSTERDOWN": "has lost its cluster",
+    "LOADING": "is still loading its data",
+    "MASTERDOWN": "is a replica, and has lost its master",
+    "NOREPLICAS": "has lost its replicas",
+    "READONLY": "is a replica",
+}
+assert _MISPLACED.keys() == WRONG_SERVER
+
+
+class UnreachableError(BackendError):
+    """No connection to a server could be made, or it broke."""
+
+
+class DeniedError(BackendError):
+    """The server answers, but not to us: nothing will work until an operator acts."""
+
+    of_command = False
+    """Whether it is about the command; others may be allowed."""
+
+
+class _Connection(Protocol):
+    """What is used of redis-py's connections, whose methods have no types."""
+
+    def connect(self) -> None: ...
+    def disconnect(self) -> None: ...
+    def _get_socket(self) -> socket.socket | None: ...
+
+
+_unix: Callable[..., _Connection] = UnixDomainSocketConnection
+_tcp: Callable[..., _Connection] = Connection
+
+
+class Address(NamedTuple):
+    """Where a server listens; a unix socket has the port 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How to log in, the same at every server of a cluster."""
+
+    db: int
+    username: str
+    password: str
+    password_file: str
+    tls: bool
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
+    tls_verify_hostname: bool
+    silence_s: float
+    prefix: str
+
+    def read_password(self) -> str:
+        """The password of this moment: its file may have been rotated."""
+        if not self.password_file:
+            return self.password
+        try:
+            with Path(self.password_file).open(encoding="utf-8") as file:
+                return file.read(PASSWORD_BYTES_MAX).rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UnreachableError(f"password_file cannot be read: {error}") from error
+
+
+class Connector:
+    """Makes links, on any thread."""
+
+    def __init__(self, access: Access) -> None:
+        self.access = access
+        self._tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
+
+    def connect(self, address: Address, *, ask_role: bool = False) -> Link:
+        """A link that is logged in, with its server's role if that is asked for. Takes a few
+        `silence_s` at most, but for the name's lookup, which is made anew each time.
+
+        Raises UnreachableError or DeniedError.
+        """
+        # Read first: nothing is open yet if that fails.
+        log_in = self._log_in()
+        connection = self._connection(address)
+        try:
+            connection.connect()
+        except (RedisError, OSError, UnicodeError) as error:
+            connection.disconnect()
+            raise self._explain(address, error) from error
+        sock = connection._get_socket()
+        assert sock is not None
+        silence_s = self.access.silence_s
+        if isinstance(sock, ssl.SSLSocket):
+            link = Link(TlsStream(sock, silence_s), connection.disconnect)
+        else:
+            link = Link(PlainStream(sock, silence_s), connection.disconnect)
+        try:
+            for sent in log_in:
+                [reply] = link.exchange(sent, 1, time.monotonic() + silence_s)
+                if isinstance(reply, ErrorReply):
+                    raise self.refusal(address, str(reply))
+            if ask_role:
+                link.ask_role(time.monotonic() + silence_s)
+        except (OSError, WireError) as error:
+            link.close()
+            raise self.broken(address, error, fresh=True) from error
+        except BackendError:
+            link.close()
+            raise
+        return link
+
+    def _log_in(self) -> list[bytes]:
+        """The commands that precede all others."""
+        access, sent = self.access, []
+        if password := access.read_password():
+            words = [access.username, password] if access.username else [password]
+            sent.append(command(b"AUTH", *(word.encode() for word in words)))
+        if access.db:
+            sent.append(command(b"SELECT", b"%d" % access.db))
+        return sent
+
+    def _connection(self, address: Address) -> _Connection:
+        access = self.access
+        common = {
+            "socket_timeout": access.silence_s,
+            "socket_connect_timeout": access.silence_s,
+            "redis_connect_func": _say_nothing,
+            # RESP2 sends nothing unasked.
+            "protocol": 2,
+        }
+        if not address.port:
+            return _unix(path=address.host, **common)
+        if not access.tls:
+            return _tcp(host=address.host, port=address.port, **common)
+        return _tls(self._tls_context(), host=address.host, port=address.port, **common)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Made again when a file has changed: loading it takes milliseconds."""
+        access = self.access
+        files = [name for name in (access.tls_ca, access.tls_cert, access.tls_key) if name]
+        try:
+            stamp = tuple(os.stat(name).st_mtime_ns for name in files)
+            if self._tls is None or self._tls[0] != stamp:
+                context = ssl.create_default_context(cafile=access.tls_ca or None)
+                context.check_hostname = access.tls_verify_hostname
+                if access.tls_cert:
+                    context.load_cert_chain(access.tls_cert, access.tls_key or None)
+                self._tls = stamp, context
+            return self._tls[1]
+        except OSError as error:
+            raise UnreachableError(
+                f"tls_ca, tls_cert or tls_key cannot be used: {error}"
+            ) from error
+
+    def _explain(
+        self, address: Address, error: RedisError | OSError | UnicodeError
+    ) -> BackendError:
+        # redis-py wraps what the system says; what it makes of replies has no cause.
+        wrapped = type(error) in (RedisConnectionError, RedisTimeoutError)
+        cause = error.__context__ if wrapped else error
+        where = f"the server at {address}"
+        match cause, error:
+            case ssl.SSLCertVerificationError(), _:
+                hint = "set tls_ca to the CA that signed it"
+                if "ostname" in str(cause) or "IP address" in str(cause):
+                    hint = "use the name in it in url, or set tls_verify_hostname = false"
+                return UnreachableError(
+                    f"the certificate of {where} is refused: {cause.verify_message}; {hint}"
+                )
+            case ssl.SSLError(), _:
+                return UnreachableError(
+                    f"{where} fails the TLS handshake ({cause.reason or cause}): is it a TLS "
+                    "port, and does it want a client certificate (tls_cert)?"
+                )
+            case ((socket.gaierror() | UnicodeError()), _):
+                return UnreachableError(f"{address.host!r} cannot be resolved: check url")
+            case ConnectionRefusedError(), _:
+                return UnreachableError(f"{where} refuses: is it running, and is url right?")
+            case ((FileNotFoundError() | PermissionError()), _):
+                return UnreachableError(f"no access to {address.host}: {cause.strerror}")
+            case (TimeoutError(), _) | (_, RedisTimeoutError()):
+                failure = self.broken(address, TimeoutError(), fresh=True)
+                return UnreachableError(f"{failure}{'; is it a TLS port?' * self.access.tls}")
+            case _, InvalidResponse():
+                return self.broken(address, WireError(str(error)), fresh=True)
+            case ConnectionError(), _:
+                return self.broken(address, cause, fresh=True)
+            case _, RedisError():
+                return self.refusal(address, str(error))
+        return UnreachableError(f"{where} cannot be reached: {cause}")
+
+    def broken(self, address: Address, error: Exception, *, fresh: bool) -> UnreachableError:
+        """What it means that a link broke, at its first use if it is `fresh`."""
+        where = f"the server at {address}"
+        if isinstance(error, TimeoutError):
+            return UnreachableError(f"{where} was silent for {self.access.silence_s * 1000:.0f} ms")
+        if isinstance(error, WireError):
+            return UnreachableError(f"{where} does not speak Redis: is url's port right? ({error})")
+        if fresh and isinstance(error, ConnectionError):
+            return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
+        return UnreachableError(f"the connection to {where} broke: {error}")
+
+    def refusal(self, address: Address, text: str) -> BackendError:
+        """What an error that is not about one block means: DeniedError if only an operator can
+        mend it."""
+        where = f"the server at {address}"
+        rules = f"~{self.access.prefix}:* {COMMANDS}"
+        for part, told in (
+            ("Authentication required", "asks for a password: set password or password_file"),
+            ("invalid username-password", "refuses this username or password"),
+            ("invalid password", "refuses this password"),
+            ("without any password", "has no password for this user: set username, or no password"),
+            ("no permissions", f"denies it to this user (ACL SETUSER needs {rules}): {text}"),
+            ("cluster support disabled", "is no cluster: set cluster = false"),
+            ("MOVED ", "is a node of a cluster: set cluster = true"),
+            ("SELECT is not allowed in cluster", "is a node of a cluster, which has no databases"),
+            ("DB index is out of range", "has no such database: check the number in url"),
+        ):
+            if part in text:
+                denied = DeniedError(f"{where} {told}")
+                denied.of_command = part == "no permissions"
+                return denied
+        if "closed" in text.lower() or "reset by peer" in text:
+            return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
+        return UnreachableError(f"{where} says: {text}")
+
+    def misplaced(self, address: Address, reply: ErrorReply) -> UnreachableError:
+        """What a reply of WRONG_SERVER means."""
+        assert reply.code in WRONG_SERVER
+        return UnreachableError(
+            f"the server at {address} {_MISPLACED[reply.code]} ({reply}); tierd connects anew "
+            "until the address leads to a master that takes writes"
+        )
+
+    def check(self, address: Address, reply: ErrorReply) -> None:
+        """Raise DeniedError for an error that every block would meet."""
+        error = self.refusal(address, str(reply))
+        if isinstance(error, DeniedError):
+            raise error
+
+
+def _say_nothing(connection: _Connection) -> None:
+    """In place of redis-py's greetings: CLIENT SETINFO may be forbidden, and says little."""
+
+
+class _TlsConnection(SSLConnection):
+    """redis-py's, but for the context: that one trusts all the system's CAs beside tls_ca."""
+
+    def __init__(self, context: ssl.SSLContext, **common: object) -> None:
+        super().__init__(**common)  # type: ignore[arg-type]  # of many types, none of them SSL's
+        self._context = context
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        return self._context.wrap_socket(sock, server_hostname=self.host)
+
+
+_tls: Callable[..., _Connection] = _TlsConnection

@@ -1,0 +1,384 @@
+"""What the tier's threads do for a batch: one job after another, each at its node.
+
+Jobs are filled in here and read by the event loop when the batch is over. A job's view is
+touched only by `Link.get_many` and `Link.set_many`, inside the `turn.using` of `Nodes.ask`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from tierd.backend import (
+    HEADER_BYTES,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    match_header,
+    pack_header,
+    unpack_header,
+)
+from tierd.errors import BackendError
+from tierd.types import BlockKey
+from tierd_backends.common.again import Fault, judge
+from tierd_backends.common.calls import Turn
+from tierd_backends.redis.connect import UnreachableError
+from tierd_backends.redis.nodes import REDIRECTS, Node, Nodes
+from tierd_backends.redis.wire import (
+    RUN_BLOCKS_MAX,
+    Answer,
+    ErrorReply,
+    Given,
+    Link,
+    Odd,
+    Reply,
+    Value,
+    Wanted,
+    WireError,
+    command,
+    commands,
+)
+
+PAGE_KEYS = 1000
+"""Keys that one SCAN looks at: a millisecond of the server's time."""
+
+PROBES = 16
+"""Keys asked for at the start: in a cluster of several masters one is surely elsewhere."""
+
+RUN_BYTES_MAX = 512 << 10
+"""Small blocks travel together up to this many bytes: a round trip costs as much as 100 KiB, but
+more than socket buffers hold comes in small pieces."""
+
+_Job = TypeVar("_Job")
+
+
+@dataclass(slots=True, eq=False)
+class GetJob:
+    """A block wanted. `why` says more of an ERROR, `fault` where a damaged one was damaged."""
+
+    key: bytes
+    block: BlockKey
+    request: GetRequest
+    outcome: Outcome = Outcome.ERROR
+    header: BlockHeader | None = None
+    fault: Fault | None = None
+    dropped: bool = False
+    why: str = ""
+
+    @property
+    def result(self) -> GetResult:
+        """As the contract wants it."""
+        return GetResult(self.outcome, self.header)
+
+
+@dataclass(slots=True, eq=False)
+class PutJob:
+    """A block to keep. `why` says more of an ERROR."""
+
+    key: bytes
+    block: BlockKey
+    request: PutRequest
+    position: int
+    outcome: Outcome = Outcome.ERROR
+    why: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class EachJob:
+    """The same command for several keys of one node; `failure` if it does not answer."""
+
+    node: Node
+    verb: bytes
+    keys: list[bytes]
+    positions: list[int]
+    rest: Sequence[bytes] = ()
+    """What follows the key in each command."""
+    replies: list[Reply] = field(default_factory=list)
+    failure: BackendError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PageJob:
+    """A page of a node's keys; `cursor` is where the next one starts, and b"0" at the end."""
+
+    node: Node
+    cursor: bytes = b"0"
+    headers: list[BlockHeader] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ShapeJob:
+    """How the slots of a cluster lie, see `Nodes.shape`."""
+
+    shape: tuple[object, bool] = ({}, False)
+
+
+@dataclass(slots=True, eq=False)
+class MarksJob:
+    """A command for the set of marks, and the server's reply."""
+
+    words: tuple[bytes, ...]
+    reply: Reply = None
+
+
+_Block = TypeVar("_Block", GetJob, PutJob)
+
+
+class Work:
+    """Functions for `CallThreads.run`. DeniedError ends the whole batch."""
+
+    def __init__(self, nodes: Nodes, prefix: str, ttl_ms: int) -> None:
+        self._nodes = nodes
+        self._prefix = prefix
+        self._ttl_ms = ttl_ms
+        self.marks_key = f"{prefix}:marks".encode()
+        """Of the set of marks, which lies in one slot: a reading of it is whole."""
+
+    def key_of(self, block: BlockKey) -> bytes:
+        """The server's key of a block."""
+        return f"{self._prefix}:{block.namespace.hex()}:{block.block_hash.hex()}".encode()
+
+    def probe(self, turn: Turn[None]) -> None:
+        """Raise BackendError unless the server answers and is what it is said to be."""
+        while turn.take() is not None:
+            pass
+        nodes = self._nodes
+        keys = [f"{self._prefix}:probe:{number}".encode() for number in range(PROBES)]
+        if nodes.cluster:
+            nodes.learn(turn)
+            answers = [self._one(turn, b"EXISTS", keys[0])]
+        else:
+            node = nodes.of(keys[0])
+            answers = nodes.ask(
+                turn, node, lambda link: link.exchange(commands(b"EXISTS", keys), len(keys))
+            )
+        for answer in answers:
+            if isinstance(answer, ErrorReply):
+                raise nodes.connector.refusal(nodes.of(keys[0]).address, str(answer))
+
+    def runs(self, jobs: Iterable[_Block]) -> list[list[_Block]]:
+        """The jobs as `get` and `put` want them: by node, small blocks several together."""
+        runs: list[list[_Block]] = []
+        open_runs: dict[Node, tuple[list[_Block], int]] = {}
+        for job in jobs:
+            node = self._nodes.of(job.key)
+            run, size = open_runs.get(node, (None, 0))
+            size += job.request.length
+            if run is None or size > RUN_BYTES_MAX or len(run) == RUN_BLOCKS_MAX:
+                run, size = [], job.request.length
+                runs.append(run)
+            run.append(job)
+            open_runs[node] = run, size
+        return runs
+
+    def get(self, turn: Turn[list[GetJob]]) -> None:
+        """Bring runs of blocks and verify them; drop what is not the block that is wanted."""
+        while (run := turn.take()) is not None:
+            blocks = [Wanted(job.key, job.request.view, job.request.length) for job in run]
+            node = self._nodes.of(run[0].key)
+            answers: list[Answer] = [Odd.UNREAD] * len(run)
+            with contextlib.suppress(UnreachableError):
+                answers = self._nodes.ask(turn, node, partial(Link.get_many, blocks=blocks))
+            for job, block, answer in zip(run, blocks, answers, strict=True):
+                self._got(turn, job, block, answer)
+
+    def _got(self, turn: Turn[_Job], job: GetJob, block: Wanted, answer: Answer) -> None:
+        """Settle one block, with a GET of its own if the run's had no say."""
+        if not isinstance(answer, Value) and (answer is Odd.UNREAD or self._is_redirect(answer)):
+            try:
+                answer = self._nodes.perform(turn, job.key, lambda link: link.get_many([block])[0])
+            except UnreachableError as error:
+                job.why = str(error)
+                return
+        job.header = _header_of(answer, job)
+        if job.header is not None:
+            job.outcome = Outcome.HIT
+        elif answer is None:
+            job.outcome = Outcome.MISS
+        elif isinstance(answer, ErrorReply) and answer.code != "WRONGTYPE":
+            self._check(job.key, answer)
+            job.why = str(answer)
+        else:
+            self._read_again(turn, job, block, answer)
+
+    def _read_again(self, turn: Turn[_Job], job: GetJob, block: Wanted, first: Answer) -> None:
+        """Judge what is another or a damaged block, or a list, by a second read over a connection
+        of its own. It is dropped if it is there: as long as it is, the block cannot be stored."""
+        job.fault = Fault.UNKNOWN
+        settle = partial(self._settle, job, block, first)
+        try:
+            self._nodes.perform(turn, job.key, settle, fresh=True)
+        except UnreachableError as error:
+            job.why = str(error)
+
+    def _settle(self, job: GetJob, block: Wanted, first: Answer, link: Link) -> ErrorReply | None:
+        """Read a block again and see to it; a reply that sends elsewhere is returned."""
+        second = link.get_watched(block)
+        if second is None:
+            job.outcome, job.fault = Outcome.MISS, None
+        elif isinstance(second, ErrorReply) and second.code != "WRONGTYPE":
+            if self._is_redirect(second):
+                return second
+            job.why = f"damaged, and not read again: {second}"
+        else:
+            job.header = _header_of(second, job)
+            job.fault = judge(_comparable(first), _comparable(second), job.header)
+            if job.header is not None:
+                job.outcome = Outcome.HIT
+            elif job.fault is Fault.TRANSIT:
+                job.why = "two reads of it were damaged, each in another way"
+            else:
+                job.outcome = Outcome.CORRUPT
+                dropped = link.unlink_watched(job.key)
+                job.dropped = dropped is True
+                job.why = f"not dropped: {dropped}" if isinstance(dropped, ErrorReply) else ""
+        return None
+
+    def put(self, turn: Turn[list[PutJob]]) -> None:
+        """Store runs of blocks that the server lacks."""
+        while (run := turn.take()) is not None:
+            blocks = [self._given(job) for job in run]
+            node = self._nodes.of(run[0].key)
+            replies: list[Reply | Odd] = [Odd.UNREAD] * len(run)
+            set_many = partial(Link.set_many, blocks=blocks, ttl_ms=self._ttl_ms)
+            with contextlib.suppress(UnreachableError):
+                replies = [*self._nodes.ask(turn, node, set_many)]
+            for job, block, reply in zip(run, blocks, replies, strict=True):
+                self._was_put(turn, job, block, reply)
+
+    def _given(self, job: PutJob) -> Given:
+        _, parent, digest, view, length = job.request
+        header = pack_header(BlockHeader(job.block, parent, length, digest))
+        return Given(job.key, header, view[:length])
+
+    def _was_put(self, turn: Turn[_Job], job: PutJob, block: Given, reply: Reply | Odd) -> None:
+        """Settle one block, with a SET of its own if the run's had no say."""
+        if reply is Odd.UNREAD or self._is_redirect(reply):
+            try:
+                reply = self._nodes.perform(
+                    turn, job.key, lambda link: link.set_many([block], self._ttl_ms)[0]
+                )
+            except UnreachableError as error:
+                job.why = str(error)
+                return
+        if reply is None:
+            job.outcome = Outcome.PRESENT
+        elif reply == b"OK":
+            job.outcome = Outcome.STORED
+        elif isinstance(reply, ErrorReply) and reply.code == "OOM":
+            job.outcome = Outcome.REFUSED
+        elif isinstance(reply, ErrorReply):
+            self._check(job.key, reply)
+            job.why = str(reply)
+        else:
+            job.why = "SET is answered by something else than OK"
+
+    def _is_redirect(self, answer: object) -> bool:
+        return self._nodes.cluster and isinstance(answer, ErrorReply) and answer.code in REDIRECTS
+
+    def _check(self, key: bytes, reply: ErrorReply) -> None:
+        """Raise DeniedError for an error that every block would meet."""
+        self._nodes.connector.check(self._nodes.of(key).address, reply)
+
+    def each(self, turn: Turn[EachJob]) -> None:
+        """Send the same command for many keys, in one round trip a job."""
+        while (job := turn.take()) is not None:
+            try:
+                job.replies = self._each(turn, job)
+            except UnreachableError as error:
+                job.failure = error
+                self._nodes.refresh(turn)
+
+    def _each(self, turn: Turn[EachJob], job: EachJob) -> list[Reply]:
+        sent, count = commands(job.verb, job.keys, *job.rest), len(job.keys)
+        replies = self._nodes.ask(turn, job.node, lambda link: link.exchange(sent, count))
+        for number, reply in enumerate(replies):
+            if not isinstance(reply, ErrorReply):
+                continue
+            if self._is_redirect(reply):
+                replies[number] = self._one(turn, job.verb, job.keys[number], *job.rest)
+            else:
+                self._check(job.keys[number], reply)
+        return replies
+
+    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes) -> Reply:
+        sent = command(verb, key)
+        return self._nodes.perform(turn, key, lambda link: link.exchange(sent, 1)[0])
+
+    def shape(self, turn: Turn[ShapeJob]) -> None:
+        """Learn how the slots lie. Raises UnreachableError."""
+        while (job := turn.take()) is not None:
+            job.shape = self._nodes.shape(turn)
+
+    def marks(self, turn: Turn[MarksJob]) -> None:
+        """Do something with the set of marks, at the master, and at the one that the address leads
+        to now. Raises UnreachableError."""
+        while (job := turn.take()) is not None:
+            verb, *rest = job.words
+            operation = partial(Link.members_at_master, key=self.marks_key)
+            if verb != b"SMEMBERS":
+                operation = partial(Link.at_master, sent=command(verb, self.marks_key, *rest))
+            job.reply = self._nodes.perform(turn, self.marks_key, operation, fresh=True)
+
+    def page(self, turn: Turn[PageJob]) -> None:
+        """Read the headers of the next page of blocks. Raises UnreachableError."""
+        while (job := turn.take()) is not None:
+            self._nodes.ask(turn, job.node, partial(self._page, job))
+
+    def _page(self, job: PageJob, link: Link) -> None:
+        pattern = f"{self._prefix}:*".encode()
+        count = b"%d" % PAGE_KEYS
+        scan = command(b"SCAN", job.cursor, b"MATCH", pattern, b"COUNT", count)
+        match link.exchange(scan, 1)[0]:
+            case [bytes(following), list(found)]:
+                keys = [key for key in found if isinstance(key, bytes) and key != self.marks_key]
+            case ErrorReply() as refusal:
+                raise self._nodes.connector.refusal(job.node.address, str(refusal))
+            case _:
+                raise WireError("SCAN is not understood")
+        replies = dict(zip(keys, _beginnings(link, keys, asking=False), strict=True))
+        # Of a slot that is just being moved here a node gives keys only to who says ASKING.
+        moving = [key for key, reply in replies.items() if self._is_redirect(reply)]
+        replies |= zip(moving, _beginnings(link, moving, asking=True), strict=True)
+        headers: list[BlockHeader] = []
+        failed: list[ErrorReply] = []
+        for key, reply in replies.items():
+            if isinstance(reply, ErrorReply):
+                if reply.code != "WRONGTYPE":
+                    self._nodes.connector.check(job.node.address, reply)
+                    failed.append(reply)
+                continue
+            header = unpack_header(reply) if isinstance(reply, bytes) else None
+            if header is not None and self.key_of(header.key) == key:
+                headers.append(header)
+        job.cursor, job.headers = following, headers
+        job.unread = [f"{len(failed)} keys at {job.node.address}: {failed[0]}"] if failed else []
+
+
+def _beginnings(link: Link, keys: list[bytes], *, asking: bool) -> list[Reply]:
+    """What GETRANGE says of the first bytes of each key."""
+    if not keys:
+        return []
+    if not asking:
+        first = commands(b"GETRANGE", keys, b"0", b"%d" % (HEADER_BYTES - 1))
+        return link.exchange(first, len(keys))
+    last = b"%d" % (HEADER_BYTES - 1)
+    each = (command(b"ASKING") + command(b"GETRANGE", key, b"0", last) for key in keys)
+    return link.exchange(b"".join(each), 2 * len(keys))[1::2]
+
+
+def _header_of(answer: Answer, job: GetJob) -> BlockHeader | None:
+    """The header, if an answer is the block that is wanted."""
+    if not isinstance(answer, Value):
+        return None
+    return match_header(answer.raw_header, job.block, job.request.length, answer.digest)
+
+
+def _comparable(answer: Answer) -> object:
+    return answer.code if isinstance(answer, ErrorReply) else answer

@@ -1,0 +1,619 @@
+"""The S3 tier: each block is an object, header first, in a bucket that nodes may share.
+
+This module follows a batch through the tier. What goes over the wire is bucket.py's,
+which threads call; everything here belongs to the event loop. Nothing is cached: the bucket
+is asked for every block, since other nodes store and drop blocks too.
+
+A block is changed by one call at a time. A change whose caller gave up goes on in the
+background once it is under way, and whoever asks for that block waits for its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Final, TypeVar
+
+import msgspec
+
+from tierd.backend import (
+    HEADER_BYTES,
+    Backend,
+    BackendStats,
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    Scanned,
+    pack_header,
+    unpack_header,
+)
+from tierd.errors import BackendError
+from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
+from tierd_backends.common.again import COUNTERS, Fault, judge
+from tierd_backends.common.calls import CallThreads, Turn
+from tierd_backends.common.shared_capacity import Lid
+from tierd_backends.s3.bucket import Bucket, OnCall, Read, Tally
+from tierd_backends.s3.failure import Kind, S3Error
+from tierd_backends.s3.jobs import Batch, Change, Fetch, Look
+from tierd_backends.s3.listing import Listed, Page
+from tierd_backends.s3.options import S3Options
+from tierd_backends.s3.usage import Usage
+
+ASK_EACH_MAX: Final = 32
+"""Longest list of hashes that are asked for one by one: what one batch of the daemon brings."""
+
+USE_EVERY_S: Final = 6 * 3600.0
+"""How often blocks in use are looked for: at 0.4 dollars a million questions, 32,000 blocks cost 5
+cents a day."""
+
+INDEX_RETRY_S: Final = 30.0
+"""Wait before a listing that failed goes on; only the statistics want it."""
+
+LOG_EVERY_S: Final = 60.0
+"""Failures of one kind are logged this often; all are counted."""
+
+CLOSE_S_MAX: Final = 5.0
+"""Calls in flight may take so long to end when the tier is closed; then they are called off."""
+
+ABSENT: Final = BlockKey(bytes(SCOPE_BYTES), bytes(HASH_BYTES))
+"""A block that nobody has, to learn how the server says so."""
+
+__all__ = ["S3Backend", "S3Options"]
+
+_log = logging.getLogger("tierd_backends.s3")
+
+
+_T = TypeVar("_T")
+
+
+class S3Backend(Backend):
+    """Blocks as objects in a bucket of any server that speaks S3."""
+
+    Options: ClassVar[type[msgspec.Struct]] = S3Options
+    in_worker: ClassVar[bool] = True
+
+    def __init__(self, options: S3Options) -> None:
+        """Raises ConfigError for an option of a wrong form; touches nothing."""
+        options.check()
+        self._options = options
+        self._where = f"S3 bucket {options.bucket}" + (
+            f" at {options.endpoint}" if options.endpoint else ""
+        )
+        self.counters = {
+            **COUNTERS,
+            "denied_total": 0,
+            "io_errors_total": 0,
+            "retries_total": 0,
+            "skipped_full_total": 0,
+            "throttled_total": 0,
+            "timeouts_total": 0,
+            "unreadable_total": 0,
+        }
+        self._tally = Tally(self.counters)
+        self._lid = Lid(options.capacity, self._where)
+        self._usage = Usage()
+        self._trouble = ""
+        self._logged: dict[Kind | Fault, float] = {}
+        self._opened = False
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        # The change of each block that is under way, and those whose callers gave up.
+        self._changing: dict[str, Change] = {}
+        self._abandoned: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop
+        self._readers: CallThreads
+        self._writers: CallThreads
+        self._bucket: Bucket
+        self._indexing: asyncio.Task[None]
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    @property
+    def use_every_s(self) -> float:
+        """Each question costs money, and what drops objects is a rule that counts in days."""
+        return USE_EVERY_S
+
+    @property
+    def place(self) -> str:
+        options = self._options
+        return f"{options.endpoint} {options.region} {options.bucket} {options.prefix}"
+
+    @classmethod
+    def from_options(cls, options: msgspec.Struct) -> S3Backend:
+        assert isinstance(options, S3Options)
+        return cls(options)
+
+    async def open(self) -> None:
+        assert not self._opened
+        self._loop = asyncio.get_running_loop()
+        self._readers = CallThreads("tierd-s3-read", self._options.connections)
+        self._writers = CallThreads("tierd-s3-write", self._options.connections)
+        try:
+            bucket = await self._call(self._readers, self._make_bucket)
+            try:
+                await self._call(self._readers, lambda turn: _try_bucket(bucket, turn))
+            except BaseException:
+                bucket.close()
+                raise
+        except S3Error as error:
+            await self._end_threads()
+            raise BackendError(f"{self._where}: {error}") from error
+        except BaseException:
+            await self._end_threads()
+            raise
+        self._bucket = bucket
+        self._opened = True
+        self._usage = Usage()
+        self._indexing = asyncio.create_task(self._count())
+
+    async def close(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
+        self._indexing.cancel()
+        await asyncio.wait([self._indexing])
+        if not self._indexing.cancelled() and (error := self._indexing.exception()):
+            _log.error("%s: counting failed", self._where, exc_info=error)
+        if self._in_flight:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), CLOSE_S_MAX)
+        self._readers.interrupt()
+        self._writers.interrupt()
+        while self._in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+        await self._end_threads()
+        self._bucket.close()
+
+    async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        names = [self._name(namespace, block_hash) for block_hash in hashes]
+        with self._call_in_flight():
+            await self._settled(names)
+            if len(names) <= ASK_EACH_MAX:
+                return await self._ask(names)
+            # A prefix is whole as a rule, so what matters is where it ends: each round asks at
+            # so many places as there are connections. A hole shows as a miss when it is fetched.
+            low, high = 0, len(names)  # There as far as asked; not there.
+            ask = self._options.connections
+            places = {0}
+            while low < high:
+                places |= {low + (high - low) * (i + 1) // (ask + 1) for i in range(ask)}
+                asked = sorted(place for place in places if low <= place < high)
+                for place, there in zip(
+                    asked, await self._ask([names[place] for place in asked]), strict=True
+                ):
+                    if not there:
+                        high = place
+                        break
+                    low = place + 1
+                places = set()
+            return [True] * high + [False] * (len(names) - high)
+
+    async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Objects are ordered by nothing that a use could change. Each is asked for."""
+        answers: list[bool] = []
+        for at in range(0, len(hashes), ASK_EACH_MAX):
+            answers += await self.contains_many(namespace, hashes[at : at + ASK_EACH_MAX])
+        return answers
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        fetches = []
+        for block_hash, view, length in requests:
+            assert 0 < length <= len(view)
+            key = BlockKey(namespace, block_hash)
+            fetches.append(Fetch(self._name(namespace, block_hash), key, view[:length]))
+        batch = Batch(self._options.connections)
+        with self._call_in_flight():
+            await self._settled([fetch.name for fetch in fetches])
+            try:
+                await self._readers.run(lambda turn: self._fetch(batch, turn), fetches)
+            finally:
+                for fetch in fetches:
+                    if fetch.fault is not None:
+                        self._note_fault(fetch, fetch.fault)
+            batch.raise_if_shut_out(self._where, [fetch.outcome for fetch in fetches])
+            bad = {f.name: f.etag for f in fetches if f.outcome is Outcome.CORRUPT and f.etag}
+            changes = [Change(name, etag=etag) for name, etag in bad.items()]
+            await self._change(changes, Batch(len(changes)))
+        return [GetResult(fetch.outcome, fetch.header) for fetch in fetches]
+
+    async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        changes = []
+        for block_hash, parent, digest, view, length in requests:
+            assert 0 < length <= len(view)
+            header = BlockHeader(BlockKey(namespace, block_hash), parent, length, digest)
+            name = self._name(namespace, block_hash)
+            changes.append(Change(name, pack_header(header), view[:length]))
+        batch = Batch(self._options.connections)
+        sizes_bytes = [HEADER_BYTES + len(change.payload) for change in changes]
+        used_bytes = self._usage.stats().used_bytes
+        with self._call_in_flight(), self._lid.admit(used_bytes, sizes_bytes) as admitted:
+            await self._change(changes[:admitted], batch)
+            outcomes = [change.outcome for change in changes[:admitted]]
+            batch.raise_if_shut_out(self._where, outcomes)
+            for there in await self._ask([change.name for change in changes[admitted:]]):
+                outcomes.append(Outcome.PRESENT if there else Outcome.REFUSED)
+        self.counters["skipped_full_total"] += outcomes.count(Outcome.REFUSED)
+        return outcomes
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        names = dict.fromkeys(self._name(namespace, block_hash) for block_hash in hashes)
+        changes = [Change(name) for name in names]
+        batch = Batch(self._options.connections)
+        with self._call_in_flight():
+            await self._change(changes, batch)
+        if batch.failure is not None:
+            failed = sum(change.outcome is Outcome.ERROR for change in changes)
+            raise BackendError(
+                f"{self._where}: {failed} blocks were not deleted: {batch.failure}"
+            ) from batch.failure
+        return -sum(change.blocks for change in changes)
+
+    async def scan(self) -> AsyncIterator[Scanned]:
+        token = ""
+        while True:
+            with self._call_in_flight():
+                page = await self._page(token)
+            yield Scanned()
+            at_once = self._options.connections
+            for at in range(0, len(page.objects), at_once):
+                yield await self._peek(page.objects[at : at + at_once])
+            token = page.token
+            if not token:
+                return
+
+    async def _peek(self, objects: Sequence[Listed]) -> Scanned:
+        """The headers of some objects, about one round trip's worth. Raises BackendError if the
+        server, and no single object, is what is wrong."""
+        looks = [Look(self._bucket.name(each.key)) for each in objects]
+        with self._call_in_flight():
+            await self._look(looks, peek=True)
+        failures = [look.failure for look in looks if look.failure is not None]
+        away = (Kind.PEER, Kind.NO_BUCKET, Kind.ELSEWHERE)
+        if len(failures) == len(looks) and failures[0].kind in away:
+            raise BackendError(f"{self._where}: {failures[0]}") from failures[0]
+        headers = []
+        for look, each in zip(looks, objects, strict=True):
+            header = unpack_header(look.raw_header or b"")
+            if (
+                header is not None
+                and header.key == each.key
+                and header.length + HEADER_BYTES == each.size_bytes
+            ):
+                headers.append(header)
+        return Scanned(headers, [f"{look.name}: {look.failure}" for look in looks if look.failure])
+
+    async def marks(self) -> list[str]:
+        return await self._of_marks(self._readers, self._bucket.marks)
+
+    async def add_mark(self, mark: str) -> None:
+        await self._of_marks(self._writers, lambda turn: self._bucket.add_mark(turn, mark))
+
+    async def drop_marks(self, marks: Sequence[str]) -> None:
+        for mark in marks:
+            await self._of_marks(self._writers, partial(self._drop_mark, mark))
+
+    def _drop_mark(self, mark: str, turn: OnCall) -> None:
+        self._bucket.drop_mark(turn, mark)
+
+    async def _of_marks(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
+        with self._call_in_flight():
+            try:
+                return await self._call(threads, function)
+            except S3Error as error:
+                raise BackendError(f"{self._where}: {error}") from error
+
+    async def reload(self) -> None:
+        """Look for credentials anew: those that are in use may still be good, but not for long."""
+        with self._call_in_flight():
+            await self._call(self._readers, lambda _: self._bucket.read_keys_anew())
+
+    def stats(self) -> BackendStats:
+        """As far as this node knows: what the last listing found, and its own changes since."""
+        return replace(
+            self._usage.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+        )
+
+    def _name(self, namespace: bytes, block_hash: bytes) -> str:
+        self._check_open()
+        return self._bucket.name(BlockKey(namespace, block_hash))
+
+    def _check_open(self) -> None:
+        if not self._opened:
+            raise BackendError(f"{self._where} is not open")
+
+    @contextlib.contextmanager
+    def _call_in_flight(self) -> Iterator[None]:
+        """Keeps the tier from being closed under a call."""
+        self._check_open()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _call(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
+        """Result of one function on one thread."""
+        results: list[_T] = []
+
+        def work(turn: Turn[None]) -> None:
+            results.append(function(turn))
+            turn.take()
+
+        await threads.run(work, [None])
+        if not results:
+            raise BackendError(f"{self._where} is being closed")
+        return results[0]
+
+    def _make_bucket(self, turn: OnCall) -> Bucket:
+        # Here and not above: the daemon imports this module only to check its options.
+        from tierd_backends.s3.account import Account, Wishes
+
+        options = self._options
+        account = Account(
+            Wishes(
+                bucket=options.bucket,
+                endpoint=options.endpoint,
+                region=options.region,
+                style=options.style,
+                access_key=options.access_key,
+                secret_key=options.secret_key,
+                key_file=options.key_file,
+                profile=options.profile,
+                tls_ca=options.tls_ca,
+            )
+        )
+        return Bucket(
+            account,
+            options.prefix,
+            timeout_s=options.timeout_ms / 1e3,
+            put_headers=options.put_headers,
+            tally=self._tally,
+        )
+
+    async def _count(self) -> None:
+        """Count what the bucket holds, and again and again if there is a lid."""
+        pause_s: float | None = 0.0
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            began_s = self._loop.time()
+            self._usage.begin()
+            await self._list()
+            pause_s = self._lid.pause_s(self._loop.time() - began_s)
+
+    async def _list(self) -> None:
+        """Count what the bucket holds, a page at a time."""
+        token = ""
+        while True:
+            try:
+                page = await self._page(token)
+            except BackendError as error:
+                _log.warning("counting what is held goes on in %.0f s: %s", INDEX_RETRY_S, error)
+                await asyncio.sleep(INDEX_RETRY_S)
+                continue
+            token = page.token
+            sizes = [each.size_bytes for each in page.objects]
+            self._usage.listed(sizes, page.last, complete=not token)
+            if not token:
+                return
+
+    async def _page(self, token: str) -> Page:
+        try:
+            return await self._call(self._readers, lambda turn: self._bucket.page(turn, token))
+        except S3Error as error:
+            raise BackendError(f"{self._where}: {error}") from error
+
+    async def _ask(self, names: Sequence[str]) -> list[bool]:
+        """Whether each object is there."""
+        looks = [Look(name) for name in names]
+        await self._look(looks, peek=False)
+        return [look.size_bytes is not None for look in looks]
+
+    async def _look(self, looks: Sequence[Look], *, peek: bool) -> None:
+        batch = Batch(self._options.connections)
+
+        def work(turn: Turn[Look]) -> None:
+            while (look := turn.take()) is not None:
+                if batch.failure is not None and not peek:
+                    continue
+                try:
+                    if peek:
+                        look.raw_header = self._bucket.read_header(turn, look.name)
+                    else:
+                        look.size_bytes = self._bucket.size_of(turn, look.name)
+                    look.done = True
+                except S3Error as failure:
+                    look.failure = failure
+                    self._note(batch, failure, turn)
+
+        await self._readers.run(work, looks)
+        if not all(look.done or (peek and look.failure) for look in looks):
+            raise BackendError(
+                f"{self._where}: {batch.failure or 'it is being closed'}"
+            ) from batch.failure
+
+    def _fetch(self, batch: Batch, turn: Turn[Fetch]) -> None:
+        raw_header = memoryview(bytearray(HEADER_BYTES))
+        while (fetch := turn.take()) is not None:
+            if batch.hopeless:
+                self._tally.add("io_errors_total")
+                continue
+            try:
+                read = self._bucket.read(turn, fetch.name, fetch.key, fetch.view, raw_header)
+            except S3Error as failure:
+                if failure.kind is Kind.UNREADABLE:
+                    self._missed(fetch, failure)
+                else:
+                    self._note(batch, failure, turn)
+                continue
+            if read is not None and read.header is None:
+                self._fetch_again(batch, turn, fetch, read, raw_header)
+            else:
+                fetch.outcome = Outcome.MISS if read is None else Outcome.HIT
+                fetch.header = read.header if read is not None else None
+
+    def _fetch_again(
+        self, batch: Batch, turn: OnCall, fetch: Fetch, first: Read, raw_header: memoryview
+    ) -> None:
+        """Judge a damaged object by a second read, over a connection of its own."""
+        fetch.fault = Fault.UNKNOWN
+        try:
+            second = self._bucket.read(
+                turn, fetch.name, fetch.key, fetch.view, raw_header, fresh=True
+            )
+        except S3Error as failure:
+            if failure.kind is Kind.UNREADABLE:
+                self._missed(fetch, failure)
+            else:
+                self._note(batch, failure, turn)
+            return
+        if second is None:
+            fetch.outcome, fetch.fault = Outcome.MISS, None
+            return
+        fetch.header, fetch.etag = second.header, second.etag
+        fetch.fault = judge(first, second, second.header)
+        if second.header is not None:
+            fetch.outcome = Outcome.HIT
+        elif fetch.fault is Fault.STORED:
+            fetch.outcome = Outcome.CORRUPT
+
+    def _missed(self, fetch: Fetch, failure: S3Error) -> None:
+        """In a thread: an object is there, and the server does not give it."""
+        fetch.outcome, fetch.fault = Outcome.MISS, None
+        self._tally.add("unreadable_total")
+        self._warn(failure.kind, f"{fetch.name}: {failure}")
+
+    async def _change(self, changes: Sequence[Change], batch: Batch) -> None:
+        """Make changes, each when no other call changes its block."""
+        waiting = list(changes)
+        while waiting:
+            ready, later = [], []
+            for change in waiting:
+                if change.name in self._changing:
+                    later.append(change)
+                else:
+                    self._changing[change.name] = change
+                    ready.append(change)
+            try:
+                await self._writers.run(lambda turn: self._make_changes(batch, turn), ready)
+            finally:
+                for change in ready:
+                    if change.begun and not change.done:
+                        self._abandoned.add(change.name)
+                    else:
+                        self._end_change(change)
+            # A batch may hold a block twice, and then no more than one change of it is ready.
+            others = [self._changing[c.name].over for c in later if c.name in self._changing]
+            if len(others) == len(later) and others:
+                await asyncio.wait(set(others), return_when=asyncio.FIRST_COMPLETED)
+            waiting = later
+
+    def _make_changes(self, batch: Batch, turn: Turn[Change]) -> None:
+        while (change := turn.take()) is not None:
+            change.begun = True
+            try:
+                if batch.hopeless:
+                    self._tally.add("io_errors_total")
+                elif change.raw_header:
+                    self._put(turn, change)
+                else:
+                    self._drop(turn, change)
+            except S3Error as failure:
+                self._note(batch, failure, turn)
+            finally:
+                change.done = True
+                if turn.cancelled:
+                    # The loop is closed if the process ends meanwhile.
+                    with contextlib.suppress(RuntimeError):
+                        self._loop.call_soon_threadsafe(self._end_change, change)
+
+    def _put(self, turn: OnCall, change: Change) -> None:
+        written = self._bucket.write(turn, change.name, change.raw_header, change.payload)
+        if written.stored:
+            change.blocks = 1 if written.replaced_bytes is None else 0
+            change.size_bytes = written.size_bytes - (written.replaced_bytes or 0)
+        change.outcome = Outcome.STORED if written.stored else Outcome.PRESENT
+
+    def _drop(self, turn: OnCall, change: Change) -> None:
+        if change.etag:
+            size_bytes = self._bucket.delete_read(turn, change.name, change.etag)
+        else:
+            seen = self._bucket.look(turn, change.name)
+            size_bytes = seen.size_bytes if seen is not None else None
+            if seen is not None:
+                self._bucket.delete(turn, change.name)
+        if size_bytes is not None:
+            change.blocks, change.size_bytes = -1, -size_bytes
+        change.outcome = Outcome.MISS
+
+    def _end_change(self, change: Change) -> None:
+        """Let the next one change the block; once a change."""
+        if self._changing.get(change.name) is not change:
+            return
+        del self._changing[change.name]
+        self._abandoned.discard(change.name)
+        self._usage.changed(change.name, change.blocks, change.size_bytes)
+        change.over.set_result(None)
+
+    async def _settled(self, names: Sequence[str]) -> None:
+        """Wait for changes of these blocks that nobody else waits for any more."""
+        if self._abandoned:
+            changes = [self._changing[name].over for name in names if name in self._abandoned]
+            if changes:
+                await asyncio.wait(changes)
+
+    def _note(self, batch: Batch, failure: S3Error, turn: OnCall) -> None:
+        """In a thread: count and log a failure, unless a cancellation made it."""
+        if turn.cancelled:
+            return
+        batch.note(failure)
+        self._tally.add("denied_total" if failure.kind is Kind.DENIED else "io_errors_total")
+        self._trouble = str(failure)
+        self._warn(failure.kind, str(failure))
+
+    def _note_fault(self, fetch: Fetch, fault: Fault) -> None:
+        """Count and log an object that was read damaged."""
+        self._tally.add(fault.counter)
+        kept = "; kept, since it has no ETag to delete it by" if not fetch.etag else ""
+        told = {
+            Fault.STORED: f"is another or a damaged block{kept}",
+            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+        }
+        self._warn(fault, f"{fetch.name} {told[fault]}")
+
+    def _warn(self, kind: Kind | Fault, text: str) -> None:
+        now = time.monotonic()
+        if now >= self._logged.get(kind, now):
+            self._logged[kind] = now + LOG_EVERY_S
+            _log.warning("%s: %s", self._where, text)
+
+    async def _end_threads(self) -> None:
+        await self._readers.close()
+        await self._writers.close()
+
+
+def _try_bucket(bucket: Bucket, turn: OnCall) -> None:
+    """Ask what every call asks, so that what would fail each time fails now, in words."""
+    for asked, permission in (
+        (lambda: bucket.page(turn, "", limit=1), "s3:ListBucket"),
+        (lambda: bucket.size_of(turn, bucket.name(ABSENT)), "s3:GetObject"),
+    ):
+        try:
+            asked()
+        except S3Error as error:
+            if error.kind is not Kind.DENIED or error.code not in ("", "AccessDenied"):
+                raise
+            raise S3Error(Kind.DENIED, f"{error}; they must allow {permission}") from error

@@ -1,0 +1,601 @@
+"""Requests for a bucket's objects, as one thread makes them: signed, sent, understood, retried.
+
+Each takes the turn of the batch that it is for. Views are touched only inside `Turn.using`,
+so a call that is cancelled gets them back at once. Changes are let run to their end outside
+of it, in the background, because what becomes of a change that is cut off nobody can tell.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import random
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+
+import xxhash
+
+from tierd.backend import HEADER_BYTES, BlockHeader, match_header, unpack_header
+from tierd.errors import BackendError
+from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
+from tierd_backends.s3.failure import (
+    ERROR_BYTES_MAX,
+    Kind,
+    S3Error,
+    code_of,
+    failure,
+    is_archived,
+    unreadable,
+)
+from tierd_backends.s3.http import Connection, Head, PeerError, StalledError, UnreachableError
+from tierd_backends.s3.listing import Page, parse_page
+from tierd_backends.s3.sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
+from tierd_backends.s3.suspects import Suspects
+
+if TYPE_CHECKING:
+    from tierd_backends.s3.account import Account
+
+RETRIES_MAX: Final = 1
+"""Further tries of a request that a busy server refused: an error costs the engine only a
+recomputation, and more tries would feed the storm."""
+
+RETRY_S: Final = (0.02, 0.08)
+"""Wait before a retry, at random between these, so that threads do not come back together."""
+
+PIECE_BYTES: Final = 256 << 10
+"""A payload is received and hashed by pieces, while they are in the cache: one pass at the end
+costs 0.05 CPU seconds a GB more."""
+
+PAGE_BYTES_MAX: Final = 4 << 20
+"""Largest page of a listing: 1,000 names, which take 300 bytes each."""
+
+DRAIN_BYTES_MAX: Final = 64 << 10
+"""Unwanted rest of a body that is read to keep the connection; a new one costs less than more."""
+
+MARKS: Final = "marks/"
+"""Where marks lie, below the tier's prefix."""
+
+CHANGE_S_MAX: Final = 30.0
+"""A put or delete whose answer comes by drips is given up then; nobody else would end it."""
+
+RANGE_STATUS: Final = 416
+"""No such bytes: the object is empty."""
+
+_ETAG: Final = re.compile('"[!#-~]{1,128}"', re.ASCII)
+
+_log = logging.getLogger("tierd_backends.s3")
+_T = TypeVar("_T")
+
+
+class OnCall(Protocol):
+    """What a request needs of the `Turn` that it is made in."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def using(self, sock: socket.socket) -> AbstractContextManager[None]: ...
+
+
+class Tally:
+    """Counters that threads may raise. Plain `+=` on a dict loses counts between threads."""
+
+    def __init__(self, counters: dict[str, int]) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+
+    def add(self, name: str) -> None:
+        """One more of `name`, which is there."""
+        with self._lock:
+            self._counters[name] += 1
+
+
+class Read(NamedTuple):
+    """An object that was found: the header if it is the block wanted and whole, and its size.
+
+    `seen` tells other bytes apart as far as they were read; `etag` is empty if there was none.
+    """
+
+    header: BlockHeader | None
+    size_bytes: int
+    etag: str
+    seen: bytes = b""
+
+
+class Seen(NamedTuple):
+    """An object that is there, as far as a HEAD tells; `readable` unless it says otherwise."""
+
+    size_bytes: int
+    readable: bool
+
+
+class Written(NamedTuple):
+    """How a block was kept: stored now, or there already. What it took the place of had
+    `replaced_bytes`, if it took anything's."""
+
+    stored: bool
+    size_bytes: int
+    replaced_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    method: str
+    path: str
+    query: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: tuple[bytes | memoryview, ...] = ()
+
+
+class Bucket:
+    """A bucket, and the idle connections to it. May be used by several threads."""
+
+    def __init__(
+        self,
+        account: Account,
+        prefix: str,
+        *,
+        timeout_s: float,
+        put_headers: dict[str, str],
+        tally: Tally,
+    ) -> None:
+        self._account = account
+        self._signer = Signer(account.host, account.region)
+        self._timeout_s = timeout_s
+        self._put_headers = put_headers
+        self._tally = tally
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._name = re.compile(
+            f"{re.escape(self._prefix)}([0-9a-f]{{{2 * SCOPE_BYTES}}})/"
+            f"([0-9a-f]{{{2 * HASH_BYTES}}})",
+            re.ASCII,
+        )
+        self._conditional = True
+        self._suspects = Suspects()
+        self._idle: list[Connection] = []
+        self._closed = False
+        self._idle_lock = threading.Lock()
+
+    def name(self, key: BlockKey) -> str:
+        """Name of the object that holds a block."""
+        return f"{self._prefix}{key.namespace.hex()}/{key.block_hash.hex()}"
+
+    def read_keys_anew(self) -> None:
+        """Sign with the credentials of this moment from now on. Raises BackendError."""
+        self._account.read_anew()
+
+    def close(self) -> None:
+        """Close what is idle, and what a thread may still be using once it is done with it."""
+        with self._idle_lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def size_of(self, turn: OnCall, name: str) -> int | None:
+        """Size of an object in bytes, None if there is none that can be read. Raises S3Error."""
+        if self._suspects.avoid(name):
+            return None
+        seen = self.look(turn, name)
+        if seen is not None and not seen.readable:
+            self._suspects.add(name, refused=True)
+        return seen.size_bytes if seen is not None and seen.readable else None
+
+    def look(self, turn: OnCall, name: str) -> Seen | None:
+        """Whether an object is there, whatever is known of it. Raises S3Error."""
+
+        def finish(connection: Connection) -> Seen | None:
+            head = connection.read_head(body=False)
+            if head.status == 200:
+                return Seen(head.length or 0, readable=not is_archived(head.headers))
+            if head.status == 404:
+                return None
+            raise failure(head.status, head.headers, b"")
+
+        try:
+            return self._ask(turn, _Request("HEAD", self._path(name)), finish)
+        except S3Error as refusal:
+            if refusal.status not in (400, 403):
+                raise
+            # The answer to a HEAD has no room for the reason.
+            try:
+                self.read_header(turn, name)
+            except S3Error as reason:
+                if reason.kind is not Kind.UNREADABLE:
+                    raise reason from refusal
+                return Seen(0, readable=False)
+            raise
+
+    def read(
+        self,
+        turn: OnCall,
+        name: str,
+        key: BlockKey,
+        view: memoryview,
+        raw_header: memoryview,
+        *,
+        fresh: bool = False,
+    ) -> Read | None:
+        """Bring a block into `view`, which it must fill, and verify it; over a new connection if
+        it is to be `fresh`. Raises S3Error, of the kind UNREADABLE for the object's own trouble."""
+        expected = HEADER_BYTES + len(view)
+
+        def finish(connection: Connection) -> Read | None:
+            head = connection.read_head()
+            if head.status != 200:
+                self._missing(connection, head)
+                return None
+            size, etag = connection.body_bytes, _etag(head)
+            if size is not None and size != expected:
+                _drain(connection)
+                return Read(None, size, etag)
+            got = connection.read_into(raw_header)
+            digest = xxhash.xxh3_128()
+            for at in range(0, len(view), PIECE_BYTES):
+                piece = view[at : at + PIECE_BYTES]
+                size_got = connection.read_into(piece)
+                digest.update(piece[:size_got])
+                got += size_got
+            if size is None:
+                got += len(connection.read_body(1))
+                if got < expected and connection.open_ended:
+                    raise PeerError("the connection ended before the block did")
+            seen = bytes(raw_header) + digest.digest()
+            header = None
+            if got == expected:
+                header = match_header(raw_header, key, len(view), digest.digest())
+            return Read(header, got, etag, seen)
+
+        try:
+            found = self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
+        except S3Error as refusal:
+            if refusal.kind is Kind.UNREADABLE:
+                self._suspects.add(name, refused=True)
+            raise
+        if found is None:
+            self._suspects.add(name, refused=False)
+        elif found.header is not None:
+            self._suspects.clear(name)
+        return found
+
+    def read_header(self, turn: OnCall, name: str) -> bytes | None:
+        """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
+
+        def finish(connection: Connection) -> bytes | None:
+            head = connection.read_head()
+            if head.status == RANGE_STATUS:
+                _drain(connection)
+                return None
+            if head.status not in (200, 206):
+                self._missing(connection, head)
+                return None
+            body = connection.read_body(HEADER_BYTES)
+            _drain(connection)
+            return body
+
+        headers = {"range": f"bytes=0-{HEADER_BYTES - 1}"}
+        return self._ask(turn, _Request("GET", self._path(name), headers=headers), finish)
+
+    def write(self, turn: OnCall, name: str, raw_header: bytes, view: memoryview) -> Written:
+        """Keep a block unless it is there. Raises S3Error; the server then has all or nothing.
+
+        It is asked for first, since a server tells only after it was sent the whole block. A
+        condition decides between writers; where the server ignores it two writers both store
+        the block, which does no harm: a name has only one content.
+        """
+        size_bytes = len(raw_header) + len(view)
+        tries = 0
+        while True:
+            seen = self.look(turn, name)
+            if seen is not None and (not seen.readable or name in self._suspects):
+                return self._write_over(turn, name, raw_header, view, seen)
+            if seen is not None and seen.size_bytes == size_bytes:
+                return Written(False, size_bytes)
+            if seen is not None:
+                # It is no such block, and would be in its way for ever.
+                self.delete(turn, name)
+            conditional = self._conditional
+            try:
+                stored = self._put(turn, name, (raw_header, view), conditional=conditional)
+            except S3Error as refusal:
+                if conditional and refusal.lacks_condition:
+                    self._conditional = False
+                    _log.info("the S3 server knows no conditional put: doing without")
+                    continue
+                if refusal.status == 409 and tries < RETRIES_MAX:
+                    # Somebody is storing or deleting it: look again.
+                    tries += 1
+                    continue
+                raise
+            return Written(stored, size_bytes)
+
+    def _write_over(
+        self, turn: OnCall, name: str, raw_header: bytes, view: memoryview, seen: Seen
+    ) -> Written:
+        """Store a block in the place of an object that was not to be had, if it is not at a second
+        read either. Nothing is deleted: whoever stores it meanwhile stores the same bytes."""
+        size_bytes = len(raw_header) + len(view)
+        header = unpack_header(raw_header)
+        assert header is not None
+        scratch, raw = memoryview(bytearray(len(view))), memoryview(bytearray(HEADER_BYTES))
+        try:
+            found = self.read(turn, name, header.key, scratch, raw, fresh=True)
+        except S3Error as refusal:
+            if refusal.kind is not Kind.UNREADABLE:
+                raise
+            found = None
+        if found is not None and found.header is not None:
+            return Written(False, size_bytes)
+        self._put(turn, name, (raw_header, view), conditional=False)
+        self._suspects.clear(name)
+        return Written(True, size_bytes, replaced_bytes=seen.size_bytes)
+
+    def _put(
+        self,
+        turn: OnCall,
+        name: str,
+        body: tuple[bytes | memoryview, ...],
+        *,
+        conditional: bool,
+        fresh: bool = False,
+    ) -> bool:
+        """Whether the object was stored; False if it was there."""
+        headers = dict(self._put_headers)
+        if conditional:
+            headers["if-none-match"] = "*"
+        tries = 0
+
+        def finish(connection: Connection) -> bool:
+            nonlocal tries
+            tries += 1
+            head = connection.read_head()
+            if head.status == 412:
+                _drain(connection)
+                # After a try of which we know no end, it is most likely our own.
+                return tries > 1
+            self._succeed(connection, head)
+            return True
+
+        request = _Request("PUT", self._path(name), "", headers, body)
+        return self._ask(turn, request, finish, fresh=fresh)
+
+    def delete(self, turn: OnCall, name: str) -> None:
+        """Drop an object, which may be gone already. Raises S3Error."""
+
+        def finish(connection: Connection) -> None:
+            head = connection.read_head()
+            if head.status != 404:
+                self._succeed(connection, head)
+            else:
+                self._missing(connection, head)
+
+        self._ask(turn, _Request("DELETE", self._path(name)), finish)
+
+    def marks(self, turn: OnCall) -> list[str]:
+        """All marks. Raises S3Error unless the listing is whole."""
+        found: list[str] = []
+        token = ""
+        while True:
+            page = self.page(turn, token, under=MARKS)
+            found += [name.removeprefix(f"{self._prefix}{MARKS}") for name in page.names]
+            token = page.token
+            if not token:
+                return found
+
+    def add_mark(self, turn: OnCall, mark: str) -> None:
+        """Keep a mark: an object of a few bytes, whose name is what matters. Raises S3Error."""
+        name = f"{self._prefix}{MARKS}{mark}"
+        self._put(turn, name, (b"tierd",), conditional=False, fresh=True)
+
+    def drop_mark(self, turn: OnCall, mark: str) -> None:
+        """Forget a mark. Raises S3Error."""
+        self.delete(turn, f"{self._prefix}{MARKS}{mark}")
+
+    def delete_read(self, turn: OnCall, name: str, etag: str) -> int | None:
+        """Drop the object that was read under this ETag; its size, or None if there is another
+        one by now, or none. Raises S3Error.
+
+        It is looked at first, for servers that do not know the condition, or ignore it.
+        """
+
+        def look(connection: Connection) -> int | None:
+            head = connection.read_head(body=False)
+            if head.status not in (200, 404):
+                raise failure(head.status, head.headers, b"")
+            there = head.status == 200 and _etag(head) == etag
+            return head.length or 0 if there else None
+
+        def finish(connection: Connection) -> bool:
+            head = connection.read_head()
+            if head.status == 412:
+                _drain(connection)
+                return False
+            self._succeed(connection, head)
+            return True
+
+        size_bytes = self._ask(turn, _Request("HEAD", self._path(name)), look)
+        if size_bytes is None:
+            return None
+        condition = _Request("DELETE", self._path(name), headers={"if-match": etag})
+        try:
+            return size_bytes if self._ask(turn, condition, finish) else None
+        except S3Error as refusal:
+            if not refusal.lacks_condition:
+                raise
+        self.delete(turn, name)
+        return size_bytes
+
+    def page(self, turn: OnCall, token: str, *, limit: int = 1000, under: str = "") -> Page:
+        """The next objects in the order of their names, of those `under` the tier's prefix; marks
+        over a new connection, since an old one may lead to a server that has none of late.
+
+        Raises S3Error, also if there are more and the server does not say how to get them.
+        """
+        query = {
+            **({"continuation-token": token} if token else {}),
+            "encoding-type": "url",
+            "list-type": "2",
+            "max-keys": str(limit),
+            "prefix": self._prefix + under,
+        }
+
+        def finish(connection: Connection) -> bytes:
+            return self._succeed(connection, connection.read_head(), PAGE_BYTES_MAX)
+
+        quoted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="")
+        path = self._account.base_path.rstrip("/") or "/"
+        request = _Request("GET", path, quoted)
+        body = self._ask(turn, request, finish, fresh=under == MARKS)
+        page = parse_page(body, self._name)
+        if token and page.token == token:
+            # Else the listing would never end, and each page of it is paid for.
+            raise S3Error(Kind.PEER, "it gives the same page of a listing again and again")
+        return page
+
+    def _path(self, name: str) -> str:
+        return self._account.base_path + name
+
+    def _succeed(self, connection: Connection, head: Head, limit: int = ERROR_BYTES_MAX) -> bytes:
+        """The body of a reply that says success. Raises S3Error."""
+        if not 200 <= head.status < 300:
+            raise failure(head.status, head.headers, connection.read_body(ERROR_BYTES_MAX))
+        return connection.read_body(limit)
+
+    def _missing(self, connection: Connection, head: Head) -> None:
+        """Return if a reply says that there is no such object. Raises S3Error else."""
+        body = connection.read_body(ERROR_BYTES_MAX)
+        if (refusal := unreadable(head.status, body)) is not None:
+            raise refusal
+        if head.status != 404 or code_of(body) not in ("", "NoSuchKey") or b"<html" in body[:256]:
+            raise failure(head.status, head.headers, body)
+
+    def _ask(
+        self,
+        turn: OnCall,
+        request: _Request,
+        finish: Callable[[Connection], _T],
+        *,
+        fresh: bool = False,
+    ) -> _T:
+        """Send a request and have `finish` read the reply; again if that is worth it."""
+        tries, denied = 0, False
+        while True:
+            try:
+                credentials = self._account.credentials()
+            except BackendError as error:
+                raise S3Error(Kind.DENIED, str(error)) from error
+            try:
+                connection = self._take(fresh)
+            except UnreachableError as error:
+                raise S3Error(Kind.PEER, f"it cannot be reached: {error}") from error
+            reused = connection.used
+            try:
+                return self._ask_once(connection, turn, request, credentials, finish)
+            except StalledError as error:
+                self._tally.add("timeouts_total")
+                raise S3Error(Kind.PEER, str(error)) from error
+            except PeerError as error:
+                # A server may close an idle connection at any time: no fact about the request.
+                if fresh or not reused or turn.cancelled:
+                    raise S3Error(Kind.PEER, str(error)) from error
+                fresh = True
+            except S3Error as refusal:
+                if refusal.kind is Kind.THROTTLED:
+                    self._tally.add("throttled_total")
+                if refusal.keys_denied and not denied and not turn.cancelled:
+                    denied = True
+                    if self._account.others_than(credentials):
+                        continue
+                if not refusal.may_pass or tries == RETRIES_MAX or turn.cancelled:
+                    raise
+                tries += 1
+                time.sleep(random.uniform(*RETRY_S))
+            finally:
+                self._give(connection)
+            self._tally.add("retries_total")
+
+    def _ask_once(
+        self,
+        connection: Connection,
+        turn: OnCall,
+        request: _Request,
+        credentials: Credentials,
+        finish: Callable[[Connection], _T],
+    ) -> _T:
+        method, path, query, headers = request.method, request.path, request.query, request.headers
+        connection.until = math.inf
+        if method in ("PUT", "DELETE"):
+            connection.until = time.monotonic() + CHANGE_S_MAX
+        if method == "DELETE":
+            head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
+            connection.send(head)
+            return finish(connection)
+        with turn.using(connection.sock):
+            if not request.body:
+                head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
+                connection.send(head)
+                return finish(connection)
+            digest = UNSIGNED_PAYLOAD if self._account.address.tls else _sha256(request.body)
+            length = sum(len(part) for part in request.body)
+            head = self._signer.head(
+                method, path, query, headers, digest, credentials, length=length
+            )
+            *most, tail = request.body
+            last = bytes(tail[-1:])
+            connection.send(head, *most, tail[:-1], more=True)
+        # A put that was cut off in there lacks its last byte, so it is void for certain. From
+        # here on the views are the caller's again, who need not wait for the end.
+        connection.send(last)
+        return finish(connection)
+
+    def _take(self, fresh: bool) -> Connection:
+        """A connection of this thread's own. Raises UnreachableError.
+
+        A `fresh` one takes the place of the one that has been idle longest: there would be more and
+        more, and old ones may lead to where the server's name led once.
+        """
+        while True:
+            with self._idle_lock:
+                if not self._idle:
+                    break
+                connection = self._idle.pop(0 if fresh else -1)
+            if fresh:
+                connection.close()
+                break
+            if not connection.is_stale():
+                return connection
+            connection.close()
+        return Connection(self._account.address, self._timeout_s)
+
+    def _give(self, connection: Connection) -> None:
+        with self._idle_lock:
+            if connection.reusable and not self._closed:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _sha256(parts: tuple[bytes | memoryview, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _etag(head: Head) -> str:
+    """The strong ETag of a reply, which names an object's bytes; empty if it has none."""
+    etag = head.headers.get("etag", "")
+    return etag if _ETAG.fullmatch(etag) else ""
+
+
+def _drain(connection: Connection) -> None:
+    """Read the rest of a body if that is cheaper than a new connection."""
+    if connection.body_bytes is not None and connection.body_bytes <= DRAIN_BYTES_MAX:
+        connection.read_body(DRAIN_BYTES_MAX)

@@ -1,0 +1,152 @@
+"""Options of the S3 tier, and what is wrong with them before anything is opened."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from tierd.errors import ConfigError
+from tierd_backends.common.shared_capacity import Capacity, capacity_problems
+from tierd_backends.s3.failure import ARCHIVED
+
+CONNECTIONS_MAX = 256
+"""More would only wait for this process's GIL; a typing error should not start thousands."""
+
+TIMEOUT_MS_MAX = 60_000
+"""A silence longer than the daemon waits for any call."""
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9_~.-]+(?:/[A-Za-z0-9_~.-]+)*", re.ASCII)
+_PREFIX_BYTES_MAX = 512
+_WORD = re.compile(r"[A-Za-z0-9_-]*", re.ASCII)
+_VISIBLE = re.compile(r"[!-~]*", re.ASCII)
+
+
+class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Keys of a `[[storage]]` table of type "s3"."""
+
+    bucket: Annotated[str, Meta(description="Bucket that the blocks are in; it must exist.")]
+    endpoint: Annotated[
+        str, Meta(description="URL of the S3 server, such as http://10.0.0.5:8333; empty is AWS.")
+    ] = ""
+    region: Annotated[
+        str, Meta(description="Region; empty is that of the AWS configuration, or us-east-1.")
+    ] = ""
+    prefix: Annotated[
+        str, Meta(description="Names of objects begin with this; slashes make folders.")
+    ] = "tierd"
+    capacity: Capacity = 0
+    style: Annotated[
+        Literal["auto", "path", "virtual"],
+        Meta(description="Where the bucket stands in URLs; auto: the path, for AWS the host."),
+    ] = "auto"
+    access_key: Annotated[
+        str, Meta(description="Access key; empty is the usual AWS environment, files or role.")
+    ] = ""
+    secret_key: Annotated[str, Meta(description="Secret key of access_key.")] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="File with the access key, the secret key and, if there is one, the "
+            "session token, each on a line, that other users may not read; read again when keys "
+            "are denied, and at a reload."
+        ),
+    ] = ""
+    profile: Annotated[str, Meta(description="Profile of the AWS configuration to use.")] = ""
+    sse: Annotated[
+        Literal["none", "AES256", "aws:kms"],
+        Meta(description="Encryption that the server is asked for; none: the bucket's default."),
+    ] = "none"
+    kms_key: Annotated[
+        str, Meta(description="Key for aws:kms; empty is the account's default key.")
+    ] = ""
+    storage_class: Annotated[
+        str, Meta(description="Storage class of new objects; empty is the bucket's default.")
+    ] = ""
+    tls_ca: Annotated[
+        str, Meta(description="PEM file of the authority to trust in place of the system's.")
+    ] = ""
+    connections: Annotated[int, Meta(description="Connections to read, and as many to write.")] = 8
+    timeout_ms: Annotated[
+        int, Meta(description="Longest silence of the server before a request is given up.")
+    ] = 1000
+
+    def check(self) -> None:
+        """Raise ConfigError for all options that cannot be right."""
+        if problems := [*self._problems()]:
+            raise ConfigError(*problems)
+
+    def _problems(self) -> Iterator[str]:
+        if importlib.util.find_spec("botocore") is None:
+            yield "the S3 tier needs boto3: pip install 'tierd[s3]'"
+        if not _BUCKET.fullmatch(self.bucket):
+            yield f"bucket is {self.bucket!r}; it must be the name of an S3 bucket"
+        yield from self._problems_of_endpoint()
+        if self.prefix and (
+            not _PREFIX.fullmatch(self.prefix)
+            or len(self.prefix) > _PREFIX_BYTES_MAX
+            or {".", ".."} & set(self.prefix.split("/"))
+        ):
+            yield (
+                f"prefix is {self.prefix!r}; it must be letters, digits, and _ ~ . - with "
+                "slashes between, none at the ends"
+            )
+        if bool(self.access_key) != bool(self.secret_key):
+            yield "access_key and secret_key belong together: set both or neither"
+        given = ("access_key", "key_file", "profile")
+        if len(named := [name for name in given if getattr(self, name)]) > 1:
+            yield f"{' and '.join(named)} exclude each other: set one of them"
+        for name in ("access_key", "secret_key", "kms_key"):
+            if not _VISIBLE.fullmatch(getattr(self, name)):
+                yield f"{name} has a character that no key has"
+        for name in ("region", "storage_class"):
+            if not _WORD.fullmatch(getattr(self, name)):
+                yield f"{name} is {getattr(self, name)!r}; it must be one word"
+        if self.kms_key and self.sse != "aws:kms":
+            yield 'kms_key is set but sse is not "aws:kms"'
+        if self.storage_class in ARCHIVED:
+            yield f"storage_class is {self.storage_class}, from which blocks cannot be read at once"
+        if self.tls_ca and not Path(self.tls_ca).is_file():
+            yield f"tls_ca {self.tls_ca} is not a file"
+        for name, most in (("connections", CONNECTIONS_MAX), ("timeout_ms", TIMEOUT_MS_MAX)):
+            if not 1 <= getattr(self, name) <= most:
+                yield f"{name} is {getattr(self, name)}; it must be 1 to {most}"
+        yield from capacity_problems(self.capacity)
+
+    def _problems_of_endpoint(self) -> Iterator[str]:
+        if not self.endpoint:
+            return
+        if "@" in self.endpoint:
+            # Not shown: what stands before it is a secret.
+            yield "endpoint has an @; keys belong into access_key and secret_key"
+            return
+        try:
+            url = urlsplit(self.endpoint)
+            sound = (
+                url.scheme in ("http", "https")
+                and bool(url.hostname)
+                and url.port != 0
+                and not (url.query or url.fragment)
+                and _VISIBLE.fullmatch(self.endpoint) is not None
+            )
+        except ValueError:
+            sound = False
+        if not sound:
+            yield f"endpoint is {self.endpoint!r}; it must be a URL such as https://host:port"
+
+    @property
+    def put_headers(self) -> dict[str, str]:
+        """Headers that every new object is sent with."""
+        headers = {
+            "x-amz-server-side-encryption": "" if self.sse == "none" else self.sse,
+            "x-amz-server-side-encryption-aws-kms-key-id": self.kms_key,
+            "x-amz-storage-class": self.storage_class,
+        }
+        return {name: value for name, value in headers.items() if value}

@@ -1,0 +1,634 @@
+"""TierdConnector: attaches a vLLM engine to the tierd daemon of its node.
+
+Start the engine with
+
+    --prefix-caching-hash-algo sha256_cbor
+    --kv-transfer-config '{"kv_connector": "TierdConnector", "kv_role": "kv_both"}'
+
+vLLM makes one object in its scheduler and one in each worker. This module translates
+vLLM's hooks; what they decide is in `scheduler`, what they copy in `worker.mover`, what
+they show the daemon so that it copies in `worker.export`.
+
+Only asynchronous loads are used, which may be reported early (`worker.layerwise`). Stores read
+the engine's blocks after their step, also once their request has ended; blocks are not held
+back for that, instead every step names the blocks that get a new owner and no stale read
+survives that (`worker.queues.fence`).
+So a request's end frees its blocks at once, as without a connector.
+
+Written for, and run with, vLLM 0.29 to 0.32; 0.33 was looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from tierd.client import Client
+from tierd.errors import ConfigError
+from tierd_connectors.vllm.guard import Boundary, guarded, nothing
+from tierd_connectors.vllm.hints import HintReader
+from tierd_connectors.vllm.identity.calls import Callers
+from tierd_connectors.vllm.identity.namespace import (
+    HASH_SCHEME_UNTAGGED,
+    RefusedError,
+    check_engine,
+    fingerprint_of,
+    hash_root_in_use,
+    kv_blocks,
+    kv_views,
+    namespace_of,
+)
+from tierd_connectors.vllm.identity.watch import Weights, take
+from tierd_connectors.vllm.messages import TierdHandshake, TierdMetadata, TierdProgress
+from tierd_connectors.vllm.options import Transfer, parse
+from tierd_connectors.vllm.scheduler import SchedulerSide
+from tierd_connectors.vllm.stats import TierdPromMetrics, TierdStats
+from tierd_connectors.vllm.steps import scheduled_requests
+from tierd_connectors.vllm.work import (
+    Load,
+    RankInfo,
+    StepWork,
+    StoreItem,
+    adapter_of,
+    names_its_kv,
+    of_generation,
+)
+from tierd_connectors.vllm.worker.export import HostPool, Shown, show_cuda
+from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
+from tierd_connectors.vllm.worker.layout import Blocks, LayoutError, PageMap, Pages, TensorView
+from tierd_connectors.vllm.worker.mover import Mover
+from tierd_connectors.vllm.worker.queues import FinishedLoad, HostOrder, Order
+from tierd_connectors.vllm.worker.torch import StreamOrder, TorchPages
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from tierd.types import Namespace
+
+logger = logging.getLogger("vllm.tierd")
+
+IDLE_WAIT_S = 0.005
+"""Waited for a load in a step that computes nothing. Without it the engine spins, takes the
+GIL at every turn and makes a load of 10 ms last seconds."""
+
+START_WAIT_S = 0.2
+"""Waited once, at start, so that the log can say whether there is a daemon."""
+
+DRAIN_S = 0.5
+"""Given to queued stores when the engine ends."""
+
+
+class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's hooks, in the order in which vLLM declares them: worker's, then scheduler's."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_role != "kv_both":
+            raise ConfigError(f"kv_role is {transfer.kv_role!r}; TierdConnector needs 'kv_both'")
+        self.boundary = Boundary()
+        self._options = parse(transfer.kv_connector_extra_config)
+        self._errors_told = 0
+        self._scheduler: SchedulerSide | None = None
+        self._mover: Mover | None = None
+        self._layerwise: Layerwise | None = None
+        self._info = RankInfo(None, "its KV caches were never registered")
+        self._generation = ""
+        self._weights = Weights()
+        self._moved_told = False
+        self._pool = HostPool()
+        self._unfit: list[FinishedLoad] = []
+        self._failed_blocks: set[int] = set()
+        self._root_checked = False
+        self._untagged = False
+        self._own_cache: BlockPool | None = None
+        self._hints = HintReader()
+        self._callers: Callers | None = None
+        if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
+            # vLLM reads the policy after it has made its connector. With "fail" a load
+            # that fails would fail the user's request.
+            transfer.kv_load_failure_policy = "recompute"
+            logger.info('tierd: kv_load_failure_policy set to "recompute"')
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, object]) -> bool:
+        """Whether the engine may only capture what lies between the layers' attentions."""
+        return bool(extra_config.get("layerwise"))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache hands nothing over: what it drops is computed again."""
+        return False
+
+    # Worker
+
+    @guarded(nothing)
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
+        """Where the engine is to allocate its KV; asked for before it does."""
+        on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+        if self._options.transfer is not Transfer.HOST_IPC or not on_cpu:
+            return None
+        return self._pool.context()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the blocks lie, and start the copying thread."""
+        self._info = RankInfo(None, "an error, see its log")
+        self._start_worker(kv_caches)
+
+    @guarded(nothing)
+    def _start_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        config, kv = self._vllm_config, self._kv_cache_config
+        groups = importlib.import_module("vllm.distributed.parallel_state")
+        rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
+        self._weights = take()
+        try:
+            _check_memory(config)
+            check_engine(config, kv)
+            views = kv_views(kv_caches, kv)
+            blocks = kv_blocks(views, kv)
+            fingerprint = fingerprint_of(config, self._weights, self._options, os.environ)
+            namespace = namespace_of(config, kv, blocks, fingerprint, rank=rank)
+        except (RefusedError, ConfigError, OSError) as error:
+            self._info = RankInfo(None, str(error))
+            return
+        tensors = [kv_caches[name] for name in kv.kv_cache_groups[0].layer_names]
+        if self._options.layerwise:
+            self._layerwise = self._make_layerwise(views, blocks)
+        index = rank[0] * namespace.tp_size + rank[1]
+        client = Client(self._options.socket, name=f"vllm-worker-{index}")
+        on_gpu = tensors[0].device.type == "cuda"
+        if on_gpu:
+            logger.warning(
+                "tierd: this release has not been run on a GPU yet: try `make gpu-test`, and see "
+                "'Engines on GPUs' in the README"
+            )
+        order: Order = StreamOrder(None) if on_gpu else HostOrder()
+        pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
+        self._mover = Mover(
+            client,
+            namespace,
+            pages,
+            index,
+            self.boundary,
+            order,
+            self._layerwise,
+            self._options.loras,
+        )
+        self.boundary.start_over = self._mover.forget_stores
+        self._mover.attach(self._ways(blocks, tensors))
+        self._info = RankInfo(namespace)
+        if not on_gpu:
+            # On a GPU only the first step tells that no graph is being captured any more, which
+            # other threads' calls would spoil.
+            self._mover.start()
+
+    def _make_layerwise(self, views: list[TensorView], blocks: Blocks) -> Layerwise | None:
+        """What loads are reported early by, or None where they cannot be."""
+        if self._vllm_config.speculative_config is not None:
+            reason = "a drafting model runs after loads are reported"
+        else:
+            try:
+                names = self._kv_cache_config.kv_cache_groups[0].layer_names
+                return Layerwise(layer_groups(names, views, blocks))
+            except LayoutError as error:
+                reason = str(error)
+        logger.info("tierd: layerwise is off: %s", reason)
+        return None
+
+    def _ways(self, blocks: Blocks, tensors: list[torch.Tensor]) -> Iterator[Shown]:
+        """How the daemon may be shown the engine's memory, by the setting `transfer`."""
+        on_gpu = tensors[0].device.type == "cuda"
+        match self._options.transfer:
+            case Transfer.SHM:
+                return
+            case Transfer.AUTO if not on_gpu:
+                return
+            case Transfer.AUTO | Transfer.CUDA_IPC if on_gpu:
+                yield from show_cuda(tensors, blocks)
+            case Transfer.HOST_IPC if not on_gpu:
+                yield self._pool.show(blocks)
+            case transfer:
+                raise LayoutError(
+                    f"transfer is {transfer.value!r} and KV on {tensors[0].device}: "
+                    "take 'auto' or 'shm'"
+                )
+
+    def get_handshake_metadata(self) -> TierdHandshake:
+        """This worker's namespace, for the scheduler."""
+        return TierdHandshake(self._info)
+
+    def handle_preemptions(self, kv_connector_metadata: TierdMetadata) -> None:
+        """Before blocks are overwritten: no store may read what this step hands out."""
+        self._fence(kv_connector_metadata.work)
+
+    def bind_connector_metadata(self, connector_metadata: TierdMetadata) -> None:
+        """The step's work, before its forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        # Also here: not every version calls handle_preemptions in every step.
+        self._fence(connector_metadata.work)
+        if self._layerwise is not None:
+            self._layerwise.begin_step(connector_metadata.work.begun)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        """Queue this step's loads."""
+        work = self._get_connector_metadata().work
+        if not self._enter_generation(work.generation):
+            self.boundary.switch_off("the namespace after a cache reset could not be entered")
+        for load in work.loads:
+            # After an error the mover may have it all the same, and is the one to report it.
+            if not (self._submit_load(load) or self._has_load(load)):
+                self._unfit.append(FinishedLoad(load.request_id, load.blocks))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """With the setting `layerwise`, wait for the layer's part of loads that go on."""
+        if self._layerwise is not None:
+            self._layerwise.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: object,
+    ) -> None:
+        """Nothing: blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Queue this step's stores; its forward pass is done."""
+        work = self._get_connector_metadata().work
+        if self._layerwise is not None:
+            self._layerwise.end_step(idle=work.idle)
+        self._queue_stores(work.stores)
+
+    @guarded(nothing)
+    def _queue_stores(self, stores: list[StoreItem]) -> None:
+        if stores and self._mover is not None and not self.boundary.off and not self._weights.moved:
+            self._mover.submit_stores(stores)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended, each exactly once."""
+        finished, self._unfit = self._unfit, []
+        if self._mover is not None:
+            if self.has_connector_metadata() and self._get_connector_metadata().work.idle:
+                self._mover.wait_finished(IDLE_WAIT_S)
+            finished += self._mover.take_finished()
+        for load in finished:
+            self._failed_blocks.update(load.failed_blocks)
+        return None, {load.request_id for load in finished} or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the loads just reported that hold no KV."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> TierdProgress | None:
+        """Which loads that were reported have not ended."""
+        changes = self._layerwise.take_changes() if self._layerwise is not None else {}
+        moved = bool(self._weights.moved) and not self._moved_told
+        self._moved_told |= moved
+        return TierdProgress(changes, moved) if changes or moved else None
+
+    @guarded(lambda: False)
+    def _submit_load(self, load: Load) -> bool:
+        if self._mover is None or self.boundary.off or self._weights.moved:
+            return False
+        self._mover.submit_load(load)
+        return True
+
+    def _has_load(self, load: Load) -> bool:
+        return self._mover is not None and self._mover.has_load(load)
+
+    @guarded(lambda: False)
+    def _try_fence(self, work: StepWork) -> bool:
+        if self._mover is not None:
+            self._mover.start()
+            self._mover.fence(frozenset(work.reused))
+        return not work.reused_unknown
+
+    def _fence(self, work: StepWork) -> None:
+        if self._layerwise is not None:
+            self._layerwise.settle(None if work.reused_unknown else work.reused)
+        if not self._try_fence(work) and self._mover is not None:
+            self._mover.forget_stores()
+
+    @guarded(lambda: False)
+    def _enter_generation(self, generation: str) -> bool:
+        if generation != self._generation and self._mover is not None:
+            assert self._info.namespace is not None
+            self._mover.use(of_generation(self._info.namespace, generation))
+            self._generation = generation
+            # What is stored and loaded from here on is nobody else's.
+            self._weights.moved, self._moved_told = "", False
+        return True
+
+    # Scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Where the engine's own cache can be looked up, before its scheduler does."""
+        self._own_cache = gpu_block_pool
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, TierdHandshake]) -> None:
+        """The workers' namespaces, from a vLLM that knows no pipeline ranks here."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): handshake for rank, handshake in metadata.items()}
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], TierdHandshake]
+    ) -> None:
+        """The workers' namespaces: with all of them the connector is on, else it is off."""
+        self._start_scheduler(metadata)
+        if self._scheduler is None:
+            self.boundary.switch_off("its start failed, see the log")
+
+    @guarded(nothing)
+    def _start_scheduler(self, metadata: Mapping[tuple[int, int], TierdHandshake]) -> None:
+        namespaces: list[Namespace] = []
+        for rank, handshake in sorted(metadata.items()):
+            if not isinstance(handshake, TierdHandshake):
+                # vLLM's MultiConnector passes on that of one connector only.
+                self.boundary.switch_off("another connector's handshake took the place of its own")
+                return
+            if handshake.info.namespace is None:
+                self.boundary.switch_off(f"worker {rank} (pp, tp): {handshake.info.refusal}")
+                return
+            namespaces.append(handshake.info.namespace)
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        backend = getattr(parallel, "distributed_executor_backend", None)
+        if backend == "external_launcher" and ranks > 1:
+            # Answers that come at different times would have the schedulers decide differently.
+            self.boundary.switch_off(
+                f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each "
+                "has a scheduler of its own, and all must decide alike; use 'mp' or 'ray'"
+            )
+            return
+        if len(namespaces) != ranks:
+            self.boundary.switch_off(f"{len(namespaces)} of {ranks} workers gave a namespace")
+            return
+        self._untagged = namespaces[0].hash_scheme == HASH_SCHEME_UNTAGGED
+        client = Client(self._options.socket, name="vllm-scheduler", map_segments=False)
+        side = SchedulerSide(
+            client,
+            namespaces,
+            deadline_ms=self._options.prefetch_deadline_ms,
+            boundary=self.boundary,
+            loras=self._options.loras,
+        )
+        self.boundary.start_over = side.start_over
+        self._scheduler = side
+        self._callers = Callers(self._touched)
+        executor = getattr(parallel, "distributed_executor_backend", None)
+        side.untouched = self._callers.watch(executor)
+        client.wait(START_WAIT_S)
+        logger.info(
+            "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes a rank, %s, %s",
+            namespaces[0].digest.hex(),
+            ranks,
+            namespaces[0].block_tokens,
+            namespaces[0].block_bytes,
+            self._options.socket,
+            "connected" if client.connected else "no daemon yet",
+        )
+
+    def _touched(self, how: str) -> None:
+        if not self._try_touched(how):
+            self.boundary.switch_off("a call to its workers may have changed what it computes")
+
+    @guarded(lambda: False)
+    def _try_touched(self, how: str) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.touched(how)
+        return True
+
+    @guarded(nothing)
+    def on_new_request(self, request: Request) -> None:
+        """Start to look the request up."""
+        adapter = adapter_of(request.lora_request, self._options.loras)
+        if self._scheduler is None or self.boundary.off or adapter is None:
+            return
+        if not self._serves(request):
+            return
+        if not self._root_checked:
+            self._check_root()
+        if not self.boundary.off:
+            params = getattr(request, "kv_transfer_params", None)
+            own = self._blocks_in_own_cache(request)
+            self._scheduler.add(request, self._hints.read(params), adapter, own)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """What can be loaded beyond the engine's own hit; None while that is not known."""
+        if self._scheduler is None or self.boundary.off:
+            return 0, False
+        tokens = self._scheduler.matched_tokens(request.request_id, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """The request has its blocks; plan the load of its external tokens.
+
+        Under vLLM's MultiConnector others may load into blocks of which this one is told nothing
+        but this.
+        """
+        if self._scheduler is None:
+            return
+        planned = self._plan_load(request.request_id, blocks, num_external_tokens)
+        if num_external_tokens and not planned:
+            table = blocks.get_block_ids()[0]
+            self._scheduler.doom(request.request_id, table, num_external_tokens)
+
+    @guarded(lambda: False)
+    def _plan_load(self, request_id: str, blocks: KVCacheBlocks, external_tokens: int) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request_id, blocks.get_block_ids()[0], external_tokens)
+        return True
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        """Every block comes from host memory, where storage has been read into."""
+        if num_external_tokens == 0:
+            return {}
+        sources = importlib.import_module("vllm.v1.metrics.cache_hit_source")
+        return {sources.CacheHitSource.HOST: num_external_tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierdMetadata:
+        """This step's work."""
+        if self._scheduler is None:
+            return TierdMetadata(StepWork())
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        work = self._build(scheduler_output, idle)
+        return TierdMetadata(self._scheduler.hand_over(work, idle=idle))
+
+    @guarded(nothing)
+    def _build(self, scheduler_output: SchedulerOutput, idle: bool) -> StepWork | None:
+        assert self._scheduler is not None
+        steps = scheduled_requests(scheduler_output)
+        preempted = scheduler_output.preempted_req_ids or ()
+        return self._scheduler.build(steps, preempted, idle=idle)
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Loads that every rank has finished."""
+        if self._scheduler is not None:
+            progress = connector_output.kv_connector_worker_meta
+            told = isinstance(progress, TierdProgress)
+            self._scheduler.finished_loads(
+                connector_output.finished_recving or (),
+                connector_output.invalid_block_ids,
+                progress.finishing if told else None,
+            )
+            if told and progress.moved:
+                logger.warning(
+                    "tierd: the engine's weights were replaced: it goes on in a namespace of its "
+                    "own, which no other engine shares, until it is restarted"
+                )
+                self._scheduler.untouched = False
+                self._scheduler.reset()
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request has ended; its blocks may be freed."""
+        self._finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[Sequence[int], ...]
+    ) -> tuple[bool, dict[str, object] | None]:
+        """The request has ended; its blocks may be freed."""
+        self._finish(request.request_id)
+        return False, None
+
+    @guarded(nothing)
+    def _finish(self, request_id: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.finish(request_id)
+
+    def reset_cache(self) -> bool:
+        """Asked for with the engine's own cache reset, when stored KV must not come back.
+
+        The daemon keeps what it has, for other engines; this one goes on in a namespace
+        of its own, unless nobody can have changed it (`identity.calls`).
+        """
+        done = self._reset()
+        if not done:
+            self.boundary.switch_off("a cache reset failed, so what is stored may be outdated")
+        return done
+
+    @guarded(lambda: False)
+    def _reset(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
+
+    # Both
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """Leave the daemon; what is queued to be stored has half a second."""
+        if self._mover is not None:
+            self._mover.stop(DRAIN_S)
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    @guarded(nothing)
+    def get_kv_connector_stats(self) -> TierdStats | None:
+        """What this side counted since the last call."""
+        counted: dict[str, float] = {}
+        for side in (self._mover, self._scheduler):
+            if side is not None:
+                counted.update(side.tally.drain())
+        if self.boundary.errors > self._errors_told:
+            counted["errors"] = self.boundary.errors - self._errors_told
+            self._errors_told = self.boundary.errors
+        return TierdStats(counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, float] | None = None) -> TierdStats:
+        """Sums as they arrive in the process that logs them."""
+        return TierdStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> TierdPromMetrics:
+        """The counters on the engine's metrics endpoint."""
+        return TierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Inside
+
+    def _blocks_in_own_cache(self, request: Request) -> int:
+        """Leading blocks that the engine has, as its scheduler would find them just now."""
+        if self._own_cache is None:
+            return 0
+        blocks = 0
+        for block_hash in request.block_hashes:
+            if self._own_cache.get_cached_block(block_hash, [0]) is None:
+                break
+            blocks += 1
+        # Drafting models have the scheduler leave out the last one.
+        return max(0, blocks - (self._vllm_config.speculative_config is not None))
+
+    def _serves(self, request: Request) -> bool:
+        """Whether the request takes part.
+
+        vLLM before 0.31, known by its untagged keys, leaves all images but the last one out of a
+        block that generated tokens complete.
+        """
+        trusted = self._options.trust_media_uuids and not self._untagged
+        return names_its_kv(request, media_trusted=trusted)
+
+    def _check_root(self) -> None:
+        """The workers computed the hash root; the core has one of its own by now."""
+        assert self._scheduler is not None
+        root = hash_root_in_use()
+        self._root_checked = root is not None
+        if root is not None and root != self._scheduler.hash_root:
+            self.boundary.switch_off(
+                "the engine's hash root differs from its workers': set PYTHONHASHSEED to the "
+                "same value in all of its processes"
+            )
+
+
+def _check_memory(config: VllmConfig) -> None:
+    """Raise RefusedError if the engine may give its KV memory back while blocks are copied.
+
+    Nothing tells a worker's connector before that happens, and on a GPU to read memory that is
+    gone ends the engine's process.
+    """
+    for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(config.model_config, setting, False):
+            raise RefusedError(
+                f"{setting} is on, and an engine that sleeps discards KV memory that is being "
+                "copied: start vLLM without it"
+            )

@@ -1,0 +1,1 @@
+"""What decides what an engine's KV means: its weights, settings and variables."""

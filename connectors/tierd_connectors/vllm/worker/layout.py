@@ -1,0 +1,268 @@
+"""Where a block's bytes lie in an engine's KV tensors, and how to copy them to a slot.
+
+Derived from the tensors that the engine registered (address, shape, strides), so that
+every physical layout works: a block is the runs of bytes that its index selects, in the
+order of their addresses; allocations follow each other in the order of their first layers, for
+where they lie differs from one process to the next. Nothing inside a run is interpreted: a
+page's inside differs between attention kernels, so only whole pages are ever copied.
+
+`Blocks` says where they lie, for whoever copies: `PageMap` here for memory that this process
+can address, `worker.torch` for a GPU's, the daemon by a PageLayout. All have the same slots.
+
+It refuses to know engines, daemons and what a block means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.shared_memory.exports import PageLayout, Run
+
+if TYPE_CHECKING:
+    pass
+
+
+class LayoutError(ValueError):
+    """The tensors cannot be seen as whole blocks; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """One layer's KV tensor. Strides are in bytes; dimension 0 counts blocks or parts of one.
+
+    `allocation` is the address of the memory that it is a view of, `owner` whatever keeps that
+    alive.
+    """
+
+    address: int
+    allocation: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    owner: object
+
+
+class Stretch(NamedTuple):
+    """Consecutive bytes of memory."""
+
+    address: int
+    length: int
+
+
+class Span(NamedTuple):
+    """A piece of a slot, from one offset to another."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where block 0 lies, in the order of a slot's bytes; block b's are `stride * b` further on."""
+
+    runs: tuple[Stretch, ...]
+    stride: int
+    count: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all runs together."""
+        return sum(run.length for run in self.runs)
+
+    def within(self, allocations: Sequence[Stretch]) -> PageLayout:
+        """The same by allocation, for who has them at other addresses. Raises LayoutError.
+
+        A run that goes on in the next allocation becomes two, which leaves the slot as it is.
+        """
+        placed = []
+        for run in self.runs:
+            address, left = run
+            while left:
+                index = next(
+                    (i for i, a in enumerate(allocations) if 0 <= address - a.address < a.length),
+                    None,
+                )
+                if index is None:
+                    raise LayoutError("a KV tensor lies in no exported allocation")
+                offset = address - allocations[index].address
+                length = min(left, allocations[index].length - offset)
+                placed.append(Run(index, offset, length))
+                address, left = address + length, left - length
+        return PageLayout(tuple(placed), self.stride, self.count)
+
+
+class Pages(Protocol):
+    """Copies blocks between an engine's KV tensors and slots, in the calling thread.
+
+    A slot's view must hold at least `block_bytes`. Whether a block was written while it was
+    gathered is the caller's to know; nobody may read one while it is scattered.
+    """
+
+    blocks: Blocks
+
+    def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        """Copy several blocks of the tensors into as many slots."""
+
+    def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        """Copy several slots into as many blocks of the tensors."""
+
+
+class PageMap:
+    """`Pages` of tensors in host memory. They stay the engine's, and live as long as this."""
+
+    def __init__(self, blocks: Blocks, owners: Sequence[object]) -> None:
+        """`owners` are whatever keeps the memory alive."""
+        self.blocks = blocks
+        self._owners = list(owners)
+        self._parts: list[tuple[int, int, npt.NDArray[np.void]]] = []
+        offset = 0
+        for part in regular(blocks.runs):
+            end = offset + sum(run.length for run in part)
+            self._parts.append((offset, end, _pages(part, blocks.stride, blocks.count)))
+            offset = end
+
+    def gather(self, block: int, slot: memoryview) -> None:
+        """Copy a block of the tensors into the slot."""
+        assert 0 <= block < self.blocks.count
+        raw = np.frombuffer(slot, dtype=np.uint8)
+        for start, end, pages in self._parts:
+            raw[start:end].view(pages.dtype)[:] = pages[:, block]
+
+    def scatter(self, slot: memoryview, block: int) -> None:
+        """Copy a slot into a block of the tensors."""
+        assert 0 <= block < self.blocks.count
+        raw = np.frombuffer(slot, dtype=np.uint8)
+        for start, end, pages in self._parts:
+            pages[:, block] = raw[start:end].view(pages.dtype)
+
+    def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        for block, slot in zip(blocks, slots, strict=True):
+            self.gather(block, slot)
+
+    def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            self.scatter(slot, block)
+
+
+def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
+    """Where the blocks of these layers lie. Raises LayoutError for what is not whole blocks."""
+    if not views:
+        raise LayoutError("no KV tensor was registered")
+    found: dict[int, set[Stretch]] = {}
+    block_strides = set()
+    for view in views:
+        if not view.shape or view.shape[0] % block_count:
+            raise LayoutError(
+                f"a KV tensor of shape {view.shape} does not count {block_count} blocks first"
+            )
+        block_strides.add(view.strides[0] * (view.shape[0] // block_count))
+        found.setdefault(view.allocation, set()).update(_runs_of_view(view, block_count))
+    if len(block_strides) != 1:
+        raise LayoutError(f"KV tensors differ in block stride: {sorted(block_strides)} bytes")
+    merged = [run for runs in found.values() for run in _merged(runs)]
+    return Blocks(tuple(merged), block_strides.pop(), block_count)
+
+
+def layer_spans(views: Sequence[TensorView], blocks: Blocks) -> list[Span]:
+    """Where in a slot the bytes of each layer lie. Raises LayoutError if others are among them."""
+    offsets = [0, *accumulate(run.length for run in blocks.runs)][:-1]
+    starts = sorted((run.address, offset) for run, offset in zip(blocks.runs, offsets, strict=True))
+    addresses = [address for address, _ in starts]
+    spans = []
+    for view in views:
+        runs = _runs_of_view(view, blocks.count)
+        places = []
+        for run in runs:
+            address, offset = starts[bisect_right(addresses, run.address) - 1]
+            places.append(offset + run.address - address)
+        span = Span(min(places), max(p + r.length for p, r in zip(places, runs, strict=True)))
+        if span.end - span.start != sum(run.length for run in runs):
+            raise LayoutError("layers are not copied one after the other in this KV layout")
+        spans.append(span)
+    return spans
+
+
+def _runs_of_view(view: TensorView, block_count: int) -> list[Stretch]:
+    """A layer's runs of block 0."""
+    parts = view.shape[0] // block_count
+    inner = [(parts, view.strides[0]), *zip(view.shape[1:], view.strides[1:], strict=True)]
+    return _runs_of_block(view.address, inner, view.item_bytes)
+
+
+def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
+    """Runs of one allocation by address, neighbours as one."""
+    merged: list[Stretch] = []
+    for run in sorted(runs):
+        if merged:
+            last = merged[-1]
+            if last.address + last.length > run.address:
+                raise LayoutError("KV tensors overlap")
+            if last.address + last.length == run.address:
+                merged[-1] = Stretch(last.address, last.length + run.length)
+                continue
+        merged.append(run)
+    return merged
+
+
+def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) -> list[Stretch]:
+    """Runs that (count, stride) dimensions select from `address` on."""
+    length = item_bytes
+    outer: list[tuple[int, int]] = []
+    for count, stride in sorted(inner, key=lambda dimension: dimension[1]):
+        if count == 1:
+            continue
+        if stride == length:
+            length *= count
+        else:
+            outer.append((count, stride))
+    starts = [address]
+    for count, stride in outer:
+        if stride < length:
+            raise LayoutError("a KV tensor's elements overlap")
+        starts = [start + stride * index for start in starts for index in range(count)]
+    return [Stretch(start, length) for start in starts]
+
+
+def regular(runs: Iterable[Stretch]) -> list[list[Stretch]]:
+    """Split into stretches of runs of one length at one spacing: each is one strided copy."""
+    stretches: list[list[Stretch]] = []
+    for _, group in groupby(runs, key=lambda run: run.length):
+        stretch: list[Stretch] = []
+        for run in group:
+            if (
+                len(stretch) > 1
+                and run.address - stretch[-1].address != stretch[1].address - stretch[0].address
+            ):
+                stretches.append(stretch)
+                stretch = []
+            stretch.append(run)
+        stretches.append(stretch)
+    return stretches
+
+
+def _pages(runs: list[Stretch], block_stride: int, block_count: int) -> npt.NDArray[np.void]:
+    """A (runs, blocks) array of an opaque type one run wide over the engine's memory.
+
+    One assignment of such a row copies at 0.7 to 0.96 of memcpy; index arrays and
+    torch's copies reach a third of it.
+    """
+    length = runs[0].length
+    spacing = runs[1].address - runs[0].address if len(runs) > 1 else length
+    lowest, highest = sorted((runs[0].address, runs[-1].address))
+    span = highest - lowest + block_stride * (block_count - 1) + length
+    memory = (ctypes.c_char * span).from_address(lowest)
+    return np.ndarray(
+        shape=(len(runs), block_count),
+        dtype=np.dtype((np.void, length)),
+        buffer=memoryview(memory),
+        offset=runs[0].address - lowest,
+        strides=(spacing, block_stride),
+    )

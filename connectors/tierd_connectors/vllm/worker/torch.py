@@ -1,0 +1,146 @@
+"""Copies between an engine's tensors and slots by torch: for KV that only a GPU can address.
+
+By way of pinned memory of this process's own. The slots themselves must not be pinned here: the
+daemon gives the memory of a segment back and fills it again later, and what a device then wrote
+would go to pages that are nobody's any more.
+
+Not yet run on a GPU; in tests it runs on tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
+
+from tierd.client import copy
+from tierd.shared_memory.exports import NO_EVENT
+from tierd_connectors.vllm.worker.layout import Blocks, Stretch, regular
+from tierd_connectors.vllm.worker.queues import Mark
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.tierd")
+
+STAGING_BYTES = 32 << 20
+"""Pinned memory that copies go through; blocks that are larger have room for one."""
+
+
+class TorchPages:
+    """`Pages` of tensors on one device, copied on a stream beside the one that runs the model.
+
+    The tensors stay the engine's, and live as long as this. One thread at a time.
+    """
+
+    def __init__(self, blocks: Blocks, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises LayoutError for blocks that do not lie in these tensors' storages."""
+        self._torch = importlib.import_module("torch")
+        self.blocks = blocks
+        storages = list({s.data_ptr(): s for s in (t.untyped_storage() for t in tensors)}.values())
+        layout = blocks.within([Stretch(s.data_ptr(), s.nbytes()) for s in storages])
+        self._parts: list[tuple[int, int, torch.Tensor]] = []
+        start = 0
+        for index, runs in groupby(layout.runs, key=lambda run: run.export):
+            whole = self._torch.empty(0, dtype=self._torch.int8, device=tensors[0].device)
+            whole.set_(storages[index])
+            for part in regular([Stretch(run.offset, run.length) for run in runs]):
+                first, length = part[0]
+                spacing = part[1].address - first if len(part) > 1 else length
+                pages = whole.as_strided(
+                    (len(part), blocks.count, length), (spacing, blocks.stride, 1), first
+                )
+                end = start + len(part) * length
+                self._parts.append((start, end, pages))
+                start = end
+        cuda = tensors[0].device.type == "cuda"
+        self._stream = self._torch.cuda.Stream(tensors[0].device) if cuda else None
+        self._staging = self._allocate(max(STAGING_BYTES, blocks.block_bytes), pinned=cuda)
+        self._view = memoryview(self._staging.numpy()).cast("B")
+        self._at_once = self._staging.numel() // blocks.block_bytes
+
+    def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
+        size = self.blocks.block_bytes
+        for start in range(0, len(blocks), self._at_once):
+            some = blocks[start : start + self._at_once]
+            with self._beside():
+                for place, block in enumerate(some):
+                    for part, pages in self._rows(block, place):
+                        part.copy_(pages, non_blocking=True)
+            for place, slot in enumerate(slots[start : start + len(some)]):
+                copy(slot[:size], self._view[place * size : (place + 1) * size])
+
+    def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
+        size = self.blocks.block_bytes
+        for start in range(0, len(blocks), self._at_once):
+            some = blocks[start : start + self._at_once]
+            for place, slot in enumerate(slots[start : start + len(some)]):
+                copy(self._view[place * size : (place + 1) * size], slot[:size])
+            with self._beside():
+                for place, block in enumerate(some):
+                    for part, pages in self._rows(block, place):
+                        pages.copy_(part, non_blocking=True)
+
+    def _allocate(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        try:
+            return self._torch.empty(size_bytes, dtype=self._torch.int8, pin_memory=pinned)
+        except RuntimeError as error:
+            logger.warning(
+                "tierd: %d MiB cannot be pinned, so copies are slower: raise the limit of locked "
+                "memory (ulimit -l, or the container's memlock): %s",
+                size_bytes >> 20,
+                error,
+            )
+            return self._torch.empty(size_bytes, dtype=self._torch.int8)
+
+    def _rows(self, block: int, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each part of a block in the staging memory, and the pages that it is a copy of."""
+        assert 0 <= block < self.blocks.count
+        first = place * self.blocks.block_bytes
+        raw = self._staging[first : first + self.blocks.block_bytes]
+        return [
+            (raw[start:end].view(pages.shape[0], pages.shape[2]), pages[:, block])
+            for start, end, pages in self._parts
+        ]
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Copies of this thread go to the stream, and have been made at the end."""
+        if self._stream is None:
+            yield
+            return
+        with self._torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                # Also after an error: until then staging memory and pages may still be written.
+                self._stream.synchronize()
+
+
+class Recorder(Protocol):
+    """Events that the daemon knows, too."""
+
+    def record(self, stream: int) -> tuple[int, int]:
+        """The next event and its value, which happens after what the stream has been given."""
+
+
+class StreamOrder:
+    """`Order` of an engine on a GPU. Marks the stream that is current in the calling thread."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        """Without a recorder nobody but this process is told."""
+        self._cuda = importlib.import_module("torch").cuda
+        self._recorder = recorder
+
+    def mark(self) -> Mark:
+        stream = self._cuda.current_stream()
+        event, value = NO_EVENT, 0
+        if self._recorder is not None:
+            event, value = self._recorder.record(stream.cuda_stream)
+        # Blocking: the mover's thread would spin otherwise, with a core of the engine's.
+        here = self._cuda.Event(blocking=True)
+        here.record(stream)
+        return Mark(event, value, here.synchronize)

@@ -1,0 +1,780 @@
+"""Flush: nothing that was there before is served afterwards, by L2 or any tier."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.support import blocks
+from tests.support.daemon_process import DaemonProcess
+from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config, key, run
+from tierd.backend import (
+    BlockHeader,
+    GetRequest,
+    GetResult,
+    Outcome,
+    PutRequest,
+    checksum,
+    pack_header,
+)
+from tierd.cli.flush import _matches_nothing
+from tierd.cli.main import main
+from tierd.config import WritePolicy
+from tierd.daemon.jobs import flush as flush_module
+from tierd.daemon.jobs.flush import Flush
+from tierd.daemon.session.orders import Orders
+from tierd.errors import BackendError, RefusedError, RemoteProtocolError
+from tierd.testing.backend import StoredBlock
+from tierd.testing.simulation.keeper import Keeper
+from tierd.types import BlockKey, Namespace
+from tierd.wire import messages as m
+
+NS = 10**9
+OTHER = blocks.namespace(PAGE, model="other")
+
+
+class SlowTier(Tier):
+    """Takes its time to keep a mark and to delete, and may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark_takes_s = 0.0
+        self.marking = False
+        self.delete_takes_s = 0.0
+        self.delete_fails = 0
+        self.deleting = False
+        self.late_s = 0.0
+
+    async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
+        late_s = self.late_s
+        results = await super().get_into(namespace, requests)
+        await asyncio.sleep(late_s)
+        return results
+
+    async def add_mark(self, mark: str) -> None:
+        self.marking = True
+        await asyncio.sleep(self.mark_takes_s)
+        await super().add_mark(mark)
+
+    async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
+        self.deleting = True
+        await asyncio.sleep(self.delete_takes_s)
+        if self.delete_fails:
+            self.delete_fails -= 1
+            raise BackendError("the disk is on fire")
+        return await super().delete_many(namespace, hashes)
+
+
+def now(bench: Bench, block_hash: bytes) -> BlockKey:
+    """Where the first tier has a block, as it is now."""
+    return BlockKey(bench.tiers[0].epochs.now(SPACE.digest), block_hash)
+
+
+def plant(
+    raw: Tier, namespace: Namespace, block_hash: bytes, where: BlockKey | None = None
+) -> None:
+    """A block that another node has written."""
+    payload = blocks.payload(namespace, block_hash)
+    where = where or key(block_hash, namespace)
+    header = pack_header(BlockHeader(where, blocks.ROOT, len(payload), checksum(payload)))
+    raw.blocks[where] = StoredBlock(header, payload)
+
+
+async def flush(
+    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
+) -> Flush:
+    """A flush to its end."""
+    work = begin(bench, prefix, host=host, tiers=tiers)
+    await work.done.wait()
+    return work
+
+
+def begin(
+    bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
+) -> Flush:
+    flushes = bench.node.flushes
+    numbers = list(range(len(bench.tiers))) if tiers is None else tiers
+    work = flushes.begin(prefix, host=host, numbers=numbers)
+    bench.node.spawn(lambda: flushes.run(work), "flush")
+    return work
+
+
+async def told_of(bench: Bench) -> list[dict[str, object]]:
+    """What a flush of everything says of the tiers."""
+    status = (await flush(bench)).status()
+    assert status["complete"]
+    tiers = status["tiers"]
+    assert isinstance(tiers, list)
+    return tiers
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_nothing_is_served_again_and_the_counts_are_right() -> None:
+    """A flush would report success, and what it cleared would be served again (34)."""
+
+    async def test(bench: Bench) -> None:
+        first, second = bench.store(20), bench.store(10, "second")
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(second) == 10  # In L2 once more, and in both tiers.
+        work = await flush(bench)
+        assert work.status() == {
+            "complete": True,
+            "host": {"flushed": True, "blocks": 10, "leased": 0},
+            "tiers": [
+                {
+                    "name": f"tier{i}",
+                    "shared": False,
+                    "final": True,
+                    "waits": "",
+                    "blocks": 30,
+                    "left": 0,
+                    "garbage": "",
+                    "why": "",
+                }
+                for i in range(2)
+            ],
+            "namespaces": {SPACE.digest.hex(): 70},
+        }
+        for hashes in (first, second):
+            assert await bench.acquire(hashes) == 0
+        assert not bench.raw[0].blocks
+        assert not bench.raw[1].blocks
+        bench.check_nothing_is_left()
+        # And all goes on as before.
+        bench.store(20)
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(first) == 20
+
+    run(test)
+
+
+def test_another_namespace_stays() -> None:
+    """Flushing one model would cost every other one its cache."""
+
+    async def test(bench: Bench) -> None:
+        other = bench.node.register(OTHER)
+        mine, theirs = bench.store(10), bench.store(10, space=other)
+        await bench.backed_up()
+        work = await flush(bench, SPACE.digest.hex()[:8])
+        assert work.status()["namespaces"] == {SPACE.digest.hex(): 30}
+        assert await bench.acquire(mine) == 0
+        assert await bench.acquire(theirs, spaces=[other]) == 10
+        bench.forget()
+        assert await bench.acquire(theirs, spaces=[other]) == 10
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_a_namespace_that_only_a_tier_knows() -> None:
+    """After a restart, what no engine has asked for yet would outlive a flush."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        work = await flush(bench, "", host=False)
+        assert [tier.blocks for tier in work.tiers] == [10, 10]
+        for raw in bench.raw:
+            plant(raw, OTHER, hashes[0])
+            await raw.close()
+            await raw.open()
+        assert OTHER.digest not in bench.node.host.spaces
+        work = await flush(bench, OTHER.digest.hex())
+        assert work.status()["namespaces"] == {OTHER.digest.hex(): 2}
+        assert await bench.acquire(hashes) == 10
+
+    run(test)
+
+
+def test_a_promotion_under_way_is_not_published() -> None:
+    """A slow read that ends after the flush would put a flushed block back (11)."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(40)
+        await bench.backed_up()
+        bench.forget()
+        raw.late_s = 0.5
+        acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
+        await until(lambda: raw.calls("get") >= 1)
+        raw.late_s = 0.0
+        again = asyncio.create_task(bench.acquire(hashes, 8.0))  # It joins what is under way.
+        await asyncio.sleep(0)
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert bench.node.promotions.under_way  # It still reads.
+        assert len(raw.blocks) == 0
+        new = bench.store(4, "new")
+        assert await bench.acquire(new) == 4
+        assert await acquire == await again == 0
+        await until(lambda: not bench.node.promotions.under_way)
+        assert await bench.acquire(hashes) == 0
+        # The second batch of each had not begun, and the tier below was not asked.
+        assert raw.calls("get") == 1
+        assert bench.raw[1].calls("get") == 0
+        await bench.backed_up()
+        bench.check_nothing_is_left()
+
+    below = Tier()
+    run(
+        test,
+        config("tier", read_batches=1),
+        config("below"),
+        raw=[raw, below],
+        blocks_in_l2=1024,
+    )
+
+
+def test_nobody_joins_a_promotion_that_has_become_void() -> None:
+    """What an engine stores after a flush would not be had while an old read still hangs."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(8)
+        await bench.backed_up()
+        bench.forget()
+        raw.late_s = 1.5
+        acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
+        await until(lambda: raw.calls("get") >= 1)
+        raw.late_s = 0.0
+        await flush(bench)
+        plant(raw, SPACE, hashes[0], now(bench, hashes[0]))
+        scope = now(bench, hashes[0]).namespace
+        raw._index.insert(900, scope + hashes[0], scope + blocks.ROOT)
+        began_s = bench.loop.time()
+        await bench.acquire(hashes[:1], 8.0)
+        assert bench.loop.time() - began_s < 0.1
+        assert await acquire == 0
+        assert await bench.acquire(hashes) == 1
+
+    run(test, config("tier"), raw=[raw])
+
+
+def test_nothing_is_brought_while_it_goes_on() -> None:
+    """A request during a flush would bring what the tier has not dropped yet."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(200)
+        await bench.backed_up()
+        bench.forget()
+        raw.delete_takes_s = 0.1
+        work = begin(bench)
+        await until(lambda: raw.deleting)
+        while not work.done.is_set():
+            assert await bench.acquire(hashes) == 0
+            await asyncio.sleep(0.02)
+        assert raw.calls("get") == 0
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, raw=[raw])
+
+
+def test_backups_queued_and_in_flight() -> None:
+    """A block that waited to be written, or was just being written, would be in the tier again."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        raw.takes_s = 0.3
+        hashes = bench.store(100)
+        queue = bench.node.backups.queues[0]
+        await until(lambda: queue.waiting and queue.writing)
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert work.tiers[0].blocks == 32  # Those that were in flight.
+        assert raw.calls("put") == 1
+        assert not raw.blocks
+        assert not bench.node.backlog()
+        raw.takes_s = 0.0
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_batches=1), blocks_in_l2=1024)
+
+
+def test_blocks_that_wait_for_a_checksum() -> None:
+    """A block whose checksum was being computed would be written after the flush."""
+
+    async def test(bench: Bench) -> None:
+        for pause_s in (0.0, flush_module.POLL_S / 4, 0.006):
+            hashes = bench.store(60)
+            await asyncio.sleep(pause_s)
+            work = await flush(bench)
+            assert work.status()["complete"]
+            await bench.backed_up()
+            assert not bench.raw[0].blocks
+            assert await bench.acquire(hashes) == 0
+            bench.check_nothing_is_left()
+
+    run(test, config("tier"))
+
+
+def test_what_is_stored_meanwhile_stays_and_reaches_the_tiers() -> None:
+    """What an engine stores during a long flush would be lost, or never be backed up."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        old = bench.store(200)
+        await bench.backed_up()
+        raw.mark_takes_s = 1.0
+        work = begin(bench)
+        await until(lambda: raw.marking)
+        new = bench.store(20, "new")
+        assert await bench.acquire(new) == 20
+        await work.done.wait()
+        assert work.status()["complete"]
+        assert work.host_blocks == 200
+        assert await bench.acquire(new) == 20
+        await bench.backed_up()
+        assert set(raw.blocks) == {now(bench, h) for h in new}
+        assert await bench.acquire(old) == 0
+        bench.check_nothing_is_left()
+
+    run(test, raw=[raw], blocks_in_l2=1024)
+
+
+def test_leases_keep_their_bytes_and_are_given_to_nobody_else() -> None:
+    """A flush would pull slots from under an engine, or hand a leased block out again."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        deadline_ns = bench.loop.now_ns + 10**9
+        lease = await bench.node.acquire(1, [bench.space], hashes, deadline_ns)
+        assert lease is not None
+        work = await flush(bench)
+        assert work.status()["host"] == {"flushed": True, "blocks": 10, "leased": 10}
+        assert await bench.acquire(hashes) == 0
+        # The arena is filled anew, and yet nobody writes to what is leased.
+        for number in range(40):
+            bench.store(20, f"fill {number}")
+        for block_hash, slot in zip(hashes, lease.parts[0][1], strict=True):
+            assert bench.node.memory.payload(bench.space, slot) == blocks.payload(SPACE, block_hash)
+        bench.node.host.release(lease.lease_id, 1)
+        await bench.backed_up()
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_a_waiting_request_does_not_get_what_it_held() -> None:
+    """An ACQUIRE that waits for a tier during the flush would be answered with old blocks."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(60)
+        await bench.backed_up()
+        bench.forget()
+        assert await bench.acquire(hashes[:20]) == 20
+        (raw,) = bench.raw
+        raw.hangs = {"contains"}
+        acquire = asyncio.create_task(bench.acquire(hashes, 1.5))
+        await until(lambda: ("contains", 40) in raw.log)
+        raw.hangs = set()
+        assert (await flush(bench)).status()["complete"]
+        assert await acquire == 0
+        await until(lambda: all(task.done() for task in bench.node._tasks))
+        bench.check_nothing_is_left()
+
+    run(test, config("tier"))
+
+
+def test_write_back_does_not_write_what_leaves() -> None:
+    """What was leaving L2 for a tier would be served again, from there or from L2."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        hashes = bench.store(64)
+        raw.hangs = {"put"}
+        bench.forget()
+        assert bench.space.leaving
+        await until(lambda: raw.calls("put"))
+        raw.hangs = set()
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
+        await bench.backed_up()
+        assert not raw.blocks
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_what_was_leaving_cannot_stay_after_all() -> None:
+    """A block that was being written as it left L2, and is asked for, would be in L2 again."""
+
+    async def test(bench: Bench) -> None:
+        (raw,) = bench.raw
+        hashes = bench.store(32)
+        raw.takes_s = 0.5
+        bench.forget()
+        await until(lambda: raw.calls("put"))
+        assert bench.space.leaving
+        work = begin(bench)
+        await asyncio.sleep(0.1)
+        assert await bench.acquire(hashes, 0.1) == 0
+        await work.done.wait()
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
+        bench.check_nothing_is_left()
+
+    run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_a_tier_that_is_away_is_named() -> None:
+    """A flush would be called done while a tier still serves what it has."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(10)
+        await bench.backed_up()
+        bench.raw[1]._opened = False  # Every call raises BackendError from now on.
+        work = await flush(bench)
+        status = work.status()
+        assert not status["complete"]
+        assert [tier.final for tier in work.tiers] == [True, False]
+        assert "not open" in work.tiers[1].why
+        bench.raw[1]._opened = True
+        assert await bench.acquire(hashes) == 10  # So the warning was right.
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert await bench.acquire(hashes) == 0
+
+    run(test)
+
+
+def test_a_tier_that_fails_for_a_moment() -> None:
+    """One failed call of many would leave blocks behind."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(200)
+        await bench.backed_up()
+        raw.delete_fails = 1
+        work = await flush(bench)
+        assert work.status()["complete"]
+        assert work.tiers[0].blocks == 200
+        assert not raw.blocks
+        assert await bench.acquire(hashes) == 0
+        raw.delete_fails = 1000
+        again = bench.store(10, "again")
+        await bench.backed_up()
+        (told,) = await told_of(bench)
+        assert (told["final"], told["left"], told["garbage"]) == (True, 10, "the disk is on fire")
+        assert len(raw.blocks) == 10
+        assert await bench.acquire(again) == 0
+
+    run(test, raw=[raw], blocks_in_l2=1024)
+
+
+def test_only_a_tier() -> None:
+    """A tier that is to be emptied would keep blocks, or L2 would think that it has them."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(20)
+        await bench.backed_up()
+        work = await flush(bench, host=False, tiers=[0])
+        assert work.status()["host"] == {"flushed": False, "blocks": 0, "leased": 0}
+        assert not bench.raw[0].blocks
+        assert len(bench.raw[1].blocks) == 20
+        assert await bench.acquire(hashes) == 20
+        # An engine that presents them again has them written again.
+        bench.store(20)
+        await bench.backed_up()
+        assert len(bench.raw[0].blocks) == 20
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_what_was_read_or_written_across_a_flush_counts_for_nothing() -> None:
+    """A read, or a write, that a flush overtakes would be taken for one of after it."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(4)
+        await bench.backed_up()
+        (tier,) = bench.tiers
+        length = SPACE.block_bytes
+        view = memoryview(bytearray(length))
+        raw.late_s = 0.5
+        get = asyncio.create_task(tier.get(SPACE.digest, [GetRequest(hashes[0], view, length)]))
+        raw.takes_s = 0.5
+        digest = checksum(blocks.payload(SPACE, hashes[1]))
+        put = asyncio.create_task(
+            tier.put(SPACE.digest, [PutRequest(hashes[1], blocks.ROOT, digest, view, length)])
+        )
+        await until(lambda: raw.calls("get") and raw.calls("put") == 2)
+        await tier.epochs.bar("")
+        assert [result.outcome for result in await get] == [Outcome.ERROR]
+        assert await put == [Outcome.ERROR]
+
+    run(test, config("tier"), raw=[raw])
+
+
+def test_a_tier_that_does_not_keep_the_mark() -> None:
+    """A disk that forgets the mark would serve again what a flush called gone."""
+
+    class Forgetful(Tier):
+        async def add_mark(self, mark: str) -> None:
+            pass
+
+    async def test(bench: Bench) -> None:
+        bench.store(4)
+        await bench.backed_up()
+        work = await flush(bench)
+        assert not work.status()["complete"]
+        assert "mark" in work.tiers[0].why
+
+    run(test, config("tier"), raw=[Forgetful()])
+
+
+def killed_after(steps: int) -> tuple[bool, bool, int]:
+    """A daemon killed so many turns of the loop into a flush: whether that was complete, whether it
+    had ended, and how many blocks the next daemon serves."""
+    keeper, raw = Keeper(), Tier()
+    hashes: list[bytes] = []
+    seen: list[tuple[bool, bool]] = []
+    found: list[int] = []
+
+    async def first(bench: Bench) -> None:
+        hashes.extend(bench.store(20))
+        await bench.backed_up()
+        lease = await bench.node.acquire(1, [bench.space], hashes[:5], bench.loop.now_ns + NS)
+        assert lease is not None
+        work = begin(bench)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        seen.append((bool(work.status()["complete"]), work.done.is_set()))
+
+    async def second(bench: Bench) -> None:
+        found.append(await bench.acquire(hashes))
+
+    run(first, config("tier"), raw=[raw], manager=keeper)
+    again = Tier()
+    again.blocks, again.kept_marks = raw.blocks, raw.kept_marks
+    run(second, config("tier"), raw=[again], manager=keeper)
+    keeper.close()
+    return *seen[0], found[0]
+
+
+def test_a_kill_between_any_two_steps() -> None:
+    """A crash in a flush, or after it, would bring back what was said to be gone: from L2, whose
+    memory outlives the daemon, or from the tier."""
+    steps, ended, incomplete = 0, False, []
+    while not ended:
+        complete, ended, found = killed_after(steps)
+        assert not complete or not found, f"{found} blocks are back, killed after {steps} steps"
+        if not complete:
+            incomplete.append(found)
+        steps += 1
+    assert len(incomplete) > 1
+    assert max(incomplete) == 20
+
+
+def test_one_at_a_time() -> None:
+    """Two flushes at once would end each other's bar while blocks can still come back."""
+
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        bench.store(200)
+        await bench.backed_up()
+        raw.delete_takes_s = 0.1
+        work = begin(bench)
+        with pytest.raises(RefusedError, match="going on"):
+            begin(bench)
+        await work.done.wait()
+        assert (await flush(bench)).status()["complete"]
+
+    run(test, raw=[raw])
+
+
+def test_the_loop_goes_on_meanwhile() -> None:
+    """A flush of a large arena would hold up every engine's calls."""
+
+    async def test(bench: Bench) -> None:
+        for number in range(10):
+            bench.store(100, number)
+        turns = 0
+        work = begin(bench)
+        while not work.done.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+        assert work.host_blocks == 1000
+        assert turns > 1000 // flush_module.SLICE
+
+    run(test, config("tier"), blocks_in_l2=2048)
+
+
+def test_the_flush_outlives_who_asked_for_it() -> None:
+    """Ctrl-C, or an operator's lost terminal, would leave a flush half done."""
+    raw = SlowTier()
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(20)
+        await bench.backed_up()
+        raw.mark_takes_s = 0.6
+        said: list[m.FromDaemon] = []
+        orders = Orders(bench.node, said.append)
+        orders.flush(m.Flush(1, "", True, [0]))
+        orders.flush(m.Flush(2, "", True, [0]))
+        with pytest.raises(RemoteProtocolError):
+            orders.flush(m.Flush(3, "", True, [1]))
+        with pytest.raises(RemoteProtocolError):
+            orders.flush(m.Flush(4, "../..", True, [0]))
+        await until(lambda: raw.marking)
+        orders.close()
+        other = Orders(bench.node, said.append)
+        other.flush(m.Flush(5, "", True, [0]))
+        refused = [(each.call, each.reason) for each in said if isinstance(each, m.Error)]
+        assert refused == [
+            (2, "this session follows another order already"),
+            (5, "a flush is going on already"),
+        ]
+        await until(lambda: not raw.blocks)
+        await until(lambda: all(task.done() for task in bench.node._tasks))
+        assert not any(isinstance(each, m.Done) for each in said)
+        assert await bench.acquire(hashes) == 0
+        other.flush(m.Flush(6, "", True, [0]))
+        await until(lambda: isinstance(said[-1], m.Done))
+        done = said[-1]
+        assert isinstance(done, m.Done)
+        assert (done.call, done.body["complete"]) == (6, True)
+
+    run(test, config("tier"), raw=[raw])
+
+
+# The command, and a real daemon with a tier on disk.
+
+
+class Scene:
+    """A daemon whose L2 and file tier have blocks of two namespaces."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+
+    def fill(self) -> None:
+        hashes, parents = blocks.chain(40)
+        self.daemon.wait_tier("disk", "ready")
+        client = self.daemon.client()
+        for space in (SPACE, OTHER):
+            contents = [blocks.payload(space, h) for h in hashes]
+            stored = list(zip(hashes, parents, contents, strict=True))
+            assert all(client.put(client.register(space), stored))
+        client.close()
+        self.daemon.wait_backed_up()
+
+    def had(self, namespace: Namespace) -> int:
+        """Blocks of a namespace that an engine gets."""
+        hashes, _ = blocks.chain(40)
+        self.daemon.wait_tier("disk", "ready")
+        client = self.daemon.client()
+        try:
+            return len(client.get(client.register(namespace), hashes, 5000))
+        finally:
+            client.close()
+
+    def flush(self, *words: str) -> int:
+        return main(["flush", "--socket", self.daemon.socket, *words])
+
+
+@pytest.mark.slow
+def test_command(tmp_path, capsys, monkeypatch) -> None:
+    """An operator's flush would not be one, also after a restart and a SIGKILL (34, 113)."""
+    storage = (
+        f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{tmp_path}/store"\n'
+        'capacity = "64MiB"\nreserve_free = "0"\nwrite_policy = "write_through"\n'
+    )
+    daemon = DaemonProcess(tmp_path, capacity="64MiB", storage=storage)
+    with daemon:
+        scene = Scene(daemon)
+        scene.fill()
+        assert scene.flush("--namespace", SPACE.digest.hex()[:4], "--yes") == 0
+        out = capsys.readouterr().out
+        assert "host: 40 blocks dropped" in out
+        assert "disk: 40 blocks dropped" in out
+        assert SPACE.digest.hex() in out
+        assert OTHER.digest.hex() not in out
+        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
+        daemon.kill()
+        daemon.start()
+        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
+
+        scene.fill()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+        assert scene.flush("--all") == 2
+        assert "--yes" in capsys.readouterr().err
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        assert scene.flush("--all", "--json") == 0
+        told = capsys.readouterr()
+        assert "40 blocks in host memory" in told.err
+        result = json.loads(told.out)
+        assert result["complete"]
+        assert result["host"]["blocks"] == 80
+        assert [tier["blocks"] for tier in result["tiers"]] == [80]
+        assert scene.had(SPACE) == scene.had(OTHER) == 0
+        assert daemon.status()["storage"][0]["blocks"] == 0
+
+        for words, named in (
+            (("--all", "--yes", "--tier", "tape"), "host, disk"),
+            (("--namespace", "abc", "--yes"), "4 to 32 digits"),
+            (("--namespace", "0123", "--yes"), "8 to 32 digits"),
+            (("--namespace", "../../etc", "--yes"), "4 to 32 digits"),
+        ):
+            assert scene.flush(*words) == 2
+            assert named in capsys.readouterr().err
+        assert scene.flush("--namespace", "01234567", "--yes") == 1
+        said = capsys.readouterr().err
+        assert "nothing matches 01234567" in said
+        assert f"{SPACE.digest.hex()} ({SPACE.model}, rank 0)" in said
+        assert scene.flush("--namespace", SPACE.digest.hex(), "--yes") == 0, "it is known"
+        scene.fill()
+        daemon.wait_backed_up()
+        daemon.stop()
+        daemon.start()
+        daemon.wait_tier("disk", "ready")
+        capsys.readouterr()
+        assert scene.flush("--namespace", SPACE.digest.hex()[:12], "--yes") == 0
+        assert "nothing matches" not in capsys.readouterr().err, "a tier has it"
+        assert scene.flush("--all", "--yes", "--timeout", "0") == 1
+        assert "the flush goes on" in capsys.readouterr().err
+        daemon.stop()
+        assert scene.flush("--all", "--yes") == 1
+        assert "no answer from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "garbage", "left", "nothing"),
+    [
+        ({}, "", 0, True),
+        ({"00": 0}, "", 0, True),
+        ({"00": 1}, "", 0, False),
+        ({}, "not all of it could be looked at: x", 0, False),
+        ({}, "", 1, False),
+    ],
+)
+def test_nothing_matches_only_where_all_was_seen(
+    namespaces: dict[str, int], garbage: str, left: int, nothing: bool
+) -> None:
+    """A digest would be called a typing error because a slab of its blocks cannot be read."""
+    result: dict[str, object] = {
+        "namespaces": namespaces,
+        "tiers": [{"garbage": "", "left": 0}, {"garbage": garbage, "left": left}],
+    }
+    assert _matches_nothing(result) is nothing

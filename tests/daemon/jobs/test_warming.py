@@ -1,0 +1,565 @@
+"""Warming: what nobody waits for yet comes last, takes nobody's room, and leaves nothing held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.support import blocks
+from tests.support.tiers.bench import (
+    EPOCH,
+    PAGE,
+    SCOPE,
+    SPACE,
+    Bench,
+    Tier,
+    config,
+    damage,
+    key,
+    run,
+)
+from tierd.backend import Outcome, PutRequest, checksum
+from tierd.config import WritePolicy
+from tierd.core.epochs import scope_of
+from tierd.core.space import Space
+from tierd.daemon.jobs.warming import BUSY_SHARE, QUIET_NS, Pace, Want, Warming
+from tierd.eviction.policy import Request
+from tierd.testing.backend import MemoryBackend
+from tierd.types import Namespace
+from tierd.wire.messages import Warmth
+
+OTHER = blocks.namespace(PAGE, model="another")
+
+
+async def warm(
+    bench: Bench,
+    hashes: Sequence[bytes],
+    want: Want = Want(),  # noqa: B008  # immutable
+    deadline_s: float = 60.0,
+    space: Space | None = None,
+) -> Warming:
+    """Warm, and see that it leaves nothing behind once its backends have let go."""
+    warming = Warming(space or bench.space, hashes, want, Pace())
+    await bench.node.warmings.run(warming, deadline_s)
+    bench.node.check()
+    assert not bench.node.host.leases
+    return warming
+
+
+def fates(warming: Warming) -> dict[Warmth, int]:
+    return dict(Counter(map(Warmth, warming.outcomes)))
+
+
+async def in_tiers(
+    bench: Bench, count: int, tag: object = 0, namespace: Namespace = SPACE
+) -> list[bytes]:
+    """Blocks that the tiers have, and of which nothing else is known."""
+    hashes, parents = blocks.chain(count, tag)
+    for raw in bench.raw:
+        for block_hash, parent in zip(hashes, parents, strict=True):
+            payload = blocks.payload(namespace, block_hash)
+            view = memoryview(bytearray(payload))
+            request = PutRequest(block_hash, parent, checksum(payload), view, len(payload))
+            await MemoryBackend.put_many(raw, scope_of(namespace.digest, EPOCH), [request])
+    return hashes
+
+
+async def empty(raw: Tier) -> None:
+    await MemoryBackend.delete_many(raw, SCOPE, [k.block_hash for k in list(raw.blocks)])
+
+
+class Paced(Tier):
+    """A tier whose operations take their own time each."""
+
+    def __init__(self, **takes_s: float) -> None:
+        super().__init__()
+        self._takes_s = takes_s
+
+    async def _step(self, what: str, count: int) -> None:
+        self.takes_s = self._takes_s.get(what, 0.0)
+        await super()._step(what, count)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
+    """Requests that name these blocks, as the book of uses counts them."""
+    for _ in range(times):
+        bench.space.reuse.use(Request(hashes, bench.loop.time()))
+        bench.space.chain.use(Request(hashes, bench.loop.time()))
+
+
+# --- into host memory -------------------------------------------------------------------
+
+
+def test_blocks_come_from_tiers() -> None:
+    """The first user after a deploy would pay for a cold cache."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 100)
+        damage(bench.raw[0], hashes[7])  # The next tier still has it.
+        warming = await warm(bench, hashes)
+        assert fates(warming) == {Warmth.BROUGHT: 100}
+        assert warming.sources == {"tier0": 99, "tier1": 1}
+        # The next blocks need not wait for the kernel's memory.
+        assert len(bench.space.free) >= bench.space.slots_per_segment
+        assert fates(await warm(bench, hashes)) == {Warmth.HERE: 100}
+        read = bench.raw[0].calls("get")
+        assert await bench.acquire(hashes) == 100
+        assert bench.raw[0].calls("get") == read  # All of it was in host memory.
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_what_no_tier_has_is_told_apart() -> None:
+    """An operator would not know which prompts to have computed, and which tier to mend."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 20)
+        bench.raw[0].blocks.pop(key(hashes[3]))
+        damage(bench.raw[0], hashes[5])
+        warming = await warm(bench, [*hashes, b"?" * 32])
+        expected = [Warmth.BROUGHT] * 21
+        expected[3], expected[5], expected[20] = Warmth.NOWHERE, Warmth.CORRUPT, Warmth.NOWHERE
+        assert list(warming.outcomes) == expected
+        bench.forget()
+        bench.raw[0].hangs = {"get", "contains"}
+        assert await bench.acquire(hashes, deadline_s=5.0) == 0
+        assert set(fates(await warm(bench, hashes))) == {Warmth.AWAY}
+
+    run(test, config("only"))
+
+
+def test_the_deadline_is_kept_whatever_hangs() -> None:
+    """A deploy would wait for a tier that does not answer, and blocks would stay held."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 40)
+        bench.raw[0].hangs, bench.raw[0].lingers_s = {"get"}, 0.5
+        began_s = bench.loop.time()
+        warming = await warm(bench, hashes, deadline_s=0.7)
+        assert bench.loop.time() - began_s == pytest.approx(0.7, abs=0.01)
+        assert fates(warming) == {Warmth.LATE: 40}
+        bench.raw[0].hangs = set()
+        await until(lambda: not bench.node.promotions.under_way)
+        await asyncio.sleep(3.0)
+        bench.check_nothing_is_left()
+
+    run(test, config("slow"))
+
+
+def test_it_can_be_called_off() -> None:
+    """Ctrl-C would leave the daemon reading for nobody."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 640)
+        warming = Warming(bench.space, hashes, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
+        await until(lambda: Warmth.BROUGHT in warming.outcomes)
+        warming.call_off()
+        warming.call_off()
+        await going
+        assert set(fates(warming)) == {Warmth.BROUGHT, Warmth.LATE}
+        calls = bench.raw[0].calls("get")
+        await asyncio.sleep(5.0)
+        assert bench.raw[0].calls("get") == calls
+        bench.check_nothing_is_left()
+
+    # Not when the test looks, to the millisecond: which comes first would be the loop's choice.
+    run(test, config("disk"), raw=[Paced(get=0.1005)], blocks_in_l2=1024)
+
+
+def test_a_rate_is_kept_by_all_orders_of_a_session() -> None:
+    """A warm that is to leave a shared disk alone would take all of it."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 128)
+        began_s = bench.loop.time()
+        pace, want = Pace(), Want(bytes_per_s=16 * PAGE)
+        orders = [Warming(bench.space, hashes[at : at + 64], want, pace) for at in (0, 64)]
+        await asyncio.gather(*(bench.node.warmings.run(each, 60.0) for each in orders))
+        assert bench.loop.time() - began_s >= 128 / 16 - 32 / 16 - 0.1
+        assert [fates(each) for each in orders] == [{Warmth.BROUGHT: 64}] * 2
+
+    run(test)
+
+
+# --- whose room it takes -----------------------------------------------------------------
+
+
+def test_what_is_worth_as_much_stays() -> None:
+    """A warm-up would push out what users are asking for."""
+
+    async def test(bench: Bench) -> None:
+        cold = await in_tiers(bench, 64, "cold")
+        hot = [bench.store(32, tag) for tag in range(8)]
+        for each in hot:
+            use(bench, each)
+        await bench.backed_up()
+        assert len(bench.space.chain) == 256
+        assert fates(await warm(bench, cold)) == {Warmth.NO_ROOM: 64}
+        assert all(h in bench.space.chain for each in hot for h in each)
+
+        # Of these more is known than of the oldest of those.
+        await asyncio.sleep(100.0)
+        use(bench, cold, times=3)
+        use(bench, hot[7])
+        assert fates(await warm(bench, cold)) == {Warmth.BROUGHT: 64}
+        assert all(h in bench.space.chain for h in hot[7])
+        assert len(bench.space.chain) == 256
+
+    run(test)
+
+
+def test_one_hot_set_does_not_push_itself_out() -> None:
+    """A hot set that is too large would end as its least worthy part, read for nothing before."""
+
+    async def test(bench: Bench) -> None:
+        first = [h for tag in (1, 2) for h in bench.store(128, tag)]
+        await bench.backed_up()
+        more = await in_tiers(bench, 32, "more")
+        use(bench, first)
+        await asyncio.sleep(5.0)
+        use(bench, more)  # As much worth, but the daemon was told of it later.
+        assert fates(await warm(bench, more)) == {Warmth.NO_ROOM: 32}
+        assert all(h in bench.space.chain for h in first)
+
+    run(test)
+
+
+def test_leased_and_kept_blocks_stay() -> None:
+    """A warm-up would take slots that an engine is copying from, or what was to be kept."""
+
+    async def test(bench: Bench) -> None:
+        wanted = await in_tiers(bench, 256, "wanted")
+        first = bench.store(128, "leased")
+        second = bench.store(128, "other")
+        await bench.backed_up()
+        lease = await bench.node.acquire(1, [bench.space], first, bench.loop.now_ns + 10**9)
+        assert lease is not None
+        use(bench, wanted, times=5)
+        warming = Warming(bench.space, wanted, Want(), Pace())
+        bench.node.lease_ttl_ns = 10**15
+        await bench.node.warmings.run(warming, 600.0)
+        bench.node.check()
+        assert fates(warming) == {Warmth.BROUGHT: 128, Warmth.NO_ROOM: 128}
+        assert all(h in bench.space.chain for h in first)
+        assert not any(h in bench.space.chain for h in second)
+        bench.node.host.release(lease.lease_id, 1)
+
+    run(test)
+
+
+def test_memory_of_namespaces_in_use_is_left_alone() -> None:
+    """Warming a model would slow down another one that serves; an idle one's memory may be had."""
+
+    async def test(bench: Bench) -> None:
+        wanted = await in_tiers(bench, 64, namespace=OTHER)
+        use(bench, [h for tag in (1, 2) for h in bench.store(128, tag)])
+        assert bench.node.host.allocated_bytes == 256 * PAGE
+        other = bench.node.register(OTHER)
+        other.reuse.use(Request(wanted, bench.loop.time() + 1))
+        before = bench.space.live_segments
+        assert fates(await warm(bench, wanted, space=other)) == {Warmth.NO_ROOM: 64}
+        assert bench.space.live_segments == before
+        bench.node.unregister(bench.space)
+        assert fates(await warm(bench, wanted, space=other)) == {Warmth.BROUGHT: 64}
+        assert bench.space.live_segments == before - 2
+
+    run(test)
+
+
+def test_pins() -> None:
+    """What was warmed for a launch would be gone when it comes."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 16)
+        warming = await warm(bench, hashes, Want(pin_ms=60_000))
+        assert warming.pinned_blocks == 16
+        for tag in range(20):
+            bench.store(32, tag)
+            await bench.backed_up()
+        assert all(h in bench.space.chain for h in hashes)
+        many = await warm(bench, list(bench.space.chain.items), Want(pin_ms=60_000))
+        assert many.pinned_blocks < len(bench.space.chain)  # The quota of hints holds for it, too.
+
+    run(test)
+
+
+def test_kept_blocks_stay_even_if_nothing_else_can_go() -> None:
+    """A warm-up would end what a user had asked to be kept."""
+
+    async def test(bench: Bench) -> None:
+        wanted = await in_tiers(bench, 32, "wanted")
+        kept = bench.store(32, "kept")
+        await warm(bench, kept, Want(pin_ms=10**9))
+        leased = [bench.store(112, tag) for tag in (1, 2)]
+        for each in leased:
+            assert await bench.node.acquire(1, [bench.space], each, bench.loop.now_ns + 10**9)
+        use(bench, wanted, times=5)
+        warming = Warming(bench.space, wanted, Want(), Pace())
+        bench.node.lease_ttl_ns = 10**15
+        await bench.node.warmings.run(warming, 0.5)
+        assert fates(warming) == {Warmth.NO_ROOM: 32}
+        assert all(h in bench.space.chain for h in kept)
+        assert bench.node.host.hints.kept_blocks == 32
+
+    run(test)
+
+
+# --- whom it lets pass --------------------------------------------------------------------
+
+
+def test_requests_come_first() -> None:
+    """A user's request would wait behind a warm-up."""
+
+    async def test(bench: Bench) -> None:
+        cold = await in_tiers(bench, 180, "cold")
+        asked = await in_tiers(bench, 32, "asked")
+        warming = Warming(bench.space, cold, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 600.0))
+        await until(lambda: bench.node.promotions.under_way)
+        began_s = bench.loop.time()
+        assert await bench.acquire(asked) == 32
+        # One turn of the tier was free for it.
+        assert bench.loop.time() - began_s == pytest.approx(0.5, abs=0.01)
+        await going
+        assert fates(warming) == {Warmth.BROUGHT: 180}
+
+    run(test, config("disk", read_batches=2), raw=[Paced(get=0.5)], blocks_in_l2=512)
+
+
+@pytest.mark.parametrize("work", ["asking", "copying"])
+def test_it_reads_little_while_engines_work(work: str) -> None:
+    """Loads of a busy engine would share its disk with a warm-up."""
+
+    async def test(bench: Bench) -> None:
+        cold = await in_tiers(bench, 320, "cold")
+        warming = Warming(bench.space, cold, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 600.0))
+        busy_s, step_s = 10.0, QUIET_NS / 2e9
+        end_s = bench.loop.time() + busy_s
+        if work == "copying":
+            bench.node.lease_ttl_ns = int(busy_s * 1e9)
+            hashes = bench.store(1)
+            assert bench.node.acquire_now(1, [bench.space], hashes).lease
+        while bench.loop.time() < end_s:
+            if work == "asking":
+                bench.node.acquire_now(1, [bench.space], [b"?" * 32])
+            await asyncio.sleep(step_s)
+        read_s = 0.04 * bench.raw[0].calls("get")
+        assert 0 < read_s <= BUSY_SHARE * busy_s + 0.04
+        began_s = bench.loop.time()
+        await going
+        assert fates(warming) == {Warmth.BROUGHT: 320}
+        assert bench.loop.time() - began_s < 3.0  # And at full speed once they are quiet.
+
+    run(
+        test,
+        config("disk", write_policy=WritePolicy.WRITE_BACK),
+        raw=[Paced(get=0.04)],
+        blocks_in_l2=512,
+    )
+
+
+def test_a_request_takes_over_what_is_being_warmed() -> None:
+    """A request for a block that is just being warmed would have it read a second time."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 64)
+        bench.raw[0].takes_s = 0.1
+        warming = Warming(bench.space, hashes, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
+        await until(lambda: bench.node.promotions.under_way)
+        assert await bench.acquire(hashes) == 64
+        await going
+        assert bench.raw[0].calls("get") == 2
+        bench.check_nothing_is_left()
+
+    run(test, config("disk"))
+
+
+def test_a_request_is_not_refused_room_with_a_warm_up() -> None:
+    """A request would miss a block because a warm-up was allowed no room for it."""
+
+    async def test(bench: Bench) -> None:
+        cold, asked = await in_tiers(bench, 32, "cold"), await in_tiers(bench, 32, "asked")
+        use(bench, [h for tag in (1, 2) for h in bench.store(128, tag)])
+        await bench.backed_up()
+        bench.raw[0].takes_s = 1.0
+        first = asyncio.ensure_future(bench.acquire(asked))
+        await until(lambda: bench.raw[0].calls("get"))
+        bench.raw[0].takes_s = 0.1
+        warming = Warming(bench.space, cold, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
+        await until(lambda: len(bench.node.promotions.under_way) == 64)
+        assert await bench.acquire(cold) == 32  # It joins what waits for its turn.
+        assert await first == 32
+        await going
+        assert fates(warming) == {Warmth.BROUGHT: 32}
+
+    run(test, config("disk", read_batches=1))
+
+
+def test_a_request_does_not_wait_for_what_a_warm_up_has_no_room_for() -> None:
+    """A request would join a read that brings only part of what it needs, and miss the rest."""
+
+    async def test(bench: Bench) -> None:
+        cold = await in_tiers(bench, 32, "cold")
+        use(bench, [h for tag, count in ((1, 128), (2, 112)) for h in bench.store(count, tag)])
+        await bench.backed_up()
+        warming = Warming(bench.space, cold, Want(), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
+        await until(lambda: bench.raw[0].calls("get"))
+        assert await bench.acquire(cold) == 32
+        await going
+        assert fates(warming)[Warmth.BROUGHT] == 16
+
+    run(test, config("disk"), raw=[Paced(get=0.1)])
+
+
+# --- verifying ---------------------------------------------------------------------------------
+
+
+def test_verify_finds_rot_in_host_memory() -> None:
+    """Bytes that changed in memory would be served although somebody asked to have them checked."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(64)
+        await bench.backed_up()
+        for block_hash in (hashes[9], hashes[40]):
+            slot = bench.space.chain.items[block_hash]
+            bench.node.memory.payload(bench.space, slot)[0] ^= 1
+        bench.raw[0].blocks.pop(key(hashes[40]))
+        warming = await warm(bench, hashes, Want(verify=True))
+        expected = [Warmth.HERE] * 64
+        expected[9], expected[40] = Warmth.BROUGHT, Warmth.CORRUPT
+        assert list(warming.outcomes) == expected
+        assert bench.node.counters["rotten_blocks_total"] == 2
+        assert await bench.acquire(hashes) == 40
+        bench.check_nothing_is_left()
+
+    run(test, config("disk"))
+
+
+# --- into a tier ----------------------------------------------------------------------------------
+
+
+def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
+    """A node's own disk would stay cold although a shared tier has all."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 100)
+        near, far = bench.raw
+        await empty(near)
+        assert fates(await warm(bench, hashes[:30])) == {Warmth.BROUGHT: 30}
+        await bench.backed_up()
+        await empty(near)
+        damage(far, hashes[50])
+        warming = await warm(bench, [*hashes, b"?" * 32], Want(target=1))
+        assert fates(warming) == {Warmth.BROUGHT: 99, Warmth.CORRUPT: 1, Warmth.NOWHERE: 1}
+        assert warming.sources == {"host memory": 30, "tier1": 69}
+        assert len(near.blocks) == 99
+        assert len(bench.space.chain) == 30  # It brought nothing into host memory.
+        assert fates(await warm(bench, hashes[:50], Want(target=1))) == {Warmth.HERE: 50}
+        bench.node.memory.drop(bench.space, list(bench.space.chain.items.values()))
+        assert await bench.acquire(hashes) == 50
+        bench.check_nothing_is_left()
+
+    run(test)
+
+
+def test_what_a_tier_was_given_is_not_written_again() -> None:
+    """A tier would get the same blocks twice: when it is warmed, and when they leave memory."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(20)
+        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.BROUGHT: 20}
+        bench.forget()
+        await bench.backed_up()
+        assert bench.raw[0].calls("put") == 1
+        assert await bench.acquire(hashes) == 20
+
+    run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
+    """Bytes that changed between two lives would get a checksum that makes them look sound."""
+
+    async def test(bench: Bench) -> None:
+        hashes = bench.store(3)
+        slots = [bench.space.chain.items[h] for h in hashes]
+        for slot, block_hash in zip(slots, hashes, strict=True):
+            payload = blocks.payload(SPACE, block_hash)
+            bench.space.unproven[slot] = checksum(payload)
+        bench.node.memory.payload(bench.space, slots[1])[0] ^= 1
+        warming = await warm(bench, hashes, Want(target=1))
+        assert list(warming.outcomes) == [Warmth.BROUGHT, Warmth.NOWHERE, Warmth.BROUGHT]
+        assert {k.block_hash for k in bench.raw[0].blocks} == {hashes[0], hashes[2]}
+
+    run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
+
+
+def test_a_tier_that_takes_nothing_is_told() -> None:
+    """A warm of a full, or a dead, tier would look as if it had worked."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 10)
+        near, _ = bench.raw
+        await empty(near)
+
+        async def refuse(namespace, requests):
+            return [Outcome.REFUSED] * len(requests)
+
+        near.put_many = refuse  # type: ignore[method-assign]
+        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.UNWRITTEN: 10}
+        near.hangs = {"contains"}
+        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.AWAY: 10}
+
+    run(test)
+
+
+# --- with a flush --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_flush_wins(target: int) -> None:
+    """Blocks that an operator had flushed would be back, brought by a warm-up under way."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 200)
+        if target:
+            await empty(bench.raw[0])
+        warming = Warming(bench.space, hashes, Want(target=target), Pace())
+        going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
+        await until(lambda: bench.raw[0].calls("put" if target else "get") >= 2)
+        flush = bench.node.flushes.begin("", host=True, numbers=[0, 1])
+        await bench.node.flushes.run(flush)
+        assert flush.status()["complete"]
+        await going
+        await asyncio.sleep(5.0)
+        assert not bench.space.chain.items
+        assert not any(raw.blocks for raw in bench.raw)
+        assert fates(await warm(bench, hashes)) == {Warmth.NOWHERE: 200}
+
+    # A put is under way for longer than the flush takes for all else.
+    run(test, raw=[Paced(get=0.05, put=1.0), Paced(get=0.05)])
+
+
+def test_a_namespace_that_is_being_flushed() -> None:
+    """A warm-up during a flush would wait for ever, or say that nobody has the blocks."""
+
+    async def test(bench: Bench) -> None:
+        hashes = await in_tiers(bench, 10)
+        bench.node.promotions.barred = lambda _: True
+        assert fates(await warm(bench, hashes)) == {Warmth.BARRED: 10}
+
+    run(test)

@@ -1,0 +1,201 @@
+"""What the documents, the alert rules and the dashboard name, there is: log lines, metrics,
+counters, sections, variables, settings and files."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.systemd_machine import build_wheel
+from tierd.backend import Backend
+from tierd.config import OTHER_VARIABLES
+from tierd.daemon.http import metrics
+from tierd.reference import keys, options
+from tierd_backends.file import FileBackend
+from tierd_backends.redis import RedisBackend
+from tierd_backends.s3 import S3Backend
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "OPERATIONS.md", "RUNBOOK.md")
+RULES, BOARD = "ops/prometheus/tierd.rules.yml", "ops/grafana/tierd.json"
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@cache
+def sources() -> list[Path]:
+    folders = ("tierd", "backends", "connectors")
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@cache
+def code() -> str:
+    return "\n".join(path.read_text() for path in sources())
+
+
+@cache
+def constants() -> str:
+    """All texts of the code, a line each, with a tab for what is filled in, and no line breaks."""
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\t" for part in node.values
+                ]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    filled = re.compile(r"%[-.\d]*[sdfgr]|\{\w*\}")
+    return "\n".join(filled.sub("\t", each.replace("\n", " ")) for each in found)
+
+
+def pieces(quote: str) -> Iterator[str]:
+    """Parts of a quoted line without what differs each time: "...", numbers, capitals for names."""
+    for part in re.split(r"\.\.\.|\b[A-Z]+\b|\b[\d.,]+\b(?: [kMGT]?i?B)?", " ".join(quote.split())):
+        piece = part.strip(" ,:;()")
+        if len(piece) > 3:
+            yield piece
+
+
+PROSE = frozenset({"memcpy and bare waits", "text or token ids", "You are a helpful..."})
+"""Quotations that are no lines of tierd's."""
+
+
+def quotes(page: str) -> list[str]:
+    """What a page quotes as said by tierd."""
+    plain = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
+    quoted = re.findall(r'"([^"\n|`{}]+(?:\n[^"\n|`{}]+)?)"', plain)
+    spans = [span for part in re.split(r"\n\n|\n[*|]", plain) for span in part.split("`")[1::2]]
+    lines = [span for span in spans if "..." in span]
+    said = [" ".join(each.split()) for each in [*quoted, *lines]]
+    return [each for each in said if " " in each and each not in PROSE and each[0] not in "-{"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "OPERATIONS.md"])
+def test_lines_that_are_quoted_are_said(page: str) -> None:
+    """Somebody would look for a line that has not been written since it had other words."""
+    found = quotes(page)
+    assert len(found) > 1
+    for quote in found:
+        for piece in pieces(quote):
+            assert piece in constants(), quote
+
+
+def test_words_of_explain_are_said() -> None:
+    """The table that says what explain means would be of an older explain."""
+    table = re.search(r"\| it says \| it means \|\n\|.*\n((?:\|.*\n)+)", text("OPERATIONS.md"))
+    assert table is not None
+    for row in table[1].splitlines():
+        head, _, rest = row.split("|")[1].strip().partition(": ")
+        for part in (rest or head).split(", "):
+            for piece in pieces(part):
+                assert piece.removeprefix("k of n ") in constants(), row
+
+
+METRICS = frozenset(metric.name for metric in metrics.METRICS) | {
+    f"{metric.name}_{part}" for metric in metrics.METRICS for part in ("bucket", "sum", "count")
+}
+PACKAGES = frozenset({"tierd_backends", "tierd_connectors", "tierd_hotset", "tierd_"})
+
+
+@pytest.mark.parametrize("name", [*PAGES, "ARCHITECTURE.md", RULES, BOARD])
+def test_metrics_that_are_named_exist(name: str) -> None:
+    """A panel, an alert, or somebody's own, would be made of a metric that nobody exposes."""
+    named = set(re.findall(r"(?<![\w:])tierd_[a-z0-9_]*", text(name))) - PACKAGES
+    assert named <= METRICS | recorded()
+
+
+def recorded() -> set[str]:
+    """What the rules record, under a name with colons, and what vLLM exposes for the connector."""
+    return set(re.findall(r"record: (\S+)", text(RULES)))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md"])
+def test_counters_and_fields_that_are_named_exist(page: str) -> None:
+    """A status would be searched for a field that it does not have."""
+    words = set(re.findall(r"\w+", code()))
+    made = [
+        re.compile(each.rpartition(".")[2].replace("\t", r"\w+"))
+        for each in constants().splitlines()
+        if re.fullmatch(r"[\w.]*_?\t_?[\w.]*", each) and "_" in each
+    ]
+    for name in set(re.findall(r"`(?:\w+\.)*([a-z]+(?:_[a-z0-9]+)+)`", text(page))):
+        known = name in words or any(each.fullmatch(name) for each in made)
+        assert known or name.startswith("tierd_"), name
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md"])
+def test_files_and_sections_that_are_named_exist(page: str) -> None:
+    """A link would lead nowhere."""
+    plain = text(page)
+    for target in re.findall(r"\]\(([^)\s]+)\)", plain):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            assert (ROOT / (name or page)).exists(), target
+            assert not anchor or anchor in anchors(name or page), target
+    for name in re.findall(r"`((?:[\w-]+/)+[\w.*-]+\.(?:py|md|json|yml|toml|sh))`", plain):
+        places = [ROOT, ROOT / "tierd", ROOT / "backends", ROOT / "connectors"]
+        assert any(list(place.glob(name)) for place in places), name
+
+
+def anchors(page: str) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", text(page), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", [*PAGES, RULES, BOARD])
+def test_sections_that_are_quoted_exist(name: str) -> None:
+    """The alert that wakes somebody would name a section that there is not."""
+    found = re.findall(r'"([^"]+)" in (\w+\.md)', text(name))
+    for title, page in found:
+        assert title in re.findall(r"^#+ (.+)$", text(page), re.MULTILINE), title
+    assert found or name != RULES
+
+
+VARIABLE = re.compile(r"(?<![\w/])(?:TIERD|VLLM)_[A-Z0-9_]*[A-Z0-9]")
+
+
+@pytest.mark.parametrize("name", [*PAGES, "ARCHITECTURE.md", RULES])
+def test_variables_that_are_named_exist(name: str) -> None:
+    """Somebody would set a variable that nobody reads."""
+    tiers: dict[str, type[Backend]] = {"FILE": FileBackend, "REDIS": RedisBackend, "S3": S3Backend}
+    known = {"TIERD_" + key.path.replace(".", "_").upper() for key in keys()}
+    for tier, cls in tiers.items():
+        for key in [*options(tier.lower(), cls.Options), *keys()]:
+            known.add(f"TIERD_STORAGE_{tier}_{key.path.rpartition('.')[2].upper()}")
+    listings = (ROOT / "tests" / "data" / "vllm_fields").glob("*.json")
+    for listing in listings:
+        known |= set(json.loads(listing.read_text()).get("variables", ()))
+    # Fields of the journal.
+    known |= {f"TIERD_{field}" for field in ("TIER", "SESSION", "CLIENT", "PROCESS")}
+    known |= OTHER_VARIABLES
+    assert set(VARIABLE.findall(text(name))) <= known
+
+
+def test_the_reset_of_the_cache_says_what_it_needs() -> None:
+    """A call that only a development server answers would be a 404."""
+    plain = " ".join(text("README.md").split())
+    assert "VLLM_SERVER_DEV_MODE=1" in plain[plain.index("/reset_prefix_cache") :][:300]
+
+
+@pytest.mark.slow
+def test_the_wheel_has_dashboard_rules_and_documents(tmp_path: Path) -> None:
+    """Who installs tierd from a package index would have alerts and pages only on the web."""
+    with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
+        names = {name.partition(".data/data/")[2]: name for name in wheel.namelist()}
+        held = {name: wheel.read(whole).decode() for name, whole in names.items() if name}
+    pages = [*PAGES, "ARCHITECTURE.md", "CHANGELOG.md"]
+    expected = {f"share/doc/tierd/{page}": text(page) for page in pages}
+    expected |= {f"share/tierd/{name.removeprefix('ops/')}": text(name) for name in (RULES, BOARD)}
+    assert held == expected
+    assert "/opt/tierd/share/tierd/grafana/tierd.json" in text("README.md")

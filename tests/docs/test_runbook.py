@@ -1,0 +1,323 @@
+"""The runbook, tried as written: on a booted systemd, in the situations that it is for.
+
+Each indented line of it is run by a shell and must end and say as it promises. Other than there are
+the addresses and digests, and what a pip would fetch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import blocks
+from tests.support.fake_node import FakeEngine
+from tests.support.servers.redis import RedisServer
+from tests.support.systemd_machine import SITE, Machine
+from tests.support.traffic import wait_until
+from tierd.client import Client
+from tierd.hashing import KeyStyle, hash_blocks, root_hash
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+PAGE = Path(__file__).parents[2] / "RUNBOOK.md"
+SEED = root_hash()
+OLD = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED)
+NEW = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED, model="next")
+STORE = "/var/lib/tierd/kv"
+
+EVERYBODYS = "a system prompt that everybody has. " * 10
+OFTEN = "another document, asked about often. " * 10
+NOBODYS = "one that nobody has asked for yet. " * 10
+MISSED = "a request that should have been a hit. " * 10
+
+# What `pip install --upgrade` does to it: there is another version afterwards.
+PIP = f"""#!/bin/sh -e
+[ "$*" = "install --upgrade tierd[daemon]" ]
+sed -i 's/^__version__ = .*/__version__ = "99.0"/' {SITE}/tierd/__init__.py
+"""
+
+
+class Line(NamedTuple):
+    """A command, its exit status, and what it says somewhere."""
+
+    command: str
+    status: int
+    says: str | None
+
+
+def runbook() -> dict[str, list[list[Line]]]:
+    """The blocks of lines below each title."""
+    found = {}
+    for part in re.split(r"^#+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        title = part.partition("\n")[0]
+        chunks = re.findall(r"(?:^    .+\n)+", part, re.MULTILINE)
+        found[title] = [[_line(row) for row in chunk.splitlines()] for chunk in chunks]
+    return found
+
+
+def _line(row: str) -> Line:
+    command, _, told = row.strip().partition("  # ")
+    says, status = re.search(r'says "(.+?)"', told), re.search(r"exit status (\d)", told)
+    return Line(command.strip(), int(status[1]) if status else 0, says[1] if says else None)
+
+
+class StandIn(FakeEngine):
+    """An engine whose tokens are letters, and which stores what it computes with a node's tierd."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(self._store)
+        self.space, self.seed = OLD, SEED
+        self._machine = machine
+        self._client: Client | None = None
+
+    def attach(self) -> None:
+        """Connect to the daemon that is there now."""
+        self.detach()
+        self._client = self._machine.client("vllm-scheduler")
+        self._handle = self._client.register(self.space)
+        wait_until(self._accepted, 20, "the engine is not accepted")
+
+    def detach(self) -> None:
+        """End the connection."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def ask(self, text: str) -> None:
+        """Have a prompt computed."""
+        self.compute([ord(letter) for letter in text])
+
+    def _accepted(self) -> bool:
+        assert self._client is not None
+        self._client.wait(0.01)
+        return self._handle.ready
+
+    def _store(self, tokens: list[int]) -> None:
+        assert self._client is not None
+        hashes = hash_blocks(tokens, self.space.block_tokens, parent=self.seed)
+        contents = [blocks.payload(self.space, each) for each in hashes]
+        rows = list(zip(hashes, [self.seed, *hashes], contents, strict=False))
+        assert all(self._client.put(self._handle, rows))
+
+    def _answer(self, path: str, body: dict[str, object]) -> bytes:
+        if path != "/tokenize":
+            return super()._answer(path, body)
+        return json.dumps({"tokens": [ord(letter) for letter in str(body["prompt"])]}).encode()
+
+
+@dataclass
+class Node:
+    """A machine with tierd as the page installs it, an engine, and the page's variables."""
+
+    machine: Machine
+    engine: StandIn
+    redis: RedisServer
+    names: dict[str, str] = field(default_factory=dict)
+
+    def follow(self, lines: list[Line]) -> None:
+        """Run lines, one after the other."""
+        for command, status, says in lines:
+            if command.startswith("export "):
+                assert set(re.findall(r"(\w+)=", command)) <= self.names.keys(), command
+                continue
+            names = "".join(f"{name}={value} " for name, value in self.names.items())
+            done = self.machine.run("sh", "-c", f"export {names}; {command}", check=False)
+            told = done.stdout + done.stderr
+            assert done.returncode == status, f"{command}: {done.returncode}\n{told}"
+            assert says is None or says in told, f"{command} does not say {says!r}:\n{told}"
+            if command == "systemctl restart tierd":
+                self.wait_ready()
+
+    def status(self) -> dict:
+        """The daemon's."""
+        # More patient than an engine.
+        client = Client(self.machine.socket, name="status", call_timeout_ms=20_000)
+        try:
+            status: dict = client.status()
+        finally:
+            client.close()
+        return status
+
+    def tier(self, name: str) -> dict:
+        """A tier's status."""
+        [tier] = [tier for tier in self.status()["storage"] if tier["name"] == name]
+        found: dict = tier
+        return found
+
+    def ask_until(self, condition: Callable[[], object]) -> None:
+        """Have new prompts computed until it holds."""
+        asked = itertools.count()
+
+        def met() -> object:
+            self.engine.ask(f"{next(asked)} times something new. " * 10)
+            return condition()
+
+        try:
+            wait_until(met, 20, "nobody notices")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.status()['storage']}") from None
+
+    def wait_written(self) -> None:
+        """Until the tiers have what they are to get."""
+        wait_until(lambda: not self.status()["host"]["backlog_blocks"], 20, "tiers do not get it")
+
+    def restart(self) -> None:
+        """Start tierd anew, with nothing in host memory."""
+        self.machine.run("systemctl", "stop", "tierd")
+        self.machine.run("systemctl", "start", "tierd")
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until all tiers are open, and the engine is attached again."""
+        wait_until(
+            lambda: {tier["state"] for tier in self.status()["storage"]} == {"ready"},
+            20,
+            "a tier is not opened",
+        )
+        self.engine.attach()
+
+
+def configuration(machine: Machine, redis: RedisServer) -> str:
+    """The file that install-units writes, with this node's users, sizes and a second tier."""
+    text = Path(f"{machine.root}/etc/tierd/tierd.toml").read_text()
+    uid = machine.run("id", "--user", "tierd").stdout.strip()
+    for default, own in (
+        ("allow_uids = []", f"allow_uids = [0, {uid}]"),
+        ('"8GiB"', '"64MiB"'),
+        ('"64GiB"', '"32MiB"'),
+    ):
+        assert default in text
+        text = text.replace(default, own)
+    return f"""{text}
+write_policy = "write_through"
+[[storage]]
+type = "redis"
+url = "{redis.url}"
+write_policy = "write_through"
+probe_ms = 100
+[prefetch]
+min_tokens = 0
+break_even = false
+"""
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    with (
+        RedisServer(tmp_path_factory.mktemp("redis")) as redis,
+        Machine(tmp_path_factory.mktemp("machine")) as machine,
+        StandIn(machine) as engine,
+    ):
+        told = machine.run("/opt/tierd/bin/tierd", "install-units").stdout
+        [users] = [line for line in told.splitlines() if "systemd-sysusers" in line]
+        machine.run("sh", "-ec", users)
+        machine.write("/etc/tierd/tierd.toml", configuration(machine, redis))
+        machine.write("/opt/tierd/bin/pip", PIP, 0o755)
+        prompts = (EVERYBODYS, OFTEN, NOBODYS)
+        rows = [json.dumps({"model": "base", "prompt": prompt}) for prompt in prompts]
+        machine.write("/etc/tierd/warm.jsonl", "\n".join(rows))
+        machine.write("/etc/tierd/request.json", json.dumps({"model": "base", "prompt": MISSED}))
+        machine.run("systemctl", "start", "tierd.socket", "tierd.service")
+        node = Node(machine, engine, redis)
+        node.names = {"PATH": "/opt/tierd/bin:$PATH", "ENGINE": engine.url}
+        node.names["PEER"] = "http://127.0.0.1:9464"
+        node.wait_ready()
+        yield node
+        engine.detach()
+
+
+def cold_start(node: Node) -> None:
+    """Two prompts were asked for before host memory was lost."""
+    for prompt in (EVERYBODYS, OFTEN):
+        node.engine.ask(prompt)
+    node.wait_written()
+    node.restart()
+
+
+def hits_are_few(node: Node) -> None:
+    """An engine runs with another PYTHONHASHSEED than it has told tierd."""
+    node.engine.seed = root_hash("42")
+    node.engine.ask(MISSED)
+
+
+def same_seed(node: Node) -> None:
+    node.engine.seed = SEED
+
+
+def tier_is_down(node: Node) -> None:
+    """Redis has gone, and blocks are to be written."""
+    node.redis.kill()
+    node.ask_until(lambda: node.tier("redis")["state"] == "failing")
+    wait_until(
+        lambda: "failing" in node.machine.show("tierd", "StatusText")[0], 20, "it is not told"
+    )
+
+
+def tier_is_back(node: Node) -> None:
+    node.redis.start()
+    wait_until(lambda: node.tier("redis")["state"] == "ready", 20, "the tier does not come back")
+
+
+def disk_is_full(node: Node) -> None:
+    """Somebody else has filled the disk, a small one for this."""
+    # What it brings would be written before the disk is full.
+    node.machine.run("systemctl", "disable", "tierd-warm")
+    node.machine.run("systemctl", "stop", "tierd")
+    small = "size=64m,mode=700,uid=tierd"
+    node.machine.run("mount", "-t", "tmpfs", "-o", small, "tmpfs", STORE)
+    node.machine.run("systemctl", "start", "tierd")
+    node.wait_ready()
+    node.machine.run("sh", "-c", f"head --bytes=1G /dev/zero >{STORE}/others", check=False)
+    node.ask_until(lambda: node.tier("file")["counters"]["refused_no_space_total"])
+
+
+def disk_has_room(node: Node) -> None:
+    node.machine.run("rm", f"{STORE}/others")
+
+
+def another_model(node: Node) -> None:
+    """An engine of another model is there."""
+    node.engine.space = NEW
+    node.engine.attach()
+    node.names |= {"OLD": OLD.digest.hex(), "NEW": NEW.digest.hex()}
+
+
+def nothing(node: Node) -> None:
+    """It is as the block before has left it."""
+
+
+SCENES: dict[str, list[Callable[[Node], None]]] = {
+    "Cold start": [cold_start],
+    "Hits are few": [hits_are_few, same_seed],
+    "A tier is down": [tier_is_down, tier_is_back],
+    "Another model": [another_model, nothing],
+    "A disk is full": [disk_is_full, disk_has_room],
+    "Upgrade": [nothing],
+}
+"""What makes a situation real, and what the operator has done before each further block."""
+
+
+def test_every_line_has_a_scene(node: Node) -> None:
+    """A situation would be described that nobody has tried."""
+    page = runbook()
+    [head] = page.pop("Runbook")
+    assert head[0].command == f"export PATH={node.names['PATH']}"
+    assert [line.command.split("=")[0] for line in head] == [f"export {n}" for n in node.names]
+    assert {title: len(blocks) for title, blocks in page.items()} == {
+        title: len(scenes) for title, scenes in SCENES.items()
+    }
+
+
+@pytest.mark.parametrize("title", SCENES)
+def test_the_runbook(node: Node, title: str) -> None:
+    """Who is woken at night would type lines that fail, or look for what is never said."""
+    for make, lines in zip(SCENES[title], runbook()[title], strict=True):
+        make(node)
+        node.follow(lines)

@@ -1,0 +1,135 @@
+"""After a restart, what was used more is found no less: the daemon, and tiers that turn over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.support.blocks import chain, namespace, payload
+from tests.support.daemon_process import DaemonProcess
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.s3 import SeaweedFS
+from tests.support.tiers.scene import is_idle, table
+from tests.support.traffic import wait_until
+from tierd.config import WritePolicy
+
+pytestmark = pytest.mark.slow
+
+SPACE = namespace(16 << 10)
+HOST = "2MiB"
+"""128 blocks, of which an eighth may be leaving; each tier has about twice as many."""
+
+TIER_MIB = 4
+REQUESTS = 240
+DOCUMENT = 8
+"""Blocks of a prefix."""
+
+ALWAYS = 6
+"""Every so many requests one has the same prefix."""
+
+PATIENT = {"deadline_ms": 20_000, "slow_ms": 20_000}
+"""However busy the machine is, what is there is found."""
+
+FEW = (1, 2, 8)
+"""Numbers of uses from which on prefixes are counted together."""
+
+PLACES = [
+    (kind, policy)
+    for kind in ("file", "redis", "s3")
+    for policy in WritePolicy
+    # A full bucket takes nothing more, so what is in host memory alone until then has no place.
+    if (kind, policy) != ("s3", WritePolicy.WRITE_BACK)
+]
+"""Tiers, and which blocks they get."""
+
+
+class Work:
+    """Requests to a daemon, some of whose prefixes are far more popular than others."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.uses: Counter[int] = Counter()
+        self._daemon = daemon
+
+    def play(self) -> None:
+        """Requests, one after the other, each of which finds its blocks or stores them."""
+        random = Random(1)
+        with closing(self._daemon.client()) as client:
+            handle = client.register(SPACE)
+            for number in range(REQUESTS):
+                # The chance of each is as one to its rank, of as many as there are requests.
+                document = int(REQUESTS ** random.random()) if number % ALWAYS else 0
+                hashes, parents = chain(DOCUMENT, document)
+                found = len(client.get(handle, hashes, 10_000))
+                missing = zip(hashes[found:], parents[found:], strict=True)
+                client.put(handle, [(h, parent, payload(SPACE, h)) for h, parent in missing])
+                self.uses[document] += 1
+                wait_until(lambda: is_idle(client.status()), 60, "blocks are not written")
+
+    def hit_ratios(self) -> list[float]:
+        """The share of blocks that is found, and is right; of prefixes with few uses first."""
+        found, asked = Counter[int](), Counter[int]()
+        with closing(self._daemon.client()) as client:
+            handle = client.register(SPACE)
+            # What is used most first: bringing the others evicts it again.
+            for document, uses in self.uses.most_common():
+                hashes, _ = chain(DOCUMENT, document)
+                got = client.get(handle, hashes, 10_000)
+                assert all(bytes(v) == payload(SPACE, h) for v, h in zip(got, hashes, strict=False))
+                group = max(few for few in FEW if few <= uses)
+                found[group] += len(got)
+                asked[group] += DOCUMENT
+        return [found[few] / asked[few] for few in FEW]
+
+
+@pytest.fixture
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, object]]:
+    """A tier that drops by itself what it has no room for, or takes no more."""
+    with ExitStack() as stack:
+        if request.param == "s3":
+            weed: SeaweedFS = request.getfixturevalue("weed")
+            # What a tier beside it would hold, if blocks went into it as they come.
+            bucket = weed.options(weed.make_bucket(), capacity=f"{TIER_MIB}MiB")
+            yield {"type": "s3", **bucket, "timeout_ms": 20_000}
+            return
+        if request.param == "file":
+            yield {
+                "type": "file",
+                "path": str(tmp_path / "store"),
+                "capacity": f"{TIER_MIB}MiB",
+                "reserve_free": "0",
+                "slab": "1MiB",
+            }
+            return
+        # A test's seconds are to its LRU what hours are to a server: it must look at more keys.
+        limits = ("--maxmemory", f"{TIER_MIB + 6}mb", "--maxmemory-samples", "64")
+        server = RedisServer(tmp_path / "redis", *limits, "--maxmemory-policy", "allkeys-lru")
+        yield {"type": "redis", **stack.enter_context(server).options(), "timeout_ms": 20_000}
+
+
+@pytest.mark.parametrize(("tier", "policy"), PLACES, indirect=["tier"])
+def test_what_is_used_more_is_found_no_less_after_a_restart(
+    tmp_path: Path, tier: dict[str, object], policy: WritePolicy
+) -> None:
+    """The hottest prefixes of a node would be gone with its host memory, and one-off documents
+    be found."""
+    kind = str(tier["type"])
+    storage = table(kind, {**tier, **PATIENT, "write_policy": policy.value})
+    prefetch = {"policy": "wait_complete"}
+    node = DaemonProcess(tmp_path / "node", capacity=HOST, storage=storage, prefetch=prefetch)
+    with node as daemon:
+        daemon.wait_tier(kind, "ready", 60)
+        work = Work(daemon)
+        work.play()
+        assert daemon.stop() == 0
+        daemon.start()
+        daemon.wait_tier(kind, "ready", 60)
+        ratios = work.hit_ratios()
+    assert ratios == sorted(ratios)
+    # Redis evicts the oldest of a sample.
+    assert ratios[-1] >= (1.0 if kind == "file" else 0.9)
+    assert ratios[0] < 0.9, "the tier has not turned over"

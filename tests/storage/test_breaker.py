@@ -1,0 +1,481 @@
+"""The breaker: an outage costs one deadline, and no more than the tier that has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from tests.support.tiers.breaker_rig import (
+    BLOCKS,
+    CALL_S,
+    DEADLINE_S,
+    DOWN,
+    ERROR,
+    HASHES,
+    HIT,
+    HUNG,
+    MISS,
+    OK,
+    PROBE_S,
+    SLOW,
+    SLOW_S,
+    Act,
+    Rig,
+    simulated,
+)
+from tierd.backend import BackendStats, Outcome, PutRequest
+from tierd.errors import BackendError
+from tierd.testing.suite import NAMESPACE, scanned
+
+# --- deadlines --------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_missed_deadline_opens_at_once(rig: Rig) -> None:
+    """Every request would wait for a dead server before one notices."""
+    rig.tier.reads = HUNG
+    with pytest.raises(BackendError, match="no answer within 2 s"):
+        await rig.get()
+    assert rig.time == DEADLINE_S
+    assert rig.reads() == "open"
+    assert await rig.get(3) == [MISS] * 3
+    assert await rig.lookup(2) == [False] * 2
+    assert rig.time == DEADLINE_S
+    assert rig.tier.count("get") == 1
+    assert rig.tier.count("lookup") == 0
+    assert rig.breaker.counters["breaker_refused_reads_total"] == 5
+    assert rig.breaker.counters["breaker_read_deadlines_total"] == 1
+
+
+@simulated
+async def test_a_call_that_lingers_opens_at_the_deadline_and_ends_later(rig: Rig) -> None:
+    """Slots would be reused under a read, or the breaker wait for a client that lets go slowly."""
+    rig.tier.reads = replace(HUNG, lingers_s=20.0)
+    rig.tier.probes = DOWN
+    call = await rig.start(rig.get())
+    await asyncio.sleep(DEADLINE_S + 1e-6)
+    assert rig.reads() == "open"
+    assert not call.done()
+    assert rig.tier.in_flight == 1
+    with pytest.raises(BackendError, match="no answer"):
+        await call
+    assert rig.time == DEADLINE_S + 20
+
+
+@simulated
+async def test_nothing_is_begun_beside_a_call_that_lingers(rig: Rig) -> None:
+    """A client stuck in the kernel would take a thread more with each trial."""
+    rig.tier.reads = replace(HUNG, lingers_s=50.0)
+    call = await rig.start(rig.get())
+    await asyncio.sleep(DEADLINE_S + PROBE_S + 1)
+    assert rig.reads() == "stalled"
+    assert await rig.get() == [MISS]
+    rig.tier.reads = OK
+    await rig.fail(lambda: call)
+    assert rig.reads() == "half_open"
+    assert await rig.get() == [HIT]
+    assert rig.reads() == "closed"
+
+
+@simulated
+async def test_an_answer_in_spite_of_the_deadline_is_given(rig: Rig) -> None:
+    """Blocks that were stored would be reported as failed, and their outcome be lost."""
+
+    async def stubborn(namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        return [Outcome.STORED]
+
+    rig.tier.put_many = stubborn  # type: ignore[method-assign]
+    assert await rig.put() == [Outcome.STORED]
+    assert rig.writes() == "open"
+
+
+@simulated
+async def test_an_outage_costs_one_deadline(rig: Rig) -> None:
+    """A queue of requests would each wait for the deadline, one after the other."""
+    rig.tier.reads = rig.tier.probes = HUNG
+    waited_s = 0.0
+    for _ in range(100):
+        began_s = rig.time
+        with suppress(BackendError):
+            await rig.lookup()
+        waited_s += rig.time - began_s
+        await asyncio.sleep(0.5)
+    assert waited_s == pytest.approx(DEADLINE_S)
+    assert rig.tier.count("lookup") == 1
+
+
+@simulated
+async def test_uses_are_not_answered_for_a_tier_that_takes_no_reads(rig: Rig) -> None:
+    """All that a tier has would be taken for lost in an outage, and be written again after it."""
+    rig.tier.reads = HUNG
+    await rig.fail(rig.get)
+    with pytest.raises(BackendError, match="takes no reads"):
+        await rig.breaker.use_many(NAMESPACE, HASHES)
+    assert await rig.breaker.use_many(NAMESPACE, []) == []
+
+
+@simulated
+async def test_deletes_are_bounded_and_never_refused(rig: Rig) -> None:
+    """A flush would hang, or be reported as done when it was not even tried."""
+    rig.tier.writes = rig.tier.reads = HUNG
+    await rig.fail(rig.put)
+    await rig.fail(rig.get)
+    assert (rig.reads(), rig.writes()) == ("open", "open")
+    began_s = rig.time
+    with pytest.raises(BackendError, match="no answer within 2 s"):
+        await rig.breaker.delete_many(NAMESPACE, HASHES)
+    assert rig.time == began_s + DEADLINE_S
+    rig.tier.writes = OK
+    assert await rig.breaker.delete_many(NAMESPACE, HASHES) == len(HASHES)
+
+
+@simulated
+async def test_a_scan_is_bounded_step_by_step(rig: Rig) -> None:
+    """A scan of millions would be cut off, or one of a dead server never end."""
+    rig.tier.reads = Act(takes_s=DEADLINE_S * 0.9)
+    assert await scanned(rig.breaker) == [block.header for block in BLOCKS]
+    assert rig.reads() == "closed"
+    rig.tier.reads = HUNG
+    with pytest.raises(BackendError, match="no answer within 2 s"):
+        await anext(rig.breaker.scan())
+    steps = rig.breaker.scan()
+    rig.tier.reads = OK
+    async for _ in steps:
+        break
+    await steps.aclose()  # type: ignore[attr-defined]
+    assert rig.reads() == "closed"
+
+
+# --- failures ---------------------------------------------------------------------------
+
+
+@simulated
+async def test_three_failures_in_a_row_open(rig: Rig) -> None:
+    """A refused connection would be tried for each request for ever, or once be too often."""
+    for _ in range(5):
+        rig.tier.reads = DOWN
+        await rig.fail(rig.get, 2)
+        rig.tier.reads = OK
+        for _ in range(4):
+            assert await rig.get() == [HIT]
+        assert rig.reads() == "closed"
+    rig.tier.reads = DOWN
+    with pytest.raises(BackendError, match="connection refused"):
+        await rig.get()
+    await rig.fail(rig.get, 2)
+    assert rig.reads() == "open"
+    assert rig.breaker.status()["reads"]["why"] == "connection refused"
+
+
+@simulated
+async def test_lookups_do_not_vouch_for_reads(rig: Rig) -> None:
+    """A server that answers questions and gives nothing would never be given up."""
+    for _ in range(3):
+        rig.tier.reads = OK
+        for _ in range(10):
+            assert await rig.lookup() == [True]
+        rig.tier.reads = DOWN
+        await rig.fail(rig.get)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_lookups_that_fail_open_as_well(rig: Rig) -> None:
+    """A server that is down would be asked for as long as nothing is read."""
+    rig.tier.reads = DOWN
+    await rig.fail(rig.lookup, 3)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_an_answered_lookup_is_no_trial(rig: Rig) -> None:
+    """A server whose bodies stall would be let loose on everybody after each probe."""
+    await rig.half_open_reads()
+    for _ in range(3):
+        assert await rig.lookup() == [True]
+        assert rig.reads() == "half_open"
+    rig.tier.reads = DOWN
+    await rig.fail(rig.lookup)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_half_of_the_last_calls_opens(rig: Rig) -> None:
+    """A tier that loses every other call would never be given up."""
+    for number in range(10):
+        rig.tier.reads = OK if number % 2 else DOWN
+        with suppress(BackendError):
+            await rig.get()
+        assert rig.reads() == "closed"
+    rig.tier.reads = DOWN
+    await rig.fail(rig.get)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_a_third_of_the_last_calls_does_not_open(rig: Rig) -> None:
+    """A tier with a flaky network would be unusable."""
+    for number in range(90):
+        rig.tier.reads = OK if number % 3 else DOWN
+        with suppress(BackendError):
+            await rig.get()
+        assert rig.reads() == "closed"
+
+
+@simulated
+async def test_only_the_last_twenty_count(rig: Rig) -> None:
+    """A tier that was well for a day could fail half of its calls for a day."""
+    for _ in range(500):
+        await rig.get()
+    failed = 0
+    while rig.reads() == "closed":
+        rig.tier.reads = DOWN if failed % 2 == 0 else OK
+        with suppress(BackendError):
+            await rig.get()
+        failed += 1
+    assert failed == 19  # 10 failures among 20
+
+
+@simulated
+async def test_slow_calls_are_failures(rig: Rig) -> None:
+    """A disk that takes seconds would keep every request waiting without ever failing."""
+    rig.tier.reads = SLOW
+    for _ in range(3):
+        assert rig.reads() == "closed"
+        assert await rig.get() == [HIT]
+    assert rig.reads() == "open"
+    assert "took 1.5" in str(rig.breaker.status()["reads"]["why"])
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "opens"),
+    [
+        ([ERROR], True),
+        ([ERROR, HIT], True),
+        ([ERROR, ERROR, HIT], True),
+        ([ERROR, HIT, HIT], False),
+        ([MISS, MISS, MISS], False),
+        ([Outcome.CORRUPT] * 3, False),
+    ],
+)
+def test_blocks_that_fail_make_a_failure(outcomes: list[Outcome], opens: bool) -> None:
+    """A disk that fails every block, politely, would be asked for ever."""
+
+    @simulated
+    async def scenario(rig: Rig) -> None:
+        rig.tier.reads = replace(OK, outcomes=outcomes)
+        rig.tier.writes = replace(OK, outcomes=[o if o is ERROR else MISS for o in outcomes])
+        for _ in range(3):
+            assert await rig.get(len(outcomes)) == outcomes
+            await rig.put(len(outcomes))
+        assert rig.reads() == rig.writes() == ("open" if opens else "closed")
+
+    scenario()
+
+
+@simulated
+async def test_a_full_tier_is_not_a_failing_one(rig: Rig) -> None:
+    """A tier that has no room would stop taking what it has room for."""
+    rig.tier.writes = replace(OK, outcomes=[Outcome.REFUSED] * 4)
+    for _ in range(30):
+        assert await rig.put(4) == [Outcome.REFUSED] * 4
+    assert rig.writes() == "closed"
+
+
+@simulated
+async def test_bugs_pass_unchanged_and_count(rig: Rig) -> None:
+    """A backend's bug would be hidden, or hit anew by every request."""
+    rig.tier.reads = Act(raises=TypeError("not a view"))
+    for _ in range(3):
+        with pytest.raises(TypeError, match="not a view"):
+            await rig.get()
+    assert rig.reads() == "open"
+    assert rig.breaker.status()["reads"]["why"] == "TypeError: not a view"
+
+
+@simulated
+async def test_a_timeout_of_the_client_itself_passes_unchanged(rig: Rig) -> None:
+    """The operator would be told of a deadline that had not passed."""
+    rig.tier.reads = Act(raises=TimeoutError("socket"))
+    with pytest.raises(TimeoutError, match="socket"):
+        await rig.get()
+    assert rig.reads() == "closed"
+
+
+@simulated
+async def test_reads_and_writes_are_apart(rig: Rig) -> None:
+    """A full or read-only disk would take all that it holds with it."""
+    rig.tier.writes = DOWN
+    await rig.fail(rig.put, 3)
+    assert (rig.reads(), rig.writes()) == ("closed", "open")
+    assert (rig.breaker.reads_allowed, rig.breaker.writes_allowed) == (True, False)
+    assert await rig.put(3) == [Outcome.REFUSED] * 3
+    assert rig.breaker.counters["breaker_refused_writes_total"] == 3
+    assert await rig.get() == [HIT]
+    rig.tier.writes, rig.tier.reads = OK, HUNG
+    await rig.fail(rig.get)
+    assert rig.reads() == "open"
+    await asyncio.sleep(PROBE_S)
+    assert await rig.put() == [Outcome.STORED]
+    assert rig.writes() == "closed"
+    assert await rig.put() == [Outcome.STORED]
+
+
+@simulated
+async def test_empty_batches_are_not_asked(rig: Rig) -> None:
+    """A call that asks for nothing would pass for a tier's recovery."""
+    await rig.half_open_reads()
+    asked = len(rig.tier.asked)
+    assert await rig.get(0) == []
+    assert await rig.lookup(0) == []
+    assert await rig.put(0) == []
+    assert len(rig.tier.asked) == asked
+    assert rig.reads() == "half_open"
+
+
+# --- callers that give up ---------------------------------------------------------------
+
+
+@simulated
+async def test_giving_up_is_no_failure(rig: Rig) -> None:
+    """An engine that cancels its requests would take the tier from all others."""
+    rig.tier.reads = Act(takes_s=0.5)
+    for _ in range(50):
+        call = await rig.start(rig.get())
+        await asyncio.sleep(0.4)
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+    assert rig.reads() == "closed"
+
+
+@simulated
+async def test_giving_up_on_slow_calls_is_one(rig: Rig) -> None:
+    """A hung tier would never be noticed by requests with short deadlines."""
+    rig.tier.reads = HUNG
+    calls = [await rig.start(rig.get()) for _ in range(3)]
+    await asyncio.sleep(SLOW_S + 0.1)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_a_stall_begins_nothing(rig: Rig) -> None:
+    """All of a tier's concurrency would be spent on calls to a server that has gone silent."""
+    rig.tier.reads = SLOW
+    call = await rig.start(rig.get())
+    await asyncio.sleep(SLOW_S - 0.01)
+    assert rig.reads() == "closed"
+    rig.tier.reads = OK
+    assert await rig.lookup() == [True]
+    await asyncio.sleep(0.02)
+    assert rig.reads() == "stalled"
+    assert not rig.breaker.reads_allowed
+    assert rig.breaker.writes_allowed
+    assert await rig.get(2) == [MISS] * 2
+    assert "in flight for over 1 s" in str(rig.breaker.status()["reads"]["why"])
+    assert await call == [HIT]
+    assert rig.reads() == "closed"
+    assert await rig.get() == [HIT]
+
+
+@simulated
+async def test_blamed_reads_hold_up_others_until_one_ends_well(rig: Rig) -> None:
+    """Each request of an outage would wait for its own deadline before slow_s has passed."""
+    rig.breaker.blame_reads()
+    assert rig.breaker.reads_allowed
+    rig.tier.reads = Act(takes_s=0.6)
+    first = await rig.start(rig.get())
+    rig.tier.reads = replace(DOWN, takes_s=0.3)
+    second = await rig.start(rig.get())
+    await asyncio.sleep(0.1)
+    rig.breaker.blame_reads()
+    rig.breaker.blame_reads()
+    assert rig.reads() == "stalled"
+    assert rig.breaker.writes_allowed
+    assert await rig.get() == [MISS]
+    await rig.fail(lambda: second)
+    assert rig.reads() == "stalled"
+    await first
+    assert rig.reads() == "closed"
+    assert rig.tier.count("probe") == 0
+
+
+@simulated
+async def test_a_blamed_lookup_does_not_vouch_for_a_blamed_read(rig: Rig) -> None:
+    """Requests with short deadlines would each wait for a body that never comes."""
+    rig.tier.reads = HUNG
+    get = await rig.start(rig.get())
+    rig.tier.reads = Act(takes_s=0.2)
+    lookup = await rig.start(rig.lookup())
+    await asyncio.sleep(0.1)
+    rig.breaker.blame_reads()
+    assert await lookup == [True]
+    assert rig.reads() == "stalled"
+    await rig.fail(lambda: get)
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_blamed_reads_that_were_called_off_are_settled_by_a_probe(rig: Rig) -> None:
+    """A request with a tiny deadline would close a sound tier to all others, for good."""
+    rig.tier.reads = HUNG
+    call = await rig.start(rig.lookup())
+    await asyncio.sleep(0.05)
+    rig.breaker.blame_reads()
+    call.cancel()
+    await asyncio.wait([call])
+    assert rig.reads() == "stalled"
+    assert rig.breaker.status()["reads"]["why"] == "not answered before a request's deadline"
+    await asyncio.sleep(2 * CALL_S)
+    assert rig.tier.asked[-1] == ("probe", 0.05)
+    assert rig.reads() == "closed"
+    assert rig.breaker.status()["reads"]["opened_total"] == 0
+
+
+@simulated
+async def test_blamed_reads_and_a_dead_tier(rig: Rig) -> None:
+    """Requests with deadlines below slow_s would each find out about the outage themselves."""
+    rig.tier.reads = rig.tier.probes = HUNG
+    missed = 0
+    for _ in range(200):
+        call = await rig.start(rig.lookup())
+        await asyncio.wait([call], timeout=0.05)
+        if not call.done():
+            missed += 1
+            rig.breaker.blame_reads()
+            call.cancel()
+            await asyncio.wait([call])
+        await asyncio.sleep(0.1)
+    assert missed == 1
+    assert rig.reads() == "open"
+
+
+@simulated
+async def test_why_blocks_fail_is_told_as_long_as_they_do(rig: Rig) -> None:
+    """A tier whose writes all fail would say that so many failed, and an operator have to guess."""
+    rig.tier.writes = replace(OK, outcomes=[ERROR] * 4)
+    rig.tier.stats = lambda: BackendStats(trouble="/store: gone")  # type: ignore[method-assign]
+    told = [rig.breaker.why]
+    for _ in range(3):
+        await rig.put(4)
+    assert rig.breaker.failing
+    told.append(rig.breaker.why)
+    await asyncio.sleep(PROBE_S + 1)
+    await rig.put(4)
+    told.append(rig.breaker.why)
+    rig.tier.writes = OK
+    await asyncio.sleep(PROBE_S + 1)
+    await rig.put(4)
+    assert not rig.breaker.failing
+    why = "4 of 4 blocks failed: /store: gone"
+    assert [*told, rig.breaker.why] == ["", why, why, ""]

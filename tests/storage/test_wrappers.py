@@ -1,0 +1,640 @@
+"""Wrappers around storage tiers keep the contract, count what happens, and fail as planned."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.backends import test_file_backend
+from tests.testing import test_memory_backend
+from tierd.backend import HEADER_BYTES, Backend, GetRequest, GetResult, Outcome, PutRequest
+from tierd.errors import BackendError
+from tierd.storage.breaker import BreakerBackend
+from tierd.storage.measured import BOUNDS_S, Histogram, MeasuredBackend, Speed
+from tierd.storage.wrapper import Wrapper
+from tierd.testing.backend import MemoryBackend, StoredBlock
+from tierd.testing.faulty import DAMAGE, NO_FAULTS, Fault, FaultPlan, FaultyBackend
+from tierd.testing.simulation.loop import SimulationDeadlock, SimulationLoop, run_simulation
+from tierd.testing.suite import (
+    NAMESPACE,
+    BackendSuite,
+    Block,
+    Damage,
+    Slots,
+    check_result,
+    contains,
+    get,
+    make_chain,
+    put,
+)
+from tierd.types import PAGE_BYTES, BlockKey
+from tierd_backends.file import FileBackend
+
+BLOCK_BYTES = 5_000
+SLOT_BYTES = 2 * PAGE_BYTES
+CHAIN = make_chain("wrapped", 10, BLOCK_BYTES)
+
+
+# --- the contract -----------------------------------------------------------------------
+
+
+def breaker(inner: Backend) -> BreakerBackend:
+    """One that a slow machine does not open."""
+    return BreakerBackend(inner, name="suite", deadline_s=60, slow_s=30, probe_s=0.01)
+
+
+def stack(inner: Backend) -> BreakerBackend:
+    """As the daemon has it."""
+    return breaker(MeasuredBackend(inner))
+
+
+def slow(inner: Backend, seed: int = 0) -> FaultyBackend:
+    """With waits to race and cancel in, and calls that end late: for virtual time."""
+    return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}, latency_s=1e-4), seed)
+
+
+def core(backend: Backend) -> Backend:
+    """What is wrapped."""
+    while isinstance(backend, Wrapper):
+        backend = backend.inner
+    return backend
+
+
+class WrappedSuite(BackendSuite, abstract=True):
+    """Puts a wrapper around what a suite for a real tier makes."""
+
+    bounded = True
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        raise NotImplementedError
+
+    def bare(self) -> Backend:
+        """The tier, not yet open, on what it held before."""
+        raise NotImplementedError
+
+    async def _opened(self) -> Backend:
+        backend = self.wrap(self.bare())
+        await backend.open()
+        return backend
+
+    async def reopen(self, backend: Backend) -> Backend:
+        await backend.close()
+        return await self._opened()
+
+
+class MemorySuite(WrappedSuite, test_memory_backend.TestMemory, abstract=True):
+    def bare(self) -> Backend:
+        return MemoryBackend(self.capacity, blocks=self.blocks, marks=self.marks)
+
+    async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:
+        self.capacity = capacity_bytes
+        self.blocks: dict[BlockKey, StoredBlock] = {}
+        self.marks: set[str] = set()
+        return await self._opened()
+
+    async def damage(self, backend: Backend, key: BlockKey, how: Damage, offset: int) -> None:
+        await super().damage(core(backend), key, how, offset)
+
+    async def swap(self, backend: Backend, first: BlockKey, second: BlockKey) -> None:
+        await super().swap(core(backend), first, second)
+
+
+class FileSuite(WrappedSuite, test_file_backend.FileSuite, abstract=True):
+    @pytest.fixture
+    def folder(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+            yield Path(path) / "tier"
+
+    def bare(self) -> Backend:
+        return FileBackend.from_options(
+            test_file_backend.options(self.path, capacity=self.capacity or 256 << 20)
+        )
+
+    async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:
+        self.capacity = capacity_bytes
+        return await self._opened()
+
+
+class TestBreaker(MemorySuite):
+    """A breaker that is closed changes nothing."""
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return breaker(inner)
+
+
+class TestMeasured(MemorySuite):
+    """Counting changes nothing."""
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return MeasuredBackend(inner)
+
+
+class TestFaulty(MemorySuite):
+    """Cancelled calls that linger are sound calls."""
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}))
+
+
+class TestStackOnFiles(FileSuite):
+    """What the daemon asks, on a real disk's code."""
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return stack(inner)
+
+
+class TestFaultyFiles(FileSuite):
+    """The same for what a test puts between them."""
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}))
+
+
+class SlowStack(MemorySuite, abstract=True):
+    """All of them at once, with waits; run in simulation."""
+
+    __test__ = False
+
+    def wrap(self, inner: Backend) -> Wrapper:
+        return stack(slow(inner))
+
+
+RACES = [
+    SlowStack.test_put_at_once,
+    SlowStack.test_cancelled_by_the_first_of_two,
+    SlowStack.test_close_in_flight,
+    partial(SlowStack.test_concurrency, seed=1),
+    partial(SlowStack.test_cancelled_get, seed=1),
+    partial(SlowStack.test_cancelled_put, seed=1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("race", RACES)
+def test_conforms_in_simulation(
+    tmp_path: Path, race: Callable[[SlowStack, Backend], Awaitable[None]]
+) -> None:
+    """Without waits around its calls a wrapper would pass the suite and hide what races do."""
+
+    async def scenario(loop: SimulationLoop) -> None:
+        suite = SlowStack()
+        backend = await suite.make_backend(tmp_path, None)
+        await race(suite, backend)
+        await backend.close()
+        assert backend.counters["torn_writes_total"] == 0
+
+    for seed in range(2):
+        run_simulation(seed, scenario)
+
+
+# --- measured ---------------------------------------------------------------------------
+
+
+async def measured(plan: FaultPlan = NO_FAULTS) -> tuple[MeasuredBackend, MemoryBackend]:
+    tier = MemoryBackend(3 * (HEADER_BYTES + BLOCK_BYTES), plan=plan)
+    backend = MeasuredBackend(tier)
+    await backend.open()
+    return backend, tier
+
+
+def nonzero(backend: Backend) -> dict[str, int]:
+    return {name[:-6]: value for name, value in backend.counters.items() if value}
+
+
+async def test_outcomes_and_bytes_are_counted() -> None:
+    """The operator could not tell a cold tier from a dying one."""
+    backend, tier = await measured()
+    await put(backend, CHAIN[:2])
+    assert (
+        await put(backend, CHAIN[:5])
+        == [Outcome.PRESENT] * 2 + [Outcome.STORED] + [Outcome.REFUSED] * 2
+    )
+    await get(backend, CHAIN[:4])
+    await contains(backend, CHAIN)
+    tier.blocks[CHAIN[2].key] = tier.blocks[CHAIN[2].key]._replace(payload=b"short")
+    await get(backend, CHAIN[2:3])
+    assert nonzero(backend) == {
+        "corrupt": 1,
+        "lookup_calls": 1,
+        "get_calls": 2,
+        "put_calls": 2,
+        "get_hit": 3,
+        "get_miss": 1,
+        "get_corrupt": 1,
+        "put_stored": 3,
+        "put_present": 2,
+        "put_refused": 2,
+        "read_bytes": 3 * BLOCK_BYTES,
+        "written_bytes": 3 * BLOCK_BYTES,
+    }
+    await backend.close()
+
+
+async def test_failed_blocks_are_counted() -> None:
+    """I/O errors of single blocks would not show."""
+    backend, _ = await measured(FaultPlan({Fault.FAIL_BLOCK: 1.0}))
+    await put(backend, CHAIN[:3])
+    await get(backend, CHAIN[:2])
+    counted = nonzero(backend)
+    assert (counted["put_error"], counted["get_error"]) == (3, 2)
+    assert "read_bytes" not in counted
+    assert "written_bytes" not in counted
+    await backend.close()
+
+
+def test_failed_calls_bugs_and_cancelled_calls_are_told_apart() -> None:
+    """A tier that is down, a backend's bug and impatient engines would look alike."""
+
+    class Buggy(MemoryBackend):
+        async def get_into(
+            self, namespace: bytes, requests: Sequence[GetRequest]
+        ) -> list[GetResult]:
+            raise TypeError("bug")
+
+    async def scenario(loop: SimulationLoop) -> None:
+        backend, tier = await measured(FaultPlan({Fault.FAIL_CALL: 1.0}))
+        for call in (put, get, contains):
+            with pytest.raises(BackendError):
+                await call(backend, CHAIN[:2])
+        tier.plan = FaultPlan({Fault.HANG: 1.0})
+        for call in (put, get, contains):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call(backend, CHAIN[:2]), 3.0)
+        ops = ("put", "get", "lookup")
+        expected = {f"{op}_{how}": 1 for op in ops for how in ("failed", "cancelled")}
+        expected |= {f"{op}_calls": 2 for op in ops}
+        counted = {name: n for name, n in nonzero(backend).items() if "fault" not in name}
+        assert counted == expected
+        assert backend.latency()["get"]["max_ms"] == pytest.approx(3000)
+        await backend.close()
+        buggy = MeasuredBackend(Buggy())
+        with pytest.raises(TypeError):
+            await get(buggy, CHAIN[:1])
+        assert nonzero(buggy) == {"get_calls": 1, "get_bugs": 1}
+
+    run_simulation(1, scenario)
+
+
+async def test_every_counter_is_there_from_the_start() -> None:
+    """A dashboard would have no line until the first error, and none to compare it with."""
+    backend = stack(MemoryBackend())
+    names = set(backend.counters)
+    await backend.open()
+    await put(backend, CHAIN)
+    await get(backend, CHAIN)
+    await backend.close()
+    assert set(backend.counters) == names
+    assert {"get_error_total", "put_bugs_total", "lookup_failed_total"} <= names
+
+
+@pytest.mark.parametrize("durations", [[0.001] * 99 + [2.0], [i / 1000 for i in range(1, 1001)]])
+def test_quantiles_are_right_to_within_a_bucket(durations: list[float]) -> None:
+    """An operator would chase a latency that the tier does not have."""
+    histogram = Histogram()
+    for duration in durations:
+        histogram.add(duration)
+    for share in (0.01, 0.5, 0.9, 0.99, 1.0):
+        exact = sorted(durations)[max(0, int(share * len(durations)) - 1)]
+        assert exact / 2 <= histogram.quantile_s(share) <= exact * 2
+    assert histogram.quantile_s(1.0) == histogram.max_s == max(durations)
+    assert histogram.sum_s == pytest.approx(sum(durations))
+    assert histogram.count == sum(histogram.buckets) == len(durations)
+
+
+def test_histogram_ends() -> None:
+    """Durations of nothing and of minutes would fall out of it, or end the call that they time."""
+    histogram = Histogram()
+    assert histogram.quantile_s(0.99) == 0
+    histogram.add(0.0)
+    assert histogram.quantile_s(0.5) == 0
+    histogram.add(BOUNDS_S[0])
+    histogram.add(BOUNDS_S[-1])
+    histogram.add(1000.0)
+    assert histogram.buckets[0] == 2
+    assert histogram.buckets[-2:] == [1, 1]
+    assert histogram.quantile_s(1.0) == 1000
+
+
+async def test_latency_names_every_operation() -> None:
+    """`tierd status` would show nothing for what was not called yet."""
+    backend, _ = await measured()
+    none = [0] * (len(BOUNDS_S) + 1)
+    assert backend.latency() == {
+        op: {"count": 0, "sum_s": 0, "p50_ms": 0, "p99_ms": 0, "max_ms": 0, "buckets": none}
+        for op in ("lookup", "get", "put", "use")
+    }
+    await backend.close()
+
+
+def test_speed_is_the_tiers_and_not_a_calls() -> None:
+    """The gate would skip loads from a tier that is fast with several calls, or idle by night."""
+    speed = Speed()
+    assert speed.bytes_per_s is None
+    now_s = 100.0
+    for _ in range(50):
+        # Four calls of one second each at once, then an hour of nothing.
+        for _ in range(4):
+            speed.begin(now_s)
+        now_s += 1.0
+        for _ in range(4):
+            speed.end(now_s, 25)
+        now_s += 3600
+    assert speed.bytes_per_s == pytest.approx(100)
+
+
+def test_speed_counts_overlapping_time_once() -> None:
+    """A tier that reads ahead would look twice as fast as it is, or half."""
+    speed = Speed()
+    speed.begin(10.0)
+    speed.begin(10.5)
+    speed.end(11.0, 100)
+    speed.end(11.5, 50)
+    assert speed.bytes_per_s == pytest.approx(100)
+
+
+def test_speed_follows_the_tier() -> None:
+    """A tier that has become slow would be taken for a fast one for hours."""
+    speed = Speed()
+    now_s = 0.0
+
+    def run(calls: int, moved_bytes: int) -> float:
+        nonlocal now_s
+        for _ in range(calls):
+            speed.begin(now_s)
+            now_s += 0.1
+            speed.end(now_s, moved_bytes)
+        assert speed.bytes_per_s is not None
+        return speed.bytes_per_s
+
+    assert run(10, 100) == pytest.approx(1000)
+    assert run(100, 10) == pytest.approx(100, rel=0.1)
+    assert run(100, 100) == pytest.approx(1000, rel=0.1)
+    # A hung call is busy time in which nothing came.
+    speed.begin(now_s)
+    speed.end(now_s + 10, 0)
+    assert speed.bytes_per_s is not None
+    assert speed.bytes_per_s < 250
+
+
+def test_what_comes_next_decides_a_speed_in_doubt() -> None:
+    """A tier that is well again would be taken for a slow one for all that it has been slow."""
+    speed = Speed()
+    speed.begin(0.0)
+    speed.end(100.0, 100)
+    speed.doubt()
+    assert speed.bytes_per_s == pytest.approx(1.0), "nobody knows better yet"
+    speed.begin(100.0)
+    speed.end(100.1, 100)
+    assert speed.bytes_per_s == pytest.approx(1000, rel=0.05)
+
+
+def test_speeds_are_measured_from_calls() -> None:
+    """Reads would be judged by the speed of writes."""
+
+    async def scenario(loop: SimulationLoop) -> None:
+        tier = MemoryBackend()
+        backend = MeasuredBackend(FaultyBackend(tier))
+        await backend.open()
+        assert backend.read_bytes_per_s is None
+        assert backend.write_bytes_per_s is None
+        writing = FaultyBackend(tier, FaultPlan(latency_s=1.0), seed=1)
+        backend.inner = writing
+        for i in range(0, 200, 2):
+            await put(backend, make_chain(str(i), 2, BLOCK_BYTES))
+        assert backend.write_bytes_per_s == pytest.approx(BLOCK_BYTES, rel=0.9)
+        assert backend.read_bytes_per_s is None
+        backend.inner = FaultyBackend(tier, FaultPlan(latency_s=0.01), seed=1)
+        for i in range(0, 200, 2):
+            await get(backend, make_chain(str(i), 2, BLOCK_BYTES))
+        assert backend.read_bytes_per_s is not None
+        assert backend.read_bytes_per_s > 20 * (backend.write_bytes_per_s or 0)
+        await backend.close()
+
+    run_simulation(1, scenario)
+
+
+# --- faulty -----------------------------------------------------------------------------
+
+
+async def faulty(plan: FaultPlan, seed: int = 0) -> FaultyBackend:
+    """A backend that holds CHAIN and from now on fails by `plan`."""
+    backend = FaultyBackend(MemoryBackend(), seed=seed)
+    await backend.open()
+    assert await put(backend, CHAIN) == [Outcome.STORED] * len(CHAIN)
+    backend.plan = plan
+    return backend
+
+
+async def test_failed_blocks_leave_their_neighbours() -> None:
+    """One block's outcome would be reported for another one."""
+    outcomes: set[Outcome] = set()
+    for seed in range(5):
+        backend = await faulty(FaultPlan({Fault.FAIL_BLOCK: 0.5}), seed)
+        # get() checks every HIT against its own block.
+        outcomes |= set(await get(backend, CHAIN))
+        more = make_chain(f"more {seed}", 10, BLOCK_BYTES)
+        stored = await put(backend, more)
+        backend.plan = NO_FAULTS
+        assert await contains(backend, more) == [o is Outcome.STORED for o in stored]
+        await backend.close()
+    assert outcomes == {Outcome.HIT, Outcome.ERROR}
+
+
+async def test_torn_reads_leave_noise() -> None:
+    """A caller that publishes a slot before the outcome would never be caught."""
+    backend = await faulty(FaultPlan({Fault.TORN_READ: 1.0}))
+    slots = Slots(1, SLOT_BYTES)
+    request = GetRequest(CHAIN[0].key.block_hash, slots.view(0), BLOCK_BYTES)
+    assert await backend.get_into(NAMESPACE, [request]) == [GetResult(Outcome.ERROR)]
+    assert not slots.is_blank(0)
+    slots.check()
+    await backend.close()
+
+
+async def test_vanished_blocks_are_gone() -> None:
+    """What contains_many promised a moment ago may be gone: that must be tried."""
+    backend = await faulty(FaultPlan({Fault.VANISH: 1.0}))
+    assert await contains(backend, CHAIN) == [True] * len(CHAIN)
+    assert await get(backend, CHAIN[:3]) == [Outcome.MISS] * 3
+    assert await contains(backend, CHAIN[:4]) == [False] * 3 + [True]
+    await backend.close()
+
+
+async def test_lost_writes_are_reported_as_stored() -> None:
+    """A disk that lies about its cache could not be tried."""
+    backend = await faulty(FaultPlan({Fault.LOSE_WRITE: 1.0}))
+    more = make_chain("lost", 3, BLOCK_BYTES)
+    assert await put(backend, more) == [Outcome.STORED] * 3
+    assert await contains(backend, more) == [False] * 3
+    await backend.close()
+
+
+async def test_failed_calls_may_have_done_their_work() -> None:
+    """A retry after a failure meets blocks that the failed call stored."""
+    held: set[bool] = set()
+    for seed in range(20):
+        backend = await faulty(FaultPlan({Fault.FAIL_CALL: 1.0}), seed)
+        more = make_chain("failed", 1, BLOCK_BYTES)
+        with pytest.raises(BackendError, match="simulated"):
+            await put(backend, more)
+        backend.plan = NO_FAULTS
+        held |= set(await contains(backend, more))
+        await backend.close()
+    assert held == {True, False}
+
+
+async def test_faults_are_counted_with_those_inside() -> None:
+    """A test could not tell whether what it is about has happened."""
+    backend = FaultyBackend(
+        MemoryBackend(plan=FaultPlan({Fault.FAIL_BLOCK: 1.0})), FaultPlan({Fault.VANISH: 1.0})
+    )
+    await backend.open()
+    await put(backend, CHAIN[:2])
+    await get(backend, CHAIN[:3])
+    assert nonzero(backend) == {"fault_fail_block": 5, "fault_vanish": 3}
+    await backend.close()
+
+
+@pytest.mark.parametrize("fault", [fault for fault in Fault if fault in DAMAGE])
+async def test_damage_is_refused(fault: Fault) -> None:
+    """A test of bit rot would pass because there was none."""
+    with pytest.raises(AssertionError, match="from outside"):
+        FaultyBackend(MemoryBackend(), FaultPlan({fault: 0.1}))
+
+
+def test_a_hung_call_ends_only_by_cancelling() -> None:
+    """A caller without a deadline would be found by luck."""
+
+    async def patient(loop: SimulationLoop) -> None:
+        await get(await faulty(FaultPlan({Fault.HANG: 1.0})), CHAIN)
+
+    with pytest.raises(SimulationDeadlock):
+        run_simulation(0, patient)
+
+
+def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
+    """A caller that reuses a slot when it gives up, not when the call ended, would pass."""
+
+    async def scenario(loop: SimulationLoop) -> None:
+        backend = await faulty(FaultPlan({Fault.HANG: 1.0, Fault.LINGER: 1.0}, latency_s=0.01))
+        slots = Slots(2, SLOT_BYTES)
+        slots.view(1)[:BLOCK_BYTES] = CHAIN[0].payload
+        key, parent, checksum = CHAIN[0].key, CHAIN[0].parent, CHAIN[0].checksum
+        read = GetRequest(key.block_hash, slots.view(0), BLOCK_BYTES)
+        write = PutRequest(key.block_hash, parent, checksum, slots.view(1), BLOCK_BYTES)
+        calls: list[asyncio.Task[object]] = [
+            loop.create_task(backend.get_into(NAMESPACE, [read])),
+            loop.create_task(backend.put_many(NAMESPACE, [write])),
+        ]
+        await asyncio.sleep(1)
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(1e-6)
+        assert not any(call.done() for call in calls)
+        slots.blank(0)
+        slots.blank(1)
+        await asyncio.wait(calls)
+        assert not slots.is_blank(0)
+        assert backend.counters["torn_writes_total"] == 1
+        slots.blank(0)
+        await asyncio.sleep(1)
+        assert slots.is_blank(0)
+        await backend.close()
+
+    run_simulation(0, scenario)
+
+
+# --- all of it --------------------------------------------------------------------------
+
+
+async def bad_day(loop: SimulationLoop) -> Counter[str]:
+    """Callers that read, write and give up on a failing tier behind the whole stack, until it
+    is well again."""
+    seed = loop.random.randrange(1 << 30)
+    faults = dict.fromkeys(set(Fault) - DAMAGE, 0.05)
+    tier = FaultyBackend(MemoryBackend(seed=seed), FaultPlan(faults, latency_s=0.01), seed)
+    backend = BreakerBackend(
+        MeasuredBackend(tier), name="bad day", deadline_s=0.5, slow_s=0.2, probe_s=1.0
+    )
+    await backend.open()
+    chains = [make_chain(f"chain {number}", 8, BLOCK_BYTES) for number in range(8)]
+
+    async def read(slots: Slots, chain: list[Block]) -> None:
+        requests = [
+            GetRequest(block.key.block_hash, slots.view(position), BLOCK_BYTES)
+            for position, block in enumerate(chain)
+        ]
+        results = await backend.get_into(NAMESPACE, requests)
+        for position, block in enumerate(chain):
+            check_result(block, results[position], slots.view(position))
+        slots.check()
+
+    async def caller() -> None:
+        slots = Slots(8, SLOT_BYTES)
+        for _ in range(40):
+            chain = loop.random.choice(chains)[: loop.random.randint(1, 8)]
+            match loop.random.randrange(3):
+                case 0:
+                    call: Awaitable[object] = put(backend, chain)
+                case 1:
+                    call = read(slots, chain)
+                case _:
+                    call = contains(backend, chain)
+            began_s = loop.time()
+            try:
+                await asyncio.wait_for(call, loop.random.choice((0.1, 9)))
+            except TimeoutError:
+                backend.blame_reads()
+            except BackendError:
+                pass
+            # At the latest at the deadline, but for what a call takes to let go.
+            assert loop.time() - began_s < 0.5 + 0.5
+            for slot in range(8):
+                slots.blank(slot)
+            await asyncio.sleep(loop.random.random() * 0.5)
+            assert all(slots.is_blank(slot) for slot in range(8))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(6):
+            group.create_task(caller())
+    tier.plan = FaultPlan(latency_s=0.001)
+    await asyncio.sleep(1.0 + 0.5)
+    for chain in chains:
+        await put(backend, chain)
+        assert await get(backend, chain) == [Outcome.HIT] * 8
+    states = backend.status()
+    assert (states["reads"]["state"], states["writes"]["state"]) == ("closed", "closed")
+    await backend.close()
+    counted = Counter(backend.counters)
+    assert counted["torn_writes_total"] == 0
+    for op in ("lookup", "get", "put"):
+        assert counted[f"{op}_bugs_total"] == 0
+        calls = backend.inner
+        assert isinstance(calls, MeasuredBackend)
+        assert calls.histograms[op].count == counted[f"{op}_calls_total"]
+    for what in ("reads", "writes"):
+        opened = states[what]["opened_total"]
+        assert isinstance(opened, int)
+        counted[f"opened_{what}"] = opened
+    return counted
+
+
+@pytest.mark.slow
+def test_bad_days_end() -> None:
+    """Wrong bytes, slots used after a call, or a breaker that stays open, in some order."""
+    seen = Counter[str]()
+    for seed in range(8):
+        seen += run_simulation(seed, bad_day)
+    for fault in set(Fault) - DAMAGE:
+        assert seen[f"fault_{fault.value}_total"], fault
+    assert seen["opened_reads"] > 10
+    assert seen["opened_writes"] > 10
+    assert seen["breaker_refused_reads_total"] > 100
+    assert seen["breaker_read_deadlines_total"] > 10
+    assert run_simulation(3, bad_day) == run_simulation(3, bad_day)

@@ -1,0 +1,16 @@
+"""A network tier as the daemon composes it, for the contract's checks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tierd.backend import Backend
+from tierd.storage.breaker import BreakerBackend
+from tierd.storage.measured import MeasuredBackend
+from tierd.storage.worker.backend import WorkerBackend
+
+
+def as_the_daemon_has_it(cls: type[Backend], options: msgspec.Struct) -> Backend:
+    """In a worker process, measured, behind a breaker that no sound call should open."""
+    measured = MeasuredBackend(WorkerBackend(cls, options))
+    return BreakerBackend(measured, name=cls.__name__, deadline_s=60, slow_s=60, probe_s=60)

@@ -1,0 +1,365 @@
+"""`tierd bench`: what this host's tiers do, and from which prefix length each beats recomputing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tierd.cli.bench.tier_speed import Result, measure
+from tierd.cli.common.break_even import (
+    LENGTHS,
+    Load,
+    Model,
+    Speed,
+    first_paying,
+    learned_load,
+    model_of,
+    only_model,
+)
+from tierd.cli.common.digests import listed, of_status, resolve
+from tierd.cli.common.engine import Engine
+from tierd.cli.common.operator import Operator, tables
+from tierd.cli.common.progress import Progress
+from tierd.cli.common.speed import copy_bytes_per_s
+from tierd.cli.common.text import latency, number, printable, size
+from tierd.cli.doctor.checks.engine import noise
+from tierd.config import DEFAULT_CONFIG, DEFAULT_SOCKET, Config, StorageConfig, load
+from tierd.errors import BackendError, ConfigError, TierdError
+from tierd.sizes import parse_size
+from tierd.types import BLOCK_BYTES_MAX
+
+BLOCK_BYTES: Final = 2 << 20
+"""A block's size if nobody says: 16 tokens of a model that has 128 KiB a token."""
+
+PART_FAILED: Final = 3
+"""Exit status: some tier could not be measured."""
+
+SCHEMA: Final = 1
+"""Of `--json`; another number if a field goes or changes its meaning."""
+
+_DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+PROMPT_ROUNDS: Final = 4
+"""Prompts of each length, of which the first warms up: kernels are compiled, graphs captured."""
+
+_PROMPTS: Final = (512, 2048)
+"""Tokens of the prompts that an engine's speed is measured with: the difference leaves out what
+any request takes."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `tierd`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the tiers, and from which prefix on each pays",
+        description="Measure memory and each configured tier on scratch data: a file tier in a "
+        "directory of its own beside the tier's, Redis and S3 under a namespace of its own that is "
+        "deleted afterwards. Then say, for a model and an engine's prefill speed, from how many "
+        "tokens on a tier gives a prefix sooner than the engine computes it, as the daemon will "
+        "decide it (prefetch.break_even). Disks and servers are busy for some seconds each.",
+        epilog="Exit status: 0 all measured, 3 some tier could not be, 1 nothing could, 2 the "
+        "command line or configuration is wrong.",
+    )
+    parser.add_argument(
+        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+    )
+    parser.add_argument(
+        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+    )
+    parser.add_argument(
+        "--tier", nargs="+", metavar="NAME", default=[], help="these tiers only (default: all)"
+    )
+    parser.add_argument(
+        "--block-bytes", metavar="SIZE", help="a block's size (default: the model's, else 2MiB)"
+    )
+    model = parser.add_argument_group("model, for the table; without any: what tierd serves now")
+    model.add_argument(
+        "--namespace", metavar="DIGEST", help="a model that tierd knows, by its first digits"
+    )
+    model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of all ranks together")
+    model.add_argument("--layers", type=int, metavar="N", help="with the next two: a model's shape")
+    model.add_argument("--kv-heads", type=int, metavar="N", help="of all ranks together")
+    model.add_argument("--head-dim", type=int, metavar="N", help="of one head")
+    model.add_argument(
+        "--dtype", choices=sorted(_DTYPE_BYTES), default="bfloat16", help="of the KV (%(default)s)"
+    )
+    model.add_argument("--block-tokens", type=int, default=16, metavar="N", help="default: 16")
+    speed = parser.add_argument_group("speed of computing prompts; without any: as tierd was told")
+    speed.add_argument("--prefill", type=float, metavar="TOKENS/S", help="as you know it")
+    speed.add_argument(
+        "--engine", metavar="URL", help="measure it there: it computes a few prompts of noise"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and tell; the exit status. Raises ConfigError."""
+    config = load(args.config, os.environ)
+    entries = _chosen(config, args.tier)
+    status = _status(args.socket or os.environ.get("TIERD_SOCKET") or config.socket)
+    model = _model(args, status)
+    progress = Progress()
+    prefill = _prefill(args, status, progress)
+    block_bytes = _block_bytes(args, model)
+    progress.say("memory")
+    copy = copy_bytes_per_s()
+    results: list[Result] = []
+    failed: dict[str, str] = {}
+    for entry in entries:
+        try:
+            results.append(asyncio.run(measure(entry, block_bytes, progress)))
+        except (BackendError, OSError, TimeoutError) as error:
+            failed[entry.name] = str(error) or "no answer in time"
+        finally:
+            progress.clear()
+    progress.clear()
+    for name, why in failed.items():
+        print(f"tierd: tier {name}: {printable(why)}", file=sys.stderr)
+    table = None
+    if model is not None and prefill is not None:
+        speeds = {"host memory": Speed(0.0, copy)}
+        speeds |= {result.name: result.speed(block_bytes) for result in results}
+        table = _table(speeds, Load(model, prefill), config.prefetch.min_tokens)
+    if args.json:
+        print(json.dumps(_as_json(copy, block_bytes, results, failed, table), indent=2))
+    else:
+        print("\n".join(_lines(copy, block_bytes, results, table)))
+    if failed:
+        return PART_FAILED if results else 1
+    return 0
+
+
+# --- what is asked for -------------------------------------------------------------------
+
+
+def _chosen(config: Config, names: Sequence[str]) -> list[StorageConfig]:
+    known = {entry.name: entry for entry in config.storage}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no tier is named {name!r}; there are: {', '.join(known) or 'none'}")
+    return [known[name] for name in dict.fromkeys(names)] or list(known.values())
+
+
+def _status(socket: str) -> dict[str, object] | None:
+    """The daemon's status, if one answers: it is a source of defaults, not needed."""
+    try:
+        with Operator(socket, "tierd bench") as operator:
+            return operator.status()
+    except TierdError:
+        return None
+
+
+def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Model | None:
+    """The model that is meant, None if nobody says. Raises ConfigError."""
+    shape = (args.layers, args.kv_heads, args.head_dim)
+    given = [args.namespace is not None, args.kv_bytes_per_token is not None, any(shape)]
+    if sum(given) > 1:
+        raise ConfigError("name the model once: --namespace, --kv-bytes-per-token or its shape")
+    numbers = [args.block_tokens, args.kv_bytes_per_token, *shape]
+    if any(each is not None and each < 1 for each in numbers):
+        raise ConfigError("the numbers of a model are at least 1")
+    if args.namespace is not None:
+        if status is None:
+            raise ConfigError(f"--namespace {args.namespace}: tierd does not answer")
+        spaces = of_status(tables(status["namespaces"]))
+        return model_of(status, resolve(args.namespace, spaces))
+    if args.kv_bytes_per_token is not None:
+        return Model(args.kv_bytes_per_token, args.block_tokens)
+    if any(shape):
+        if None in shape:
+            raise ConfigError("a model's shape is --layers, --kv-heads and --head-dim together")
+        layers, heads, dim = shape
+        # A key and a value each.
+        return Model(2 * layers * heads * dim * _DTYPE_BYTES[args.dtype], args.block_tokens)
+    if status is None:
+        return None
+    learned = learned_load(status)
+    found = only_model(status) if learned is None else learned.model
+    known = tables(status["namespaces"])
+    if found is None and known and (args.engine or args.prefill):
+        names = listed(of_status(known).values())
+        raise ConfigError(f"tierd knows several models, give --namespace: {names}")
+    return found
+
+
+def _prefill(
+    args: argparse.Namespace, status: Mapping[str, object] | None, progress: Progress
+) -> float | None:
+    """Tokens a second, None if nobody knows. Raises ConfigError."""
+    if args.prefill is not None and args.engine is not None:
+        raise ConfigError("--prefill and --engine exclude each other")
+    if args.prefill is not None:
+        if not args.prefill > 0:
+            raise ConfigError("--prefill must be more than 0")
+        return float(args.prefill)
+    if args.engine is not None:
+        engine = Engine(args.engine)
+        progress.say(f"prefill at {args.engine}")
+        try:
+            return prefill_tokens_per_s(engine)
+        except TierdError as error:
+            raise ConfigError(f"--engine: {error}") from error
+    learned = learned_load(status) if status is not None else None
+    return learned.prefill_tokens_per_s if learned is not None else None
+
+
+def prefill_tokens_per_s(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How fast an engine computes prompts, by prompts of two lengths that nobody has sent.
+
+    Raises EngineAwayError, EngineRefusedError, and ConfigError if more tokens take no longer.
+    """
+    found = engine.models()
+    base = next((each for each in found if not each.get("parent")), found[0])
+    model, longest = str(base["id"]), base.get("max_model_len")
+    most = min(_PROMPTS[1], longest - 2) if isinstance(longest, int) else _PROMPTS[1]
+    lengths = (max(1, min(_PROMPTS[0], most // 4)), most)
+    took_s: dict[int, list[float]] = {length: [] for length in lengths}
+    for _ in range(PROMPT_ROUNDS):
+        for length in lengths:
+            tokens = noise(length)
+            began_s = clock()
+            engine.compute(tokens, model=model, salt=None)
+            took_s[length].append(clock() - began_s)
+    short_s, long_s = (statistics.median(took_s[length][1:]) for length in lengths)
+    if long_s <= short_s:
+        raise ConfigError("longer prompts took no longer: is the engine busy? give --prefill")
+    return (lengths[1] - lengths[0]) / (long_s - short_s)
+
+
+def _block_bytes(args: argparse.Namespace, model: Model | None) -> int:
+    if args.block_bytes is not None:
+        given = parse_size(args.block_bytes)
+    elif model is not None:
+        given = int(model.bytes_per_token * model.block_tokens / model.ranks)
+    else:
+        given = BLOCK_BYTES
+    if not 0 < given <= BLOCK_BYTES_MAX:
+        raise ConfigError(f"a block has 1 to {BLOCK_BYTES_MAX} bytes, not {given}: --block-bytes")
+    return given
+
+
+# --- telling -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Milliseconds by prefix length: of each tier's load, and of computing."""
+
+    load: Load
+    rows: Mapping[int, Mapping[str, float]]
+    recompute_ms: Mapping[int, float]
+    pays_from: Mapping[str, int | None]
+    """Tokens from which a tier is faster, None if it never is."""
+
+
+def _table(speeds: Mapping[str, Speed], load: Load, min_tokens: int) -> Table:
+    return Table(
+        load,
+        {
+            tokens: {name: 1e3 * speed.load_s(load.model, tokens) for name, speed in speeds.items()}
+            for tokens in LENGTHS
+        },
+        {tokens: 1e3 * tokens / load.prefill_tokens_per_s for tokens in LENGTHS},
+        {
+            # What host memory has is never left aside for being short.
+            name: first_paying(
+                speed,
+                load.model,
+                load.prefill_tokens_per_s,
+                0 if name == "host memory" else min_tokens,
+            )
+            for name, speed in speeds.items()
+        },
+    )
+
+
+def _as_json(
+    copy: float,
+    block_bytes: int,
+    results: Sequence[Result],
+    failed: Mapping[str, str],
+    table: Table | None,
+) -> dict[str, object]:
+    told: dict[str, object] = {
+        "schema": SCHEMA,
+        "block_bytes": block_bytes,
+        "memory_copy_bytes_per_s": round(copy),
+        "tiers": [result.to_fields() for result in results],
+        "failed": dict(failed),
+        "break_even": None,
+    }
+    if table is not None:
+        told["break_even"] = {
+            "kv_bytes_per_token": table.load.model.bytes_per_token,
+            "prefill_tokens_per_s": table.load.prefill_tokens_per_s,
+            "pays_from_tokens": dict(table.pays_from),
+            "lengths": [
+                {
+                    "tokens": tokens,
+                    "recompute_ms": round(table.recompute_ms[tokens], 3),
+                    "load_ms": {name: round(each, 3) for name, each in row.items()},
+                }
+                for tokens, row in table.rows.items()
+            ],
+        }
+    return told
+
+
+def _lines(
+    copy: float, block_bytes: int, results: Sequence[Result], table: Table | None
+) -> Iterator[str]:
+    yield f"host memory  {_gb(copy)} copied by one thread"
+    for result in results:
+        raw = result.raw
+        get, put = _gb(result.get_bytes_per_s), _gb(result.put_bytes_per_s)
+        if raw is not None:
+            get += f" ({result.get_bytes_per_s / raw.read_bytes_per_s:.2f} of its disk)"
+            put += f" ({result.put_bytes_per_s / raw.write_bytes_per_s:.2f} of its disk)"
+            put += "" if raw.direct else ", through the page cache"
+        else:
+            put += "; what its server could do is not known here"
+        yield (
+            f"{result.name:<12} get {get}, put {put}; a block of {size(block_bytes)} alone "
+            f"{latency(result.one_get_s)}"
+        )
+    if table is None:
+        yield (
+            "no table: name the model (--namespace, --kv-bytes-per-token, or --layers, --kv-heads "
+            "and --head-dim) and the speed of computing prompts (--prefill or --engine)"
+        )
+        return
+    yield ""
+    yield (
+        f"{size(table.load.model.bytes_per_token)} of KV a token, "
+        f"{number(table.load.prefill_tokens_per_s)} tokens/s computed; in ms:"
+    )
+    names = list(table.pays_from)
+    wide = [max(11, len(name)) for name in names]
+    yield "  ".join(
+        [f"{'tokens':>7}", f"{'recompute':>10}"]
+        + [f"{name:>{width}}" for name, width in zip(names, wide, strict=True)]
+    )
+    for tokens, row in table.rows.items():
+        yield "  ".join(
+            [f"{tokens:>7}", f"{table.recompute_ms[tokens]:>10.1f}"]
+            + [f"{row[name]:>{width}.1f}" for name, width in zip(names, wide, strict=True)]
+        )
+    yield ""
+    for name, shortest in table.pays_from.items():
+        if shortest is None:
+            yield f"{name}: offload does not pay for this model; computing is faster at any length"
+        else:
+            yield f"{name}: pays from {shortest} tokens on; offload does not pay below"
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

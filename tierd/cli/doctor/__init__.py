@@ -1,0 +1,1 @@
+"""`tierd doctor`."""

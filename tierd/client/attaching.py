@@ -1,0 +1,300 @@
+"""A client's part of daemon-driven copies: what it has shown the daemon, and copies under way.
+
+No socket and no clock of its own: `Client` sends what this makes and hands it what comes, all
+under the client's lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from tierd.shared_memory.exports import Export, PageLayout, pack_runs
+from tierd.wire import messages as m
+
+AGAIN_FIRST_S: Final = 0.1
+AGAIN_MAX_S: Final = 5.0
+"""Pause before attaching again after the copying process has gone, doubled between these."""
+
+REFUSALS_MAX: Final = 8
+"""Refusals in a row of what was attached before, until the last one is believed: about 20 s."""
+
+Send = Callable[[m.FromClient, int | None], None]
+Probe = Callable[[bool], tuple[int, bytes]]
+
+
+class Registered(Protocol):
+    """What counts of a client's handle: its number in the present session."""
+
+    number: int | None
+
+
+class Attachment:
+    """Pages of an engine that the daemon copies to and from.
+
+    It outlives disconnects, and the death of the daemon's copying process; `ready` says if it
+    can be used now. `refusal` says why it never will be, `how` which way copies go.
+    """
+
+    __slots__ = (
+        "_again_s",
+        "_gate_fd",
+        "_pause_s",
+        "_probe",
+        "_refusals",
+        "_seen",
+        "events",
+        "exports",
+        "handle",
+        "how",
+        "layer_ends",
+        "layout",
+        "number",
+        "refusal",
+    )
+
+    def __init__(
+        self,
+        handle: Registered,
+        exports: Sequence[Export],
+        layout: PageLayout,
+        *,
+        events: Sequence[bytes],
+        gate_fd: int,
+        layer_ends: Sequence[int],
+        probe: Probe,
+    ) -> None:
+        self.handle = handle
+        self.exports = tuple(exports)
+        self.layout = layout
+        self.events = tuple(events)
+        self.layer_ends = tuple(layer_ends)
+        self.number: int | None = None
+        self.refusal: str | None = None
+        self.how = ""
+        self._gate_fd = gate_fd
+        self._probe = probe
+        self._seen = False
+        self._pause_s = 0.0
+        self._refusals = 0
+        self._again_s: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the daemon that is connected now copies for it."""
+        return self.number is not None
+
+
+class PendingCopy:
+    """A copy under way. `blocks` of it, from the first on, are in place once it is `done`."""
+
+    __slots__ = ("blocks", "done", "reason")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.blocks = 0
+        self.reason = ""
+
+    def end(self, blocks: int, reason: str) -> None:
+        """It has ended, for whatever reason."""
+        self.blocks, self.reason, self.done = blocks, reason, True
+
+
+class Attachments:
+    """All attachments of a client, and what the present session knows of them."""
+
+    def __init__(self, send: Send, next_call: Callable[[], int]) -> None:
+        self._send = send
+        self._next_call = next_call
+        self._all: list[Attachment] = []
+        self._attaching: dict[int, Attachment] = {}
+        self._queued: list[Attachment] = []
+        self._detaching: dict[int, Attachment] = {}
+        self._pending: dict[int, PendingCopy] = {}
+        self._exported: dict[Export, tuple[int, set[Attachment]]] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, attachment: Attachment) -> None:
+        """A new one, sent now if its handle is registered."""
+        self._all.append(attachment)
+        self._attach(attachment)
+
+    def offer(self, handle: Registered) -> None:
+        """A handle has been registered in this session: what belongs to it can be attached."""
+        for attachment in self._all:
+            if attachment.handle is handle:
+                self._attach(attachment)
+
+    def try_again(self, now_s: float) -> None:
+        """Attach again what the copying process took with it, if it is time to."""
+        for attachment in self._all:
+            again_s = attachment._again_s
+            if again_s is not None and now_s >= again_s:
+                self._attach(attachment)
+
+    def remove(self, attachment: Attachment) -> None:
+        """Ask for the end of an attachment, which `is_known` until then."""
+        self._all.remove(attachment)
+        if attachment in self._queued:
+            self._queued.remove(attachment)
+        if attachment.number is not None:
+            self._detach(attachment, attachment.number)
+        elif attachment not in self._attaching.values():
+            self._drop_exports(attachment)
+
+    def is_known(self, attachment: Attachment) -> bool:
+        """Whether the daemon may have what a removed attachment has shown open."""
+        return attachment in self._attaching.values() or attachment in self._detaching.values()
+
+    def begin(self, make: Callable[[int], m.FromClient]) -> PendingCopy:
+        """Send a copy, made with the number of its call."""
+        call = self._next_call()
+        pending = self._pending[call] = PendingCopy()
+        self._send(make(call), None)
+        return pending
+
+    def lost(self) -> None:
+        """The session is over."""
+        for attachment in self._all:
+            attachment.number = None
+            attachment._again_s = None
+        for pending in self._pending.values():
+            pending.end(0, "the session with the daemon has ended")
+        self._pending.clear()
+        self._attaching.clear()
+        self._queued.clear()
+        self._detaching.clear()
+        self._exported.clear()
+
+    def take(self, message: m.Attached | m.Detached | m.Copied, now_s: float) -> bool:
+        """What the daemon says; False for what answers nothing."""
+        match message:
+            case m.Attached(call, number, how):
+                attachment = self._attaching.pop(call, None)
+                if attachment is None:
+                    return False
+                if attachment in self._all:
+                    attachment.number, attachment.how = number, how
+                    attachment.refusal = None
+                    attachment._seen = True
+                    attachment._pause_s = 0.0
+                    attachment._refusals = 0
+                else:
+                    # It was given up meanwhile.
+                    self._detach(attachment, number)
+                self._attach_next()
+            case m.Detached(0, number, _):
+                for attachment in self._all:
+                    if attachment.number == number:
+                        attachment.number = None
+                        self._later(attachment, now_s)
+                        self._drop_exports(attachment)
+            case m.Detached(call, _, reason) if call in self._attaching:
+                self._not_attached(call, reason, now_s, for_good=False)
+            case m.Detached(call):
+                gone = self._detaching.pop(call, None)
+                if gone is not None:
+                    self._drop_exports(gone)
+            case m.Copied(call, blocks, reason):
+                pending = self._pending.pop(call, None)
+                if pending is None:
+                    return False
+                pending.end(blocks, reason)
+        return True
+
+    def refused(self, call: int, reason: str, now_s: float) -> bool:
+        """An ERROR came; whether it answers an ATTACH."""
+        if call not in self._attaching:
+            return False
+        # What has worked before may again.
+        self._not_attached(call, reason, now_s, for_good=not self._attaching[call]._seen)
+        return True
+
+    def _not_attached(self, call: int, reason: str, now_s: float, *, for_good: bool) -> None:
+        attachment = self._attaching.pop(call)
+        self._drop_exports(attachment)
+        if for_good or attachment._refusals >= REFUSALS_MAX:
+            attachment.refusal = reason
+        else:
+            attachment._refusals += 1
+            self._later(attachment, now_s)
+        self._attach_next()
+
+    def _attach_next(self) -> None:
+        while self._queued and not self._attaching:
+            self._attach(self._queued.pop(0))
+
+    def _later(self, attachment: Attachment, now_s: float) -> None:
+        pause_s = min(max(2 * attachment._pause_s, AGAIN_FIRST_S), AGAIN_MAX_S)
+        attachment._pause_s = pause_s
+        attachment._again_s = now_s + pause_s
+
+    def _attach(self, attachment: Attachment) -> None:
+        """Send an attachment, unless its handle is not registered: `offer` follows then.
+
+        One at a time: the next one's probe may be in the same block.
+        """
+        handle = attachment.handle.number
+        if handle is None:
+            return
+        attachment._again_s = None
+        if self._attaching:
+            if attachment not in self._queued:
+                self._queued.append(attachment)
+            return
+        block, digest = attachment._probe(not attachment._seen)
+        numbers = []
+        for export in attachment.exports:
+            numbers.append(self._export(export, attachment))
+            if attachment.handle.number is None:
+                # The session broke while it was sent.
+                self._exported.clear()
+                return
+        call = self._next_call()
+        self._attaching[call] = attachment
+        layout = attachment.layout
+        self._send(
+            m.Attach(
+                call,
+                handle,
+                numbers,
+                pack_runs(layout.runs),
+                layout.block_stride,
+                layout.block_count,
+                m.pack_handles(attachment.events),
+                block,
+                digest,
+                list(attachment.layer_ends),
+            ),
+            attachment._gate_fd,
+        )
+
+    def _export(self, export: Export, user: Attachment) -> int:
+        if export not in self._exported:
+            number = next(self._numbers)
+            self._send(
+                m.Export(number, export.kind, export.device, export.size_bytes, export.handle),
+                None,
+            )
+            for offset, size_bytes, fd in export.parts:
+                self._send(m.Part(number, offset, size_bytes), fd)
+            self._exported[export] = number, set()
+        number, users = self._exported[export]
+        users.add(user)
+        return number
+
+    def _detach(self, attachment: Attachment, number: int) -> None:
+        call = self._next_call()
+        self._detaching[call] = attachment
+        attachment.number = None
+        self._send(m.Detach(call, number), None)
+
+    def _drop_exports(self, user: Attachment) -> None:
+        """Have the daemon forget allocations that no other attachment uses."""
+        for export in user.exports:
+            number, users = self._exported.get(export, (0, set()))
+            users.discard(user)
+            if number and not users:
+                del self._exported[export]
+                self._send(m.DropExport(number), None)

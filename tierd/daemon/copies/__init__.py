@@ -1,0 +1,1 @@
+"""Copies that the daemon makes for engines."""

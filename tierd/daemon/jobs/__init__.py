@@ -1,0 +1,1 @@
+"""Work that no request waits for, and what operators order."""

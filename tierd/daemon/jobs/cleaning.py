@@ -1,0 +1,92 @@
+"""Deletes from a tier what flushes have barred there. Only room is at stake: nobody can be served
+such blocks, so whatever fails is told, and left to the next flush or scrub, or to the tier's own
+eviction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from tierd.backend import BlockHeader
+from tierd.core.epochs import split_scope
+from tierd.daemon.l3.tier import StorageTier
+from tierd.errors import BackendError
+from tierd.types import BlockKey
+
+DELETE_BATCH: Final = 64
+"""Blocks deleted by one call to a tier: well within a deadline, on an object store too."""
+
+PASSES_MAX: Final = 3
+"""Scans of a tier until one has looked at everything, and all that it found is deleted."""
+
+RETRY_S: Final = 1.0
+"""Pause after one that has not."""
+
+
+class Sweep:
+    """Barred blocks of one tier, as a scan of it finds them."""
+
+    def __init__(self, tier: StorageTier, deleted: Callable[[bytes, int], None]) -> None:
+        """`deleted` is told of each batch: a namespace's digest, and how many blocks."""
+        self.left = 0
+        """Blocks that could not be deleted."""
+        self.why = ""
+        self._tier = tier
+        self._deleted = deleted
+        self._batches: dict[bytes, list[bytes]] = {}
+
+    async def take(self, key: BlockKey) -> None:
+        """One more."""
+        scope, block_hash = key
+        batch = self._batches.setdefault(scope, [])
+        batch.append(block_hash)
+        if len(batch) == DELETE_BATCH:
+            await self._delete(scope)
+
+    async def rest(self) -> None:
+        """Those that make no full batch."""
+        for scope in list(self._batches):
+            await self._delete(scope)
+
+    async def _delete(self, scope: bytes) -> None:
+        hashes = self._batches.pop(scope)
+        try:
+            count = await self._tier.delete(scope, hashes)
+        except BackendError as error:
+            self.left += len(hashes)
+            self.why = str(error)
+        else:
+            self._deleted(split_scope(scope)[0], count)
+
+
+class Cleaning:
+    """All barred blocks of one tier."""
+
+    def __init__(
+        self, tier: StorageTier, over: asyncio.Event, deleted: Callable[[bytes, int], None]
+    ) -> None:
+        """It ends once `over` is set: somebody else goes on with it."""
+        self.left = 0
+        """Blocks that the last scan found, and that could not be deleted."""
+        self.why = ""
+        """Why barred blocks may be left."""
+        self._tier = tier
+        self._over = over
+        self._deleted = deleted
+
+    async def run(self) -> None:
+        """Until nothing is left, as far as that is possible."""
+        for number in range(PASSES_MAX):
+            if number:
+                await asyncio.sleep(RETRY_S)
+            sweep = Sweep(self._tier, self._deleted)
+            unseen = await self._tier.each(self._look, sweep.rest, sweep.take)
+            self.left, self.why = sweep.left, unseen or sweep.why
+            if not self.why or self._over.is_set():
+                return
+
+    async def _look(self, header: BlockHeader) -> None:
+        if self._over.is_set():
+            raise BackendError("another flush goes on with it")

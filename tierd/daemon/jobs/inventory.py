@@ -1,0 +1,158 @@
+"""What L2 or a storage tier has of a namespace, listed a page at a time for whoever asks for one.
+
+Nothing is locked: blocks that come or go meanwhile may be in a list or not. A tier's scan waits
+while nobody asks for more, and ends with the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+from tierd.backend import BlockHeader
+from tierd.clock import Clock
+from tierd.core.host import HostTier
+from tierd.core.space import Space
+from tierd.daemon.l3.promotion import Spawn
+from tierd.daemon.l3.tier import StorageTier
+from tierd.errors import RemoteProtocolError
+from tierd.eviction.reuse import Reuse
+from tierd.hotset import Blocks
+from tierd.types import DIGEST_BYTES, NEVER
+from tierd.wire import messages as m
+
+PAGE_BLOCKS: Final = 8192
+"""Blocks of a page: 576 KiB on the wire."""
+
+SLICE: Final = 256
+"""Blocks looked at between two turns of the loop: 0.3 ms."""
+
+
+def known_of(book: Reuse | None, hashes: list[bytes], parents: list[bytes], now_ms: int) -> Blocks:
+    """Blocks, and what their book says of their uses."""
+    if book is None:
+        return Blocks(hashes, parents, [0] * len(hashes), [NEVER] * len(hashes))
+    return Blocks(hashes, parents, *book.told(hashes, now_ms))
+
+
+def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[Blocks]:
+    """What L2 has of a namespace, in slices. One that moves between slots meanwhile may be missed,
+    or come twice."""
+    start = 0
+    while (part := space.chain.part(start, SLICE)) is not None:
+        yield known_of(space.reuse, *part, now_ms())
+        start += SLICE
+
+
+class Inventory:
+    """The listings of one session, one at a time."""
+
+    def __init__(
+        self,
+        host: HostTier,
+        tiers: Sequence[StorageTier],
+        clock: Clock,
+        spawn: Spawn,
+        send: Callable[[m.FromDaemon], None],
+    ) -> None:
+        self._host = host
+        self._tiers = tiers
+        self._clock = clock
+        self._spawn = spawn
+        self._send = send
+        self._listed: tuple[bytes, int] | None = None
+        self._listing: asyncio.Task[None] | None = None
+        self._pages: asyncio.Queue[Blocks | str] = asyncio.Queue(1)
+        self._answering: asyncio.Task[None] | None = None
+
+    def ask(self, message: m.Inventory) -> None:
+        """Answer with the next page, of a new listing if it is not of the one that goes on."""
+        if len(message.digest) != DIGEST_BYTES or message.source > len(self._tiers):
+            raise RemoteProtocolError(
+                f"INVENTORY names a digest of {DIGEST_BYTES} bytes and one of "
+                f"{len(self._tiers)} storage tiers"
+            )
+        if self._answering is not None:
+            self._send(m.Error(message.call, "this session waits for another INVENTORY"))
+            return
+        listed = message.digest, message.source
+        if self._listed != listed:
+            self._end()
+            self._listed, self._pages = listed, asyncio.Queue(1)
+            self._listing = self._spawn(partial(self._list, *listed, self._pages), "inventory")
+        self._answering = self._spawn(partial(self._answer, message.call), "inventory")
+        self._answering.add_done_callback(self._answered)
+
+    def close(self) -> None:
+        """The session has ended."""
+        self._end()
+        if self._answering is not None:
+            self._answering.cancel()
+
+    def _end(self) -> None:
+        self._listed = None
+        if self._listing is not None:
+            self._listing.cancel()
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        if self._answering is task:
+            self._answering = None
+
+    async def _answer(self, call: int) -> None:
+        page = await self._pages.get()
+        # Before the answer: whoever has it may ask again before this task is done.
+        self._answering = None
+        more = not isinstance(page, str) and len(page.hashes) == PAGE_BLOCKS
+        if not more:
+            self._end()
+        if isinstance(page, str):
+            self._send(m.Error(call, page))
+            return
+        self._send(
+            m.Listed(
+                call,
+                more,
+                b"".join(page.hashes),
+                b"".join(page.parents),
+                m.pack_slots(page.uses),
+                m.pack_slots(page.ages_s),
+            )
+        )
+
+    async def _list(self, digest: bytes, source: int, pages: asyncio.Queue[Blocks | str]) -> None:
+        """Fill pages, of which all but the last one are full; or say why it ended before."""
+        space = self._host.spaces.get(digest)
+        page = Blocks([], [], [], [])
+        if source == 0:
+            for blocks in resident(space, self._now_ms) if space is not None else ():
+                page.take(blocks)
+                if len(page.hashes) >= PAGE_BLOCKS:
+                    await pages.put(page.cut(PAGE_BLOCKS))
+                await asyncio.sleep(0)
+            await pages.put(page)
+            return
+        book = None if space is None else space.reuse
+        looked_at = 0
+
+        async def take(header: BlockHeader) -> None:
+            nonlocal looked_at
+            looked_at += 1
+            if looked_at % SLICE == 0:
+                await asyncio.sleep(0)
+            if header.key.namespace == digest:
+                block_hash = header.key.block_hash
+                page.take(known_of(book, [block_hash], [header.parent], self._now_ms()))
+                if len(page.hashes) == PAGE_BLOCKS:
+                    await pages.put(page.cut(PAGE_BLOCKS))
+
+        async def finish() -> None:
+            await pages.put(page)
+
+        tier = self._tiers[source - 1]
+        if why := await tier.each(take, finish):
+            await pages.put(f"{tier.name}: {why}")
+
+    def _now_ms(self) -> int:
+        return self._clock.monotonic_ns() // 1_000_000

@@ -1,0 +1,1 @@
+"""Host memory, and how it outlives the daemon."""

@@ -1,0 +1,1 @@
+"""Storage tiers: lookup, promotion, backup."""

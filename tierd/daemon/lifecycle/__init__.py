@@ -1,0 +1,1 @@
+"""The daemon's life: start, configuration, service manager, stop."""

@@ -1,0 +1,147 @@
+"""What the service manager hears while the daemon lives: a line of status, and that it is well.
+
+All of it is sent from the loop, so that it stops when the loop does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Final
+
+from tierd.daemon.http.admin import Admin, Phase
+from tierd.daemon.http.health import Health
+from tierd.daemon.lifecycle.service import ServiceManager
+from tierd.daemon.node import Node
+from tierd.sizes import about
+
+log = logging.getLogger("tierd")
+
+STATUS_S: Final = 5.0
+"""How often the line may change. With 1,024 namespaces making it takes some 20 ms of the loop."""
+
+HURRY_S: Final = 0.5
+"""The same while the daemon starts or stops: somebody waits for it."""
+
+EXTEND_S: Final = 30.0
+"""Time that is asked for while the daemon starts, again every HURRY_S: it starts for as long as
+its loop runs, whatever TimeoutStartSec says."""
+
+FEEDS: Final = 4
+"""Signs of life in the time after which the manager would act; sd_watchdog_enabled(3) wants two."""
+
+LINE_CHARS_MAX: Final = 500
+
+
+def extension() -> str:
+    """What asks for more time to start."""
+    return f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}"
+
+
+class Teller:
+    """Tells one service manager of the node, until the daemon's end."""
+
+    def __init__(self, manager: ServiceManager, node: Node, admin: Admin, health: Health) -> None:
+        self.refused = ""
+        """Why the last reload was refused; empty if it was not."""
+        self._manager = manager
+        self._node = node
+        self._admin = admin
+        self._health = health
+        self._said = ""
+        self._unwell = False
+
+    @contextlib.asynccontextmanager
+    async def telling(self) -> AsyncIterator[None]:
+        """Tell it until the block ends."""
+        tasks = [asyncio.create_task(self._health.probe(), name="health")]
+        if self._manager.present:
+            tasks.append(asyncio.create_task(self._tell_status(), name="status"))
+        if self._manager.watchdog_us:
+            tasks.append(asyncio.create_task(self._feed(), name="watchdog"))
+        for task in tasks:
+            task.add_done_callback(_tell_bug)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def ready(self) -> None:
+        """The daemon serves, or serves on after a reload."""
+        if self._admin.phase is not Phase.STOPPING:
+            self._manager.tell("READY=1", self._line())
+
+    def stopping(self, budget_s: float) -> None:
+        """The daemon stops, and may take so long for it."""
+        self._manager.tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", self._line())
+
+    def _line(self) -> str:
+        backlog = self._node.left()
+        self._said = status_line(self._admin.phase, self._node.status(), backlog, self.refused)
+        return f"STATUS={self._said}"
+
+    async def _tell_status(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = 0.0
+        while True:
+            phase = self._admin.phase
+            if phase is not Phase.SERVING or loop.time() >= due_s:
+                due_s = loop.time() + STATUS_S
+                before, line = self._said, self._line()
+                news = [line] if self._said != before else []
+                if phase is Phase.STARTING:
+                    news.append(extension())
+                if news:
+                    self._manager.tell(*news)
+            self._manager.flush()
+            await asyncio.sleep(HURRY_S)
+
+    async def _feed(self) -> None:
+        interval_s = self._manager.watchdog_us / 1e6 / FEEDS
+        while True:
+            self.feed()
+            await asyncio.sleep(interval_s)
+
+    def feed(self) -> None:
+        """Send a sign of life, if all is well."""
+        trouble = self._health.trouble
+        if not trouble:
+            self._manager.tell("WATCHDOG=1")
+            if self._unwell:
+                log.warning("all is well again")
+        elif not self._unwell:
+            log.error(
+                "%s: the service manager hears of it by silence, and ends tierd after %.0f s of it",
+                trouble,
+                self._manager.watchdog_us / 1e6,
+            )
+        self._unwell = bool(trouble)
+
+
+def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refused: str) -> str:
+    """One line on a node, from its status; `backlog` blocks wait for tiers."""
+    host, counters = status["host"], status["counters"]
+    tiers = status["storage"]
+    assert isinstance(host, Mapping)
+    assert isinstance(counters, Mapping)
+    assert isinstance(tiers, list)
+    parts = [f"L2 {about(host['used_bytes'])} of {about(host['capacity_bytes'])}"]
+    if asked := counters.get("requested_blocks_total", 0):
+        hits = counters.get("loaded_blocks_total", 0)
+        parts[0] += f" ({hits} hits of {asked} blocks = {100 * hits / asked:.0f} %)"
+    parts += [f"{tier['name']} {tier['state']}" for tier in tiers]
+    if phase is Phase.STOPPING:
+        parts = [f"{backlog} blocks wait for backup", *parts[1:]]
+    if refused:
+        parts.insert(0, f"RELOAD REFUSED ({refused})")
+    return f"{phase.value}: {', '.join(parts)}".replace("\n", " ")[:LINE_CHARS_MAX]
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    """Engines are served all the same; without signs of life the manager starts tierd again."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s ended by a bug of ours", task.get_name(), exc_info=error)

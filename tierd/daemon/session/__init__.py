@@ -1,0 +1,1 @@
+"""Clients: their sockets, what they may say, and what they are answered."""

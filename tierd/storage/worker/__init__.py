@@ -1,0 +1,1 @@
+"""Backends that run in a process of their own."""

@@ -1,0 +1,1 @@
+"""Simulated worlds: the daemon's own code on virtual time, among parts that misbehave."""

@@ -1,0 +1,183 @@
+"""Clients whose leases outlive the daemon, and those who want their memory.
+
+A reader leases blocks, often at the very moment at which they are stored, and reads its mapped
+slots again and again until the lease's end, whatever happens to the daemon meanwhile: up to then
+nobody may touch them, in no life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from tierd.testing.simulation.engine import Engine, Habits, Link
+from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.world import ROOT, Plan, World
+from tierd.types import HASH_BYTES, Namespace
+from tierd.wire import messages as m
+
+FILL_BATCH: Final = 4
+FILL_BATCHES_MAX: Final = 20
+"""Blocks that are stored at a time where all memory is wanted, and how often."""
+
+READS: Final = 40
+"""Times that a lease's slots are read, about evenly until it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A leased block: what its bytes must be, and where they are mapped."""
+
+    payload: bytes
+    view: memoryview
+
+
+class Reader(Engine):
+    """Stores some, leases it at once, and keeps every lease to its end."""
+
+    def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
+        super().__init__(world, name, ranks, Habits(), random)
+
+    async def read(self, over: asyncio.Event) -> None:
+        """Go on until the engines have ended."""
+        random = self._random
+        while not over.is_set():
+            await asyncio.sleep(random.expovariate(1 / 0.03))
+            connection = self._world.connect(self._name, random)
+            if connection is None:
+                continue
+            link = Link(connection, self._world, random)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(link))
+                if await self._greet(link):
+                    for _ in range(random.randint(1, 4)):
+                        await self._lease(link, group)
+                        await asyncio.sleep(random.expovariate(1 / 0.02))
+                stays = random.random() < 0.5
+                while stays and not (over.is_set() or link.ended.is_set()):
+                    await asyncio.sleep(0.05)
+                link.close(torn=False)
+
+    async def _lease(self, link: Link, group: asyncio.TaskGroup) -> None:
+        """Lease a prefix; what of it is not there yet is stored in the same breath."""
+        random = self._random
+        chain = random.choice(self._world.chains)
+        hashes = chain[: random.randint(1, len(chain))]
+        commit = await self._fill(link, hashes) if random.random() < 0.8 else None
+        if commit is not None:
+            committed = link.ask(commit)
+        acquire = m.Acquire(link.next_call(), [link.numbers[0]], b"".join(hashes), 5, 0, 0, 0)
+        acquired = await link.answer(link.ask(acquire), m.Acquired)
+        if commit is not None:
+            await link.answer(committed, m.Committed)
+        if acquired is None or not acquired.blocks:
+            return
+        held = []
+        for block_hash, slot in zip(hashes, m.unpack_slots(acquired.slots), strict=False):
+            view = link.view(link.numbers[0], slot)
+            if view is None:
+                return
+            payload = self._world.payload(self._ranks[0], block_hash)
+            held.append(_Held(payload, view[: len(payload)]))
+        self._world.counts["long_leases"] += 1
+        group.create_task(self._hold(held, acquired.expires_ns))
+
+    async def _fill(self, link: Link, hashes: Sequence[bytes]) -> m.Commit | None:
+        """Reserve and write blocks of the first rank; the COMMIT that is left to send."""
+        rank, handle = self._ranks[0], link.numbers[0]
+        parents = [self._world.parents[block_hash] for block_hash in hashes]
+        asked = link.ask(m.Reserve(link.next_call(), handle, b"".join(hashes), b"".join(parents)))
+        reserved = await link.answer(asked, m.Reserved)
+        if reserved is None or link.end.closed:
+            return None
+        written = 0
+        for block_hash, slot in zip(hashes, m.unpack_slots(reserved.slots), strict=True):
+            if slot < m.SLOT_PRESENT:
+                view = link.view(handle, slot)
+                if view is None:
+                    return None
+                view[: rank.block_bytes] = self._world.payload(rank, block_hash)
+                written += 1
+        return m.Commit(link.next_call(), reserved.reservation, written)
+
+    async def _hold(self, held: Sequence[_Held], expires_ns: int) -> None:
+        """Read until the end of the lease, which comes at its time and not before."""
+        world, random = self._world, self._random
+        began = world.counts["restarts"]
+        pause_s = (expires_ns - world.now_ns()) / 1e9 / READS
+        while world.now_ns() < expires_ns:
+            for each in held:
+                if each.view != each.payload:
+                    lives = world.counts["restarts"] - began
+                    world.fail(f"wrong bytes under a lease that has seen {lives} restarts")
+                    return
+            world.counts["long_reads"] += len(held)
+            if world.counts["restarts"] > began:
+                world.counts["outliving_reads"] += len(held)
+            await asyncio.sleep(random.expovariate(1 / pause_s))
+
+
+class Filler(Engine):
+    """Wants all the memory that there is, for blocks that nobody has seen before."""
+
+    def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
+        super().__init__(world, name, ranks, Habits(break_off=0.0), random)
+
+    async def fill(self, lasting_s: float) -> None:
+        """Store as fast as there is room, for so long or as long as the daemon lives."""
+        world, random = self._world, self._random
+        until_ns = world.now_ns() + int(lasting_s * 1e9)
+        connection = world.connect(self._name, random)
+        if connection is None:
+            return
+        link = Link(connection, world, random)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(link))
+            greeted = await self._greet(link)
+            for _ in range(FILL_BATCHES_MAX):
+                if not greeted or link.ended.is_set() or world.now_ns() >= until_ns:
+                    break
+                hashes = [random.randbytes(HASH_BYTES) for _ in range(FILL_BATCH)]
+                world.parents |= zip(hashes, [ROOT, *hashes], strict=False)
+                await self._store_rank(link, 0, hashes)
+                await asyncio.sleep(random.expovariate(1 / (lasting_s / FILL_BATCHES_MAX)))
+            link.close(torn=False)
+
+
+class Asker(Engine):
+    """Looks for everything that anybody may have stored."""
+
+    async def ask_all(self, rounds: int, life: Life | None = None) -> None:
+        """Ask for each chain, so many times, as long as the daemon lives; another node's `life`
+        is asked if it is given."""
+        world, random = self._world, self._random
+        connection = world.connect(self._name, random, life)
+        if connection is None:
+            return
+        link = Link(connection, world, random)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(link))
+            greeted = await self._greet(link)
+            for _ in range(rounds if greeted else 0):
+                for chain in world.chains:
+                    handle = random.choice(link.numbers)
+                    acquire = m.Acquire(link.next_call(), [handle], b"".join(chain), 100, 0, 0, 0)
+                    acquired = await link.answer(link.ask(acquire), m.Acquired)
+                    if acquired is not None and acquired.lease:
+                        world.counts["asked_blocks"] += acquired.blocks
+                        link.send(m.Release(acquired.lease))
+                await asyncio.sleep(random.expovariate(1 / 0.1))
+            link.close(torn=False)
+
+
+async def run_readers(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """The readers of a world."""
+    random = Random(f"readers of {world.seed}")
+    async with asyncio.TaskGroup() as group:
+        for number in range(random.randint(1, 3)):
+            ranks = random.choice(plan.engines)[:1]
+            reader = Reader(world, f"reader-{number}", ranks, Random(random.random()))
+            group.create_task(reader.read(over))

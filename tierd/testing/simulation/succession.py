@@ -1,0 +1,38 @@
+"""From one life of the daemon to the next, on the same disks and with the same memory kept."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.world import Plan, World
+
+
+def forget_some(world: World, plan: Plan, life: Life, random: Random) -> None:
+    """Forgetful tiers drop some of what they have, or all."""
+    for number, tier in enumerate(plan.tiers):
+        if tier.forgets and random.random() < 0.5:
+            share = random.choice((0.1, 0.5, 1.0))
+            keys = [key for key in sorted(world.disks[number]) if random.random() < share]
+            life.backends[number].forget(keys)
+            world.counts["forgotten_blocks"] += len(keys)
+
+
+async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
+    """Stop the daemon, or kill it, and start another one."""
+    life = world.life
+    assert life is not None
+    world.life = None
+    world.counts["restarts"] += 1
+    world.remark("the daemon is killed" if kill else "the daemon is stopped")
+    forget_some(world, plan, life, Random(f"forgotten before {world.now_ns()}"))
+    if kill:
+        await life.kill()
+    elif await life.stop(drain_s=1.0) == 0:
+        world.check_promises()
+    # What was still on its way to the disks is lost.
+    world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
+    world.life = Life(world, plan, faulty=faulty)
+    while not world.life.accepting:
+        await asyncio.sleep(0.001)

@@ -1,0 +1,215 @@
+"""What goes wrong at the worst moment: crashes under leases, flushes under late uploads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+import msgspec
+
+from tierd.config import WritePolicy
+from tierd.errors import RefusedError
+from tierd.testing.faulty import FaultPlan
+from tierd.testing.simulation.engine import Habits
+from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.readers import Asker, Filler
+from tierd.testing.simulation.succession import forget_some, next_life
+from tierd.testing.simulation.world import Hostility, Plan, TierPlan, World
+
+FORGET_CHANCE: Final = 0.5
+"""Worlds with tiers that drop blocks by themselves."""
+
+PATIENT_MS: Final = 60_000
+"""Deadline of storage calls that never pass it."""
+
+LIVES_IN_A_ROW_MAX: Final = 3
+"""Lives of the daemon that one lease may see."""
+
+LOOKS_MAX: Final = 2000
+LOOK_S: Final = 0.0003
+"""How long and how often it is looked for a moment that is bad enough."""
+
+
+def make_hostile(plan: Plan, seed: int) -> Plan:
+    """The same world, smaller, and with something in it that is out for the worst."""
+    random = Random(f"hostility of {seed}")
+    unit = max(rank.slot_bytes for ranks in plan.engines for rank in ranks)
+    storage = bool(plan.tiers) and random.random() < 0.5
+    return replace(
+        plan,
+        hostility=Hostility.STORAGE if storage else Hostility.LEASES,
+        capacity_bytes=unit * random.randint(8, 24),
+        segment_bytes=unit * random.choice((1, 2, 4)),
+        tiers=_hostile_tiers(plan.tiers, random) if storage else plan.tiers,
+        kills=True,
+        keeps=random.random() < (0.5 if storage else 0.9),
+        lease_ttl_ms=random.choice((200, 1000, 2000)),
+    )
+
+
+def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
+    shared = random.random() < 0.4
+    hostile = []
+    for tier in tiers:
+        deadline_ms = random.choice((50, 200))
+        config = msgspec.structs.replace(
+            tier.config,
+            deadline_ms=deadline_ms,
+            slow_ms=deadline_ms // 2,
+            write_policy=random.choice((WritePolicy.WRITE_THROUGH, tier.config.write_policy)),
+        )
+        changed = replace(
+            tier,
+            # Nothing else goes wrong, so that flushes are complete.
+            faults=FaultPlan({}, 0.0001),
+            outages=[],
+            late=random.choice((0.0, 0.2, 0.5)),
+            hides=random.choice((0.0, 0.7)),
+            shared=shared,
+            disk_bytes=None if shared else tier.disk_bytes,
+            config=config,
+        )
+        hostile.append(changed)
+    return hostile
+
+
+async def run_crashes(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """SIGKILL when leases have most to lose, and again while they last."""
+    async with asyncio.TaskGroup() as group:
+        await _crash(world, plan, over, group)
+
+
+async def _crash(world: World, plan: Plan, over: asyncio.Event, group: asyncio.TaskGroup) -> None:
+    random = Random(f"crashes of {world.seed}")
+    for _ in range(random.randint(1, 4)):
+        await asyncio.sleep(random.expovariate(1 / 0.1))
+        if not await _moment(world, random, over):
+            return
+        for _ in range(random.randint(1, LIVES_IN_A_ROW_MAX)):
+            await next_life(world, plan, faulty=True, kill=True)
+            if random.random() < 0.3:
+                await _squeeze(world, random)
+            # Memory of the life before is wanted by others at once.
+            for number in range(random.randint(0, 3)):
+                ranks = random.choice(plan.engines)[:1]
+                filler = Filler(world, f"filler-{number}", ranks, Random(random.random()))
+                group.create_task(filler.fill(plan.lease_ttl_ms / 1000))
+            await asyncio.sleep(random.expovariate(1 / (plan.lease_ttl_ms / 4000)))
+            if over.is_set():
+                return
+
+
+async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
+    """Wait for a moment that is worth a crash; False once all is over."""
+    kind = random.choice(("unrecorded", "unrecorded", "flushed", "leased"))
+    for _ in range(LOOKS_MAX):
+        life = world.life
+        if over.is_set():
+            return False
+        if life is not None and life.accepting and life.leases:
+            if kind == "flushed":
+                await _flush_leased(life, random)
+                return True
+            if kind == "leased" or _unrecorded(life):
+                world.counts[f"crashes_{kind}"] += 1
+                return True
+        await asyncio.sleep(LOOK_S)
+    return True
+
+
+def _unrecorded(life: Life) -> bool:
+    """Whether a block is leased whose checksum is not known yet."""
+    return any(
+        space.checksums[slot] is None and slot not in space.unproven
+        for lease in life.leases.values()
+        for space, slot, _ in lease.slots
+    )
+
+
+async def _flush_leased(life: Life, random: Random) -> None:
+    """Begin a flush under the leases, and give it a moment."""
+    life.world.counts["crashes_flushed"] += 1
+    task = life.world.loop.create_task(_flush(life, ""), name="flush before a crash")
+    await asyncio.wait([task], timeout=random.expovariate(1 / 0.01))
+
+
+async def _squeeze(world: World, random: Random) -> None:
+    """The system is short of memory for a while, so that the arena shrinks."""
+    life = world.life
+    if life is None or not life.accepting:
+        return
+    host = life.node.host
+    host.set_limit(int(host.capacity_bytes * random.choice((0.3, 0.6))))
+    while life.node.memory.shrink():
+        pass
+    await asyncio.sleep(random.expovariate(1 / 0.02))
+    if life.accepting:
+        host.set_limit(host.capacity_bytes)
+
+
+def make_forgetful(plan: Plan, seed: int) -> Plan:
+    """The same world, or one whose tiers drop blocks by themselves, and mostly do nothing else."""
+    random = Random(f"forgetting of {seed}")
+    if random.random() > FORGET_CHANCE:
+        return plan
+    tiers = [replace(tier, forgets=True) for tier in plan.tiers]
+    if plan.hostility is Hostility.NONE and random.random() < 0.7:
+        tiers = [_sound(tier) for tier in tiers]
+    return replace(plan, tiers=tiers)
+
+
+def _sound(tier: TierPlan) -> TierPlan:
+    patient = msgspec.structs.replace(tier.config, deadline_ms=PATIENT_MS, slow_ms=PATIENT_MS)
+    calm = FaultPlan({}, min(tier.faults.latency_s, 0.002))
+    return replace(tier, disk_bytes=None, faults=calm, outages=[], config=patient)
+
+
+async def run_forgetting(world: World, plan: Plan, over: asyncio.Event) -> None:
+    """Have tiers lose some of what they have, or all, without a word. Not during a stop: what goes
+    after the daemon has asked for the last time is nobody's fault."""
+    random = Random(f"what is forgotten of {world.seed}")
+    while any(tier.forgets for tier in plan.tiers) and not over.is_set():
+        await asyncio.sleep(random.expovariate(1 / 0.05))
+        if world.life is not None and world.life.accepting:
+            forget_some(world, plan, world.life, random)
+
+
+async def run_flushes(world: World, plan: Plan) -> None:
+    """Flush while uploads that were given up are on their way, or a part of a tier is away, and
+    have all that there was looked up, also in the next life and by another node."""
+    random = Random(f"worst flushes of {world.seed}")
+    other = None
+    if any(tier.shared for tier in plan.tiers):
+        other = Life(world, plan, faulty=False, apart=True)
+    for number in range(random.randint(1, 5)):
+        await asyncio.sleep(random.expovariate(1 / 0.1))
+        if random.random() < 0.5:
+            await next_life(world, plan, faulty=True, kill=random.random() < 0.5)
+        for _ in range(LOOKS_MAX):
+            if world.unheard or any(world.hidden):
+                break
+            await asyncio.sleep(LOOK_S)
+        life = world.life
+        assert life is not None
+        digest = random.choice(random.choice(plan.engines)).digest
+        await _flush(life, digest.hex() if random.random() < 0.3 else "")
+        if random.random() < 0.5:
+            await next_life(world, plan, faulty=True, kill=random.random() < 0.5)
+        ranks = random.choice(plan.engines)
+        asker = Asker(world, f"asker-{number}", ranks, Habits(), Random(random.random()))
+        rounds = random.randint(1, 6)
+        await asker.ask_all(rounds)
+        if other is not None and other.accepting:
+            await asker.ask_all(rounds, other)
+    if other is not None:
+        await other.stop(drain_s=1.0)
+
+
+async def _flush(life: Life, prefix: str) -> None:
+    # If another one is going on, that will do.
+    with suppress(RefusedError):
+        await life.flush(prefix)
