@@ -20,7 +20,7 @@ from tests.gpu.engine import engine
 from tierd.device import cuda
 from tierd.device.api import CannotOpenError, Device, DeviceError, Direction
 from tierd.device.choice import HostScratch, finish
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, issue
 from tierd.shared_memory.exports import PageLayout, Run
 
 ROUND_BYTES = 256 << 20
@@ -185,13 +185,13 @@ def disturbance(
     return told
 
 
-def plan_of(areas: Areas, page: int) -> Plan:
+def plan_of(areas: Areas, page: int) -> CopyPlan:
     """Blocks of such pages, which fill the memory; each page of a block is in a row of its own."""
     memory, _, host = areas
     count = len(host.bytes) // max(page, SLOT_BYTES) or 1
     pages = len(host.bytes) // count // page
     runs = tuple(Run(0, run * count * page, page) for run in range(pages))
-    return Plan(PageLayout(runs, page, count), [memory])
+    return CopyPlan(PageLayout(runs, page, count), [memory])
 
 
 def round_of(

@@ -25,7 +25,7 @@ from tests.support.traces import trace_lines
 from tierd.config import StorageConfig, WritePolicy
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
 from tierd.replay.optimal import belady, ideal
-from tierd.replay.simulate import Outcome, Setup, simulate
+from tierd.replay.simulate import ReplayResult, Setup, simulate
 from tierd.replay.trace import Trace, open_trace, parse_trace, read_trace
 
 BLOCK_TOKENS = 512
@@ -91,7 +91,7 @@ def load(paths: Sequence[str]) -> None:
     gc.freeze()
 
 
-def run(job: Job) -> tuple[Outcome, float]:
+def run(job: Job) -> tuple[ReplayResult, float]:
     """What it came to, and microseconds of a core a block reference."""
     trace = traces[job.trace]
     if not job.hint:
@@ -122,7 +122,7 @@ def two_tier_jobs(name: str, pair: tuple[int, int], order: tuple[str, str]) -> l
     return [Job(name, *pair, *order, write) for write in WRITES]
 
 
-Results = dict[Job, tuple[Outcome, float]]
+Results = dict[Job, tuple[ReplayResult, float]]
 
 
 def one_tier(name: str, results: Results) -> tuple[list[str], Json]:

@@ -15,7 +15,7 @@ from itertools import compress, islice
 from typing import Final
 
 from tierd.eviction.lru import Lru
-from tierd.eviction.policy import ABSENT, ITEM_MASK, Policy, Request
+from tierd.eviction.policy import ABSENT, ITEM_MASK, Policy, PrefixRequest
 
 _ABSENT = b""
 _NO_PARENT = b"\xff" * 32
@@ -132,7 +132,7 @@ class ChainIndex:
         if block_hash in self._demoted:
             self._demoted_leaves[target] = None
 
-    def use(self, request: Request) -> int:
+    def use(self, request: PrefixRequest) -> int:
         """Count one request's use of its blocks; how many of them, from the first on, are here."""
         found = list(map(self.items.get, request.hashes))
         self.policy.use(request, found)

@@ -85,7 +85,7 @@ class Blocks(NamedTuple):
         return first
 
 
-class Run(NamedTuple):
+class HotRun(NamedTuple):
     """Blocks that hang on each other and were used alike: by so many requests at least, the last
     one so long ago at most. `depth` is the number of blocks from the root to its last one."""
 
@@ -145,7 +145,7 @@ class Forest:
                 if age_s < known_ages_s[place]:
                     known_ages_s[place] = age_s
 
-    def runs(self) -> Iterator[Run | None]:
+    def runs(self) -> Iterator[HotRun | None]:
         """Runs, most worth first and parents' before their children's; None is a chance to do
         something else. Add no block meanwhile."""
         count = len(self)
@@ -185,7 +185,7 @@ class Forest:
                     nexts[place], firsts[parent_place] = firsts[parent_place], place
             yield None
 
-    def _best_first(self, firsts: array[int], nexts: array[int]) -> Iterator[Run | None]:
+    def _best_first(self, firsts: array[int], nexts: array[int]) -> Iterator[HotRun | None]:
         """Runs, the root's first; with one that is the next its children's become ready."""
         # Worth and blocks, negated, then the first and last place and the blocks above. Numbers
         # only, which no garbage collection looks at for long.
@@ -213,7 +213,7 @@ class Forest:
                 hashes.append(_hash_at(self._hashes, place))
             depth += len(hashes)
             parent = _hash_at(self._parents, head)
-            yield Run(parent, hashes, self._uses[above], self._ages_s[above], depth)
+            yield HotRun(parent, hashes, self._uses[above], self._ages_s[above], depth)
 
     def _end(self, place: int, firsts: array[int], nexts: array[int]) -> tuple[int, int]:
         """The last place of the run that begins with one, and how many blocks it has."""
@@ -265,7 +265,7 @@ class Hot(NamedTuple):
     """A run, and the namespaces of the ranks that it is of."""
 
     namespaces: tuple[Namespace, ...]
-    run: Run
+    run: HotRun
 
     @property
     def tokens(self) -> int:
@@ -283,7 +283,7 @@ class Hot(NamedTuple):
         return len(self.run.hashes) * self.block_bytes
 
 
-Family = tuple[Sequence[Namespace], Iterable[Run | None]]
+Family = tuple[Sequence[Namespace], Iterable[HotRun | None]]
 """Namespaces of the ranks of an engine, and runs as `Forest.runs` has them."""
 
 
@@ -370,12 +370,12 @@ def merged(families: Sequence[Family]) -> Iterator[Hot | None]:
     """The runs of all families, most worth first."""
     sources = [iter(runs) for _, runs in families]
     waiting = list(range(len(sources)))
-    ready: list[tuple[float, int, Run]] = []
+    ready: list[tuple[float, int, HotRun]] = []
     while waiting or ready:
         while waiting:
             number = waiting[-1]
             run = next(sources[number], waiting)
-            if isinstance(run, Run):
+            if isinstance(run, HotRun):
                 heapq.heappush(ready, (-worth(run.uses, run.age_s), number, run))
             if run is None:
                 yield None
@@ -522,7 +522,7 @@ class HotSet:
         age_s = NEVER if line["age_s"] is None else min(self._whole(line, "age_s"), NEVER)
         uses = min(self._whole(line, "uses"), NEVER)
         parent = self._hex(line["parent"], HASH_BYTES)
-        hot = Hot(namespaces, Run(parent, hashes, uses, age_s, depth))
+        hot = Hot(namespaces, HotRun(parent, hashes, uses, age_s, depth))
         if self._whole(line, "bytes") != hot.size_bytes:
             raise self._error(f"these blocks have {hot.size_bytes} bytes, not {line['bytes']}")
         return hot

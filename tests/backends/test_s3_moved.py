@@ -17,7 +17,7 @@ from tests.support.servers.s3 import Rclone, S3Server, SeaweedFS
 from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header
 from tierd.core.epochs import Mark, pack_mark
 from tierd.errors import BackendError
-from tierd.testing.suite import Block, contains, get, make_chain, put
+from tierd.testing.suite import SelfNamingBlock, contains, get, make_chain, put
 from tierd.testing.suite import running as opened
 from tierd_backends.s3 import S3Backend
 from tierd_backends.s3.account import RENEW_S
@@ -57,7 +57,9 @@ def write_keys(path: Path, form: str, access_key: str, secret_key: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def holding(fake: FakeS3, file: Path, blocks: Sequence[Block]) -> AsyncIterator[S3Backend]:
+async def holding(
+    fake: FakeS3, file: Path, blocks: Sequence[SelfNamingBlock]
+) -> AsyncIterator[S3Backend]:
     """A tier that has these blocks, and takes its keys from a file: FIRST's."""
     write_keys(file, "key_file", "FIRST", "secret")
     async with running(fake, access_key="", secret_key="", key_file=str(file)) as backend:

@@ -21,7 +21,7 @@ from tierd.errors import ConfigError
 from tierd.testing.suite import NAMESPACE, contains, get, make_chain, put, running
 from tierd.types import BlockKey
 from tierd_backends.common import shared_capacity
-from tierd_backends.common.shared_capacity import Lid
+from tierd_backends.common.shared_capacity import SharedCapacity
 from tierd_backends.redis import RedisBackend
 from tierd_backends.redis.census import Census
 from tierd_backends.s3 import S3Backend
@@ -39,24 +39,24 @@ Open = Callable[..., contextlib.AbstractAsyncContextManager[Backend]]
 # --- by itself ----------------------------------------------------------------------
 
 
-def admitted(lid: Lid, used_bytes: int, sizes: list[int]) -> int:
+def admitted(lid: SharedCapacity, used_bytes: int, sizes: list[int]) -> int:
     with lid.admit(used_bytes, sizes) as count:
         return count
 
 
 def test_lid_admits_what_fits_from_the_first_block_on() -> None:
     """A prefix would be stored with a hole, and be useless behind it."""
-    lid = Lid("1KiB", "here")
+    lid = SharedCapacity("1KiB", "here")
     assert admitted(lid, 0, [1024]) == 1
     assert admitted(lid, 1, [1024]) == 0
     assert admitted(lid, 0, [512, 600, 10]) == 1
     assert admitted(lid, 2000, [1]) == 0
-    assert admitted(Lid(0, "here"), 1 << 60, [1 << 40] * 3) == 3
+    assert admitted(SharedCapacity(0, "here"), 1 << 60, [1 << 40] * 3) == 3
 
 
 def test_lid_counts_what_is_being_written() -> None:
     """Batches that are written at once would each get the room that there is once."""
-    lid = Lid(1000, "here")
+    lid = SharedCapacity(1000, "here")
     with lid.admit(0, [600]) as first:
         assert first == 1
         assert admitted(lid, 0, [600]) == 0
@@ -68,7 +68,7 @@ def test_lid_counts_what_is_being_written() -> None:
 
 def test_lid_tells_once(caplog: pytest.LogCaptureFixture) -> None:
     """A full tier would fill the log with a line a batch, or say nothing."""
-    lid = Lid(1000, "the tier")
+    lid = SharedCapacity(1000, "the tier")
     with caplog.at_level(logging.INFO, "tierd_backends"):
         for _ in range(3):
             admitted(lid, 900, [200])
@@ -80,10 +80,10 @@ def test_lid_tells_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_counting_takes_a_small_part_of_the_time() -> None:
     """A large store would be counted for ever, by every node, and S3 bill each page."""
-    lid = Lid(1, "here")
+    lid = SharedCapacity(1, "here")
     assert lid.pause_s(0.1) == shared_capacity.COUNT_PAUSE_S
     assert lid.pause_s(1000) == pytest.approx(50_000)
-    assert Lid(0, "here").pause_s(0.1) is None
+    assert SharedCapacity(0, "here").pause_s(0.1) is None
 
 
 @pytest.mark.parametrize("kind", [RedisBackend, S3Backend])

@@ -21,8 +21,8 @@ from tierd.hotset import (
     Forest,
     Gathered,
     Hot,
+    HotRun,
     HotSet,
-    Run,
     pieces,
     worth,
 )
@@ -53,7 +53,7 @@ def blocks_of(hashes: Sequence[bytes], uses: int, age_s: int, parent: bytes = RO
     return [Block(h, p, uses, age_s) for h, p in zip(hashes, parents, strict=False)]
 
 
-def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
+def runs_of(blocks: Iterable[Block], root: bytes) -> list[HotRun]:
     """All runs of blocks."""
     forest = Forest(root)
     for block in blocks:
@@ -62,7 +62,7 @@ def runs_of(blocks: Iterable[Block], root: bytes) -> list[Run]:
 
 
 def text(
-    runs: Sequence[Run], spaces: Sequence[Namespace] = (SPACE,), size_bytes: int | None = None
+    runs: Sequence[HotRun], spaces: Sequence[Namespace] = (SPACE,), size_bytes: int | None = None
 ) -> bytes:
     """A hot set's file."""
     families: list[Family] = [(spaces, runs)]
@@ -99,7 +99,7 @@ def test_recent_uses_count_more_than_old_ones() -> None:
     runs = runs_of(blocks_of(old, 10, 86_400) + blocks_of(new, 2, 60), ROOT)
     assert [run.hashes for run in runs] == [new, old]
     never = runs_of([Block(old[0], ROOT, 0, NEVER), *blocks_of(new, 1, 10**6)], ROOT)
-    assert never[-1] == Run(ROOT, old[:1], 0, NEVER, 1)
+    assert never[-1] == HotRun(ROOT, old[:1], 0, NEVER, 1)
 
 
 def test_a_run_ends_where_chains_fork_and_at_its_longest() -> None:
@@ -120,7 +120,7 @@ BLOCKS = st.lists(
 )
 
 
-def check_parents(runs: Sequence[Run], root: bytes) -> None:
+def check_parents(runs: Sequence[HotRun], root: bytes) -> None:
     """No parent is missing, none comes later, no block comes twice, and no depth is wrong."""
     depths = {root: 0}
     seen: set[bytes] = set()

@@ -17,8 +17,15 @@ from tests.support.servers.redis import RedisServer
 from tierd.cli.bench import command as bench
 from tierd.cli.bench import tier_speed
 from tierd.cli.common import speed
-from tierd.cli.common.break_even import LENGTHS, Load, Model, Speed, first_paying, learned_load
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.break_even import (
+    LENGTHS,
+    Model,
+    PrefillDemand,
+    TierSpeed,
+    first_paying,
+    learned_load,
+)
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.speed import DiskSpeed, disk_speed
 from tierd.cli.main import main
 from tierd.config import PrefetchConfig
@@ -53,7 +60,7 @@ def file_tier(path: Path) -> str:
 # --- the table ------------------------------------------------------------------------
 
 speeds = st.builds(
-    Speed,
+    TierSpeed,
     latency_s=st.floats(0, 10),
     bytes_per_s=st.floats(1e4, 1e11),
 )
@@ -64,7 +71,7 @@ models = st.builds(
 
 @given(speed=speeds, model=models, prefill=st.integers(1, 10**7), min_tokens=st.integers(0, 5000))
 def test_the_table_is_what_the_daemon_decides(
-    speed: Speed, model: Model, prefill: int, min_tokens: int
+    speed: TierSpeed, model: Model, prefill: int, min_tokens: int
 ) -> None:
     """A user would buy a disk for loads that the daemon then refuses, or none for ones it does."""
     config = PrefetchConfig(min_tokens=min_tokens)
@@ -85,7 +92,7 @@ def test_the_table_is_what_the_daemon_decides(
 
 def test_a_load_of_a_known_time() -> None:
     """The table's numbers could be off by the latency, or by a unit."""
-    tier = Speed(latency_s=0.5, bytes_per_s=1e6)
+    tier = TierSpeed(latency_s=0.5, bytes_per_s=1e6)
     model = Model(bytes_per_token=1000, block_tokens=16)
     assert tier.load_s(model, 1000) == pytest.approx(1.5)
     # 0.5 s + 1 ms a token against 2 ms a token: even at 500 tokens, which is 31.25 blocks.
@@ -108,7 +115,7 @@ def test_what_the_daemon_has_learned() -> None:
         {"namespace": "other", "prefill_tokens_per_s": 10**9},
     ]
     load = learned_load({"namespaces": shown, "demand": seats})
-    assert load == Load(Model(2 * 8192 / 16, 16, 2), 300)
+    assert load == PrefillDemand(Model(2 * 8192 / 16, 16, 2), 300)
     assert learned_load({"namespaces": shown, "demand": []}) is None
 
 
@@ -315,7 +322,7 @@ def test_the_speed_of_an_engine_is_measured_without_what_any_request_takes() -> 
         now_s += 1.0 + len(tokens) / 500 + (30.0 if len(seen) == 1 else 0.0)
 
     with FakeEngine(compute) as fake:
-        found = bench.prefill_tokens_per_s(Engine(fake.url), clock=lambda: now_s)
+        found = bench.prefill_tokens_per_s(EngineServer(fake.url), clock=lambda: now_s)
     assert found == pytest.approx(500)
     assert len({tuple(tokens) for tokens in seen}) == len(seen), (
         "a prompt was in the engine's cache"
@@ -323,7 +330,7 @@ def test_the_speed_of_an_engine_is_measured_without_what_any_request_takes() -> 
     assert {len(tokens) for tokens in seen} == {512, 2048}
 
     with FakeEngine() as fake, pytest.raises(ConfigError, match="took no longer"):
-        bench.prefill_tokens_per_s(Engine(fake.url), clock=lambda: now_s)
+        bench.prefill_tokens_per_s(EngineServer(fake.url), clock=lambda: now_s)
 
 
 def test_a_disk_probe_leaves_no_file_and_moves_what_it_says(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tierd.cli.main import main
 from tierd.client import Client
 from tierd.daemon.http.admin import HOTSET
 from tierd.daemon.session.server import HANDLES_MAX
-from tierd.hotset import Hot, HotSet, Run, pieces
+from tierd.hotset import Hot, HotRun, HotSet, pieces
 from tierd.lines import sealed
 from tierd.types import Namespace
 from tierd.wire import messages as m
@@ -233,7 +233,7 @@ def test_import_teaches_what_was_hot_elsewhere(
         assert f"`tierd warm --hotset {out}` brings the others" in said
         # A session registers so many namespaces, and no more.
         names = [n.to_bytes(2, "big") * 16 for n in range(HANDLES_MAX + 1)]
-        many = [Run(OTHER.hash_root, [name], 1, 0, 1) for name in names]
+        many = [HotRun(OTHER.hash_root, [name], 1, 0, 1) for name in names]
         parts = pieces([([OTHER], many)], written_s=1, version="1")
         (tmp_path / "many.jsonl").write_bytes(b"".join(parts))
         assert tierd(new, "import", str(tmp_path / "many.jsonl")) == 0

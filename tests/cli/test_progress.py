@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tierd.cli.common import progress as progress_module
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 
 
 class Clock:
@@ -33,7 +33,7 @@ def test_a_terminal_has_a_bar(clock, monkeypatch) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)
-    progress = Progress(lines_s=10)
+    progress = ProgressLine(lines_s=10)
     clock.now_s += 30
     progress.bar(0.25, "5 of 9 blocks")
     progress.bar(None, "6 of 9 blocks")
@@ -47,7 +47,7 @@ def test_a_terminal_has_a_bar(clock, monkeypatch) -> None:
 
 def test_a_log_has_a_line_from_time_to_time(clock, capsys) -> None:
     """A unit's journal would be full of progress, or have control characters, or nothing."""
-    progress, silent = Progress(lines_s=10), Progress()
+    progress, silent = ProgressLine(lines_s=10), ProgressLine()
     for count in range(25):
         clock.now_s += 1
         progress.bar(None, f"{count} blocks")

@@ -19,7 +19,7 @@ from tierd.config import Size, StorageConfig, WritePolicy
 from tierd.core.writes import RATE_BURST_S
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
 from tierd.replay.optimal import belady, ideal
-from tierd.replay.simulate import Outcome, Setup, simulate
+from tierd.replay.simulate import ReplayResult, Setup, simulate
 from tierd.replay.trace import Trace, parse_trace
 
 TRACE = trace_lines(7)
@@ -43,7 +43,7 @@ def replay(
     orders: tuple[str, str] = ("lru", "lru"),
     write: WritePolicy = WritePolicy.WRITE_THROUGH,
     **keys: object,
-) -> Outcome:
+) -> ReplayResult:
     storage = StorageConfig(type="memory", write_policy=write, **keys)  # type: ignore[arg-type]
     return simulate(trace, Setup(l2, l3, *orders, storage, 1 << 20), BLOCK_TOKENS)
 

@@ -26,7 +26,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.tiers.bench import SPACE, Bench, run
 from tierd.cli.common.text import duration, number, percent, printable, size
 from tierd.cli.main import main
-from tierd.cli.top.command import HISTORY_MAX, Moment, Pen, Watch, draw
+from tierd.cli.top.command import HISTORY_MAX, Pen, TrendPoint, Watch, draw
 from tierd.cli.top.sample import sample
 
 WAIT_S = 20.0
@@ -152,7 +152,7 @@ def test_a_size_fits_its_column(value: float) -> None:
 
 # --- the picture ----------------------------------------------------------------------
 
-HISTORY = [Moment(0.5, 1000.0, 1e6, None)] * HISTORY_MAX
+HISTORY = [TrendPoint(0.5, 1000.0, 1e6, None)] * HISTORY_MAX
 
 
 def picture(width: int, height: int | None, **changes: object) -> list[str]:

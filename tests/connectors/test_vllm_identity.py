@@ -559,7 +559,7 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert platform_of(monkeypatch, "cuda", "9.0") != platform_of(monkeypatch, "cuda", "8.0")
     assert platform_of(monkeypatch, "cuda", "9.0").endswith(":FLASH_ATTN")
     for other in ("rocm", "xpu"):
-        with pytest.raises(namespace.RefusedError, match=other):
+        with pytest.raises(namespace.UnsupportedEngineError, match=other):
             platform_of(monkeypatch, other, "9.4")
 
 

@@ -25,7 +25,7 @@ from tierd_connectors.vllm.worker import mover as vllm_mover
 from tierd_connectors.vllm.worker.export import HostPool, Shown
 from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
 from tierd_connectors.vllm.worker.layout import (
-    Blocks,
+    BlockPages,
     LayoutError,
     PageMap,
     Stretch,
@@ -626,7 +626,7 @@ def test_the_engine_ends_during_a_load(rig: Rig) -> None:
 
 def test_runs_are_cut_where_allocations_end() -> None:
     """A page would be read beyond its allocation, where it goes on in the next one."""
-    blocks = Blocks((Stretch(1000, 300), Stretch(2000, 50)), 400, 2)
+    blocks = BlockPages((Stretch(1000, 300), Stretch(2000, 50)), 400, 2)
     layout = blocks.within([Stretch(2000, 600), Stretch(1100, 700), Stretch(900, 200)])
     assert list(layout.runs) == [(2, 100, 100), (1, 0, 200), (0, 0, 50)]
     assert layout.block_bytes == blocks.block_bytes
@@ -637,7 +637,7 @@ def test_runs_are_cut_where_allocations_end() -> None:
 def test_memory_that_was_not_caught() -> None:
     """With an older vLLM pages of nobody would be shown."""
     with pytest.raises(LayoutError, match=r"0\.32"):
-        HostPool().show(Blocks((Stretch(1000, 8),), 8, 2))
+        HostPool().show(BlockPages((Stretch(1000, 8),), 8, 2))
 
 
 # Everything at once

@@ -19,12 +19,12 @@ from tierd.core.space import (
     EndSpace,
     Forget,
     HollowSegment,
-    Lease,
     Move,
     NewSegment,
     NoRoom,
     Refusal,
-    Reservation,
+    SlotLease,
+    SlotReservation,
     Space,
 )
 
@@ -80,14 +80,14 @@ class Held:
     """A lease, or a hold of the daemon's own, and what its slots must contain."""
 
     places: list[tuple[Space, int, bytes]]
-    lease: Lease | None = None
+    lease: SlotLease | None = None
 
 
 @dataclass(eq=False)
 class Writer:
     """A reservation under way; its owner has filled the first `written` slots."""
 
-    reservation: Reservation
+    reservation: SlotReservation
     parents_ready: set[bytes]
     written: int = 0
 
@@ -211,7 +211,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         hashes = [hash_at(number) for number in numbers]
         parents = [PARENTS[h] for h in hashes]
         items, writing = dict(space.chain.items), dict(space.writing)
-        made: list[Reservation] = []
+        made: list[SlotReservation] = []
         mine = sum(
             len(w.granted) * w.reservation.space.slot_bytes
             for w in self.writers
@@ -557,7 +557,7 @@ def store(host: HostTier, space: Space, count: int, tag: object, owner: int = 1)
     return stored
 
 
-def lease(host: HostTier, space: Space, hashes: list[bytes], owner: int = 1) -> Lease:
+def lease(host: HostTier, space: Space, hashes: list[bytes], owner: int = 1) -> SlotLease:
     slots = host.prefix(space, hashes)
     assert len(slots) == len(hashes)
     return host.grant(owner, [(space, slots)], TTL)

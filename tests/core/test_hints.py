@@ -17,11 +17,11 @@ from tests.support.traffic import wait_until
 from tierd.chain import ChainIndex
 from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
-from tierd.core.hints import HIGH_PRIORITY_S, Hint, Hints, Part, Priority
+from tierd.core.hints import HIGH_PRIORITY_S, HintedNamespace, Hints, PrefixHint, Priority
 from tierd.core.host import HostTier
 from tierd.core.space import Evicted, Space
 from tierd.eviction import POLICIES, make_policy
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import Reuse
 from tierd.wire import messages as m
 
@@ -64,7 +64,7 @@ class Scene:
         for number in range(SLOTS):
             self.store(f"flood {tag} {number} {self.now_ns}", 4, space)
 
-    def hint(self, hashes: Sequence[bytes], hint: Hint, *spaces: Space) -> None:
+    def hint(self, hashes: Sequence[bytes], hint: PrefixHint, *spaces: Space) -> None:
         self.host.hint(list(spaces) or [self.space], hashes, hint, self.now_ns)
         self.host.check()
 
@@ -81,8 +81,8 @@ class Scene:
         return self.host.hints.counters[name]
 
 
-def pin(seconds: float) -> Hint:
-    return Hint(pin_ms=int(seconds * 1000))
+def pin(seconds: float) -> PrefixHint:
+    return PrefixHint(pin_ms=int(seconds * 1000))
 
 
 # --- what is kept -----------------------------------------------------------------------
@@ -92,14 +92,14 @@ def pin(seconds: float) -> Hint:
     ("hint", "seconds"),
     [
         (pin(100), 100),
-        (Hint(next_use_ms=20_000), 40),
-        (Hint(priority=Priority.HIGH), HIGH_PRIORITY_S),
-        (Hint(pin_ms=1000, next_use_ms=20_000), 40),
-        (Hint(pin_ms=90_000, next_use_ms=20_000), 90),
+        (PrefixHint(next_use_ms=20_000), 40),
+        (PrefixHint(priority=Priority.HIGH), HIGH_PRIORITY_S),
+        (PrefixHint(pin_ms=1000, next_use_ms=20_000), 40),
+        (PrefixHint(pin_ms=90_000, next_use_ms=20_000), 90),
     ],
     ids=["pin", "next use", "high", "pin and later use", "longer pin"],
 )
-def test_a_prefix_is_kept_for_its_time_and_no_longer(hint: Hint, seconds: int) -> None:
+def test_a_prefix_is_kept_for_its_time_and_no_longer(hint: PrefixHint, seconds: int) -> None:
     """A system prompt that was pinned would be computed again after a rush, or stay for ever."""
     scene = Scene()
     hashes = scene.store("pinned")
@@ -164,7 +164,7 @@ def test_pinning_again_prolongs_and_costs_nothing() -> None:
 def test_no_pin_outlasts_the_longest_time() -> None:
     """One request that asks for a year would hold the quota until the daemon is restarted."""
     scene = Scene(pin_max_s=60)
-    scene.hint(scene.store("year"), Hint(pin_ms=HINT_MS_MAX, next_use_ms=(1 << 63) - 1))
+    scene.hint(scene.store("year"), PrefixHint(pin_ms=HINT_MS_MAX, next_use_ms=(1 << 63) - 1))
     scene.sleep(62)
     assert scene.host.hints.kept_bytes == 0
 
@@ -172,7 +172,7 @@ def test_no_pin_outlasts_the_longest_time() -> None:
 def test_guesses_leave_half_of_the_quota_to_pins() -> None:
     """Every request's likely next use would fill the quota, and no pin would be granted."""
     scene = Scene()
-    scene.hint(scene.store("guess", QUOTA), Hint(next_use_ms=100_000))
+    scene.hint(scene.store("guess", QUOTA), PrefixHint(next_use_ms=100_000))
     assert scene.host.hints.kept_blocks == QUOTA // 2
     pinned = scene.store("pinned", QUOTA // 2)
     scene.hint(pinned, pin(100))
@@ -286,7 +286,7 @@ def test_expiry_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints_module, "EXPIRED_AT_ONCE", 3)
     hints = Hints(1 << 20)
     hashes, _ = blocks.chain(10)
-    hints.take([Part(b"a", 1, 100), Part(b"b", 1, 100)], hashes, pin(1), 0)
+    hints.take([HintedNamespace(b"a", 1, 100), HintedNamespace(b"b", 1, 100)], hashes, pin(1), 0)
     left = []
     while hints.expire(3 * S):
         left.append(hints.kept_blocks)
@@ -299,7 +299,7 @@ def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hints_module, "KEPT_MAX", 7)
     hints = Hints(1 << 40)
     hashes, _ = blocks.chain(10)
-    hints.take([Part(b"a", 1, 100), Part(b"b", 1, 100)], hashes, pin(1), 0)
+    hints.take([HintedNamespace(b"a", 1, 100), HintedNamespace(b"b", 1, 100)], hashes, pin(1), 0)
     assert hints.kept_blocks == 6
     hints.check()
 
@@ -308,9 +308,11 @@ def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "hint", [Hint(session_ended=True), Hint(priority=Priority.LOW)], ids=["ended", "low"]
+    "hint",
+    [PrefixHint(session_ended=True), PrefixHint(priority=Priority.LOW)],
+    ids=["ended", "low"],
 )
-def test_what_nobody_needs_goes_first(hint: Hint) -> None:
+def test_what_nobody_needs_goes_first(hint: PrefixHint) -> None:
     """Sessions that go on would lose their blocks to one that has ended, and was used last."""
     scene = Scene()
     kept = [scene.store(number) for number in range(12)]
@@ -334,7 +336,7 @@ def test_what_others_hang_on_stays() -> None:
         reservation, _ = scene.host.reserve(1, scene.space, tail, parents)
         scene.host.commit(1, reservation.reservation_id, 4)
     fill = [scene.store(number) for number in range(13)]
-    scene.hint([*prompt, *ends[0]], Hint(session_ended=True))
+    scene.hint([*prompt, *ends[0]], PrefixHint(session_ended=True))
     assert scene.count("demoted_blocks_total") == 4
     scene.store("new", 4)
     assert not any(scene.here(ends[0]))
@@ -345,8 +347,8 @@ def test_who_comes_back_is_not_sent_away_again() -> None:
     """A user who returns to a session that was called over would never have a cache again."""
     scene = Scene()
     over = scene.store("over", 4)
-    scene.hint(over, Hint(session_ended=True))
-    scene.space.chain.use(Request(over, 1.0))
+    scene.hint(over, PrefixHint(session_ended=True))
+    scene.space.chain.use(PrefixRequest(over, 1.0))
     for number in range(12):
         scene.store(number)
     scene.space.chain.touch(scene.host.prefix(scene.space, over))
@@ -360,7 +362,7 @@ def test_a_session_may_end_before_its_last_blocks_are_stored() -> None:
     scene = Scene()
     scene.store("over", 8)
     hashes, _ = blocks.chain(12, "over")
-    scene.hint(hashes, Hint(session_ended=True))
+    scene.hint(hashes, PrefixHint(session_ended=True))
     scene.store("over", 12, first=8)
     kept = [scene.store(number) for number in range(13)]
     for number in range(3):
@@ -374,7 +376,7 @@ def test_what_is_kept_and_to_go_first_is_kept() -> None:
     scene = Scene()
     hashes = scene.store("both")
     scene.hint(hashes, pin(100))
-    scene.hint(hashes, Hint(session_ended=True))
+    scene.hint(hashes, PrefixHint(session_ended=True))
     scene.flood()
     assert all(scene.here(hashes))
     scene.sleep(102)
@@ -390,7 +392,7 @@ def test_blocks_that_are_leased_do_not_go_first_either() -> None:
     hashes = scene.store("leased")
     slots = scene.host.prefix(scene.space, hashes)
     lease = scene.host.grant(1, [(scene.space, slots)], 0)
-    scene.hint(hashes, Hint(session_ended=True))
+    scene.hint(hashes, PrefixHint(session_ended=True))
     scene.flood()
     assert scene.host.prefix(scene.space, hashes) == slots
     scene.host.release(lease.lease_id, 1)
@@ -419,7 +421,7 @@ def test_every_policy_passes_over_what_is_kept(name: str) -> None:
     tags = ["kept", "over", *range(6)]
     for start, tag in enumerate(tags):
         hashes, parents = blocks.chain(4, tag)
-        chain.use(Request(hashes, float(start)))
+        chain.use(PrefixRequest(hashes, float(start)))
         for item, (one, parent) in enumerate(zip(hashes, parents, strict=True), 4 * start):
             chain.insert(item, one, parent)
     over = blocks.chain(4, "over")[0]
@@ -494,7 +496,7 @@ class HintsAtRandom(RuleBasedStateMachine):
     def use(self, at: int, number: int, count: int) -> None:
         space = self.scene.spaces[at]
         hashes, _ = self.chain(number, count)
-        space.chain.use(Request(hashes, self.scene.now_ns / S))
+        space.chain.use(PrefixRequest(hashes, self.scene.now_ns / S))
         self.scene.host.prefix(space, hashes)
 
     @rule(
@@ -502,7 +504,7 @@ class HintsAtRandom(RuleBasedStateMachine):
         number=st.integers(0, 7),
         part=st.tuples(st.integers(0, 7), st.integers(1, 8)),
         hint=st.builds(
-            Hint,
+            PrefixHint,
             st.sampled_from((0, 0, 1, 5000, HINT_MS_MAX)),
             st.sampled_from((0, 0, 1000, (1 << 63) - 1)),
             st.sampled_from(list(Priority)),
@@ -511,7 +513,13 @@ class HintsAtRandom(RuleBasedStateMachine):
         backwards=st.booleans(),
     )
     def say(
-        self, who: list[int], number: int, part: tuple[int, int], hint: Hint, *, backwards: bool
+        self,
+        who: list[int],
+        number: int,
+        part: tuple[int, int],
+        hint: PrefixHint,
+        *,
+        backwards: bool,
     ) -> None:
         hashes = self.chain(number, 8)[0][part[0] : part[0] + part[1]]
         if backwards:

@@ -15,12 +15,12 @@ from tierd.core.writes import (
     RATE_BURST_S,
     Miss,
     Missed,
-    Moment,
     WriteBudget,
+    WriteMoment,
     Writes,
 )
 from tierd.errors import ConfigError
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import Reuse
 
 SPACE = b"n" * 16
@@ -207,7 +207,7 @@ class Foreseen(Reuse):
         return chance
 
 
-def takes(writes: Writes, moment: Moment, uses: int, chance: float | None = None) -> bool:
+def takes(writes: Writes, moment: WriteMoment, uses: int, chance: float | None = None) -> bool:
     chosen = writes.choose(moment, SPACE, chain(1), Foreseen(uses, chance), BLOCK, 0)
     return chosen == [0]
 
@@ -222,30 +222,30 @@ def selective(demand: float, **keys: object) -> Writes:
 def test_write_through_writes_whatever_comes() -> None:
     """First-seen prefixes would not be kept, as HiCache's write_through failed to."""
     writes = Writes(config(WritePolicy.WRITE_THROUGH), 1)
-    assert all(takes(writes, moment, 1) for moment in Moment)
+    assert all(takes(writes, moment, 1) for moment in WriteMoment)
 
 
 def test_write_back_writes_when_a_block_leaves_and_not_before() -> None:
     """Popular blocks would be written although L2 keeps them; HiCache's write_back sends to
     storage whatever it demotes, needed or not."""
     writes = Writes(config(WritePolicy.WRITE_BACK), 1)
-    assert not takes(writes, Moment.STORED, 1)
-    assert not takes(writes, Moment.USED, 50)
-    assert takes(writes, Moment.LEAVING, 1)
+    assert not takes(writes, WriteMoment.STORED, 1)
+    assert not takes(writes, WriteMoment.USED, 50)
+    assert takes(writes, WriteMoment.LEAVING, 1)
 
 
 def test_selective_writes_at_once_while_the_budget_has_room() -> None:
     """A quiet node would lose what it had in memory with the daemon, for writes that it has."""
-    assert takes(selective(DEMAND_EARLY), Moment.STORED, 1)
-    assert not takes(selective(2 * DEMAND_EARLY), Moment.STORED, 1)
+    assert takes(selective(DEMAND_EARLY), WriteMoment.STORED, 1)
+    assert not takes(selective(2 * DEMAND_EARLY), WriteMoment.STORED, 1)
     writes = Writes(config(write_share=1.0, write_bytes_per_s=Size(1000 * BLOCK)), L2_BYTES)
     for second in range(400):
-        writes.choose(Moment.STORED, SPACE, chain(40, second), Foreseen(1), BLOCK, second * S)
+        writes.choose(WriteMoment.STORED, SPACE, chain(40, second), Foreseen(1), BLOCK, second * S)
     now_ns = 400 * S
-    assert writes.choose(Moment.STORED, SPACE, chain(1), Foreseen(1), BLOCK, now_ns) == [0]
+    assert writes.choose(WriteMoment.STORED, SPACE, chain(1), Foreseen(1), BLOCK, now_ns) == [0]
 
 
-def least(writes: Writes, moment: Moment) -> float:
+def least(writes: Writes, moment: WriteMoment) -> float:
     """The least chance of use that is enough, in steps of a thousandth."""
     return next(p / 1000 for p in range(1001) if takes(writes, moment, 2, p / 1000))
 
@@ -254,18 +254,18 @@ def test_selective_asks_for_more_the_higher_the_demand() -> None:
     """The budget would be spent on whatever comes first."""
     for demand in (0.02, 0.2, 0.5, DEMAND_MAX):
         writes = selective(demand)
-        assert not takes(writes, Moment.STORED, 1), "one use is not enough"
-        assert not takes(writes, Moment.USED, 1)
-        assert least(writes, Moment.LEAVING) == pytest.approx(demand, abs=0.001)
+        assert not takes(writes, WriteMoment.STORED, 1), "one use is not enough"
+        assert not takes(writes, WriteMoment.USED, 1)
+        assert least(writes, WriteMoment.LEAVING) == pytest.approx(demand, abs=0.001)
         # What stays can be written later, and with better knowledge.
-        assert least(writes, Moment.USED) > demand
+        assert least(writes, WriteMoment.USED) > demand
 
 
 def test_what_everybody_uses_is_written_though_it_stays() -> None:
     """The system prompt that never leaves L2 would be lost with the daemon, and unknown to the
     other nodes that share the tier."""
-    assert takes(selective(0.2), Moment.USED, 20, 0.99)
-    assert takes(selective(DEMAND_MAX), Moment.USED, 20, 1.0)
+    assert takes(selective(0.2), WriteMoment.USED, 20, 0.99)
+    assert takes(selective(DEMAND_MAX), WriteMoment.USED, 20, 1.0)
 
 
 def bounded(blocks: int) -> Writes:
@@ -276,16 +276,16 @@ def bounded(blocks: int) -> Writes:
 def test_selective_writes_nothing_beyond_a_bound() -> None:
     """The bound that an operator set would be a wish."""
     writes = bounded(10)
-    taken = sum(takes(writes, Moment.LEAVING, 9, 1.0) for _ in range(50))
+    taken = sum(takes(writes, WriteMoment.LEAVING, 9, 1.0) for _ in range(50))
     assert taken == 10
-    assert not any(takes(writes, moment, 9, 1.0) for moment in Moment)
+    assert not any(takes(writes, moment, 9, 1.0) for moment in WriteMoment)
 
 
 def test_a_bound_that_ends_within_a_chain_keeps_the_prefix() -> None:
     """Children without their parents would be written, which no request can use."""
     writes = bounded(5)
     hashes = chain(8)
-    chosen = writes.choose(Moment.LEAVING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
+    chosen = writes.choose(WriteMoment.LEAVING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
     assert chosen == [0, 1, 2, 3, 4]
     assert writes.missed.lost(SPACE, hashes) == 3
 
@@ -295,8 +295,8 @@ def test_what_was_refused_is_offered_once() -> None:
     refused and computed again, time after time, would buy writes for others."""
     writes = selective(0.5)
     for _ in range(2000):
-        takes(writes, Moment.STORED, 1)
-        assert not takes(writes, Moment.LEAVING, 1, 0.0)
+        takes(writes, WriteMoment.STORED, 1)
+        assert not takes(writes, WriteMoment.LEAVING, 1, 0.0)
     assert writes.budget.demand == 0.5
 
 
@@ -304,7 +304,7 @@ def test_what_was_refused_is_offered_once() -> None:
 def test_the_number_of_uses_is_the_configured_one(count: int) -> None:
     """`write_uses` would be a key without effect; HiCache's threshold is no setting."""
     writes = selective(0.5, write_uses=count)
-    enough = [takes(writes, Moment.USED, n, 1.0) for n in (1, 2, 3, 4)]
+    enough = [takes(writes, WriteMoment.USED, n, 1.0) for n in (1, 2, 3, 4)]
     assert enough == [n >= count for n in (1, 2, 3, 4)]
 
 
@@ -313,11 +313,11 @@ def test_turns_are_told_from_documents_that_are_read_once() -> None:
     reuse = Reuse()
     talk = chain(400, "talk")
     for turn in range(1, 200):
-        reuse.use(Request(talk[: 2 * turn], 20.0 * turn))
-        reuse.use(Request(chain(64, turn), 20.0 * turn))
+        reuse.use(PrefixRequest(talk[: 2 * turn], 20.0 * turn))
+        reuse.use(PrefixRequest(chain(64, turn), 20.0 * turn))
     last = [talk[396], talk[0], *chain(64, 199)[:2]]
     writes = selective(0.2)
-    assert writes.choose(Moment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
+    assert writes.choose(WriteMoment.LEAVING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
 
 
 def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> None:
@@ -326,12 +326,12 @@ def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> 
     writes, reuse = Writes(config(), L2_BYTES), Reuse()
     used, once = chain(10, "used"), chain(10, "once")
     for now_s in (0.0, 1.0):
-        reuse.use(Request(used, now_s))
-    reuse.use(Request(once, 1.0))
+        reuse.use(PrefixRequest(used, now_s))
+    reuse.use(PrefixRequest(once, 1.0))
 
-    def chosen(moment: Moment) -> list[int]:
+    def chosen(moment: WriteMoment) -> list[int]:
         writes.budget.demand = DEMAND_MAX
         return writes.choose(moment, SPACE, [*used, *once], reuse, BLOCK, 2 * S)
 
-    assert chosen(Moment.LEAVING) == []
-    assert chosen(Moment.STOPPING) == [*range(10)]
+    assert chosen(WriteMoment.LEAVING) == []
+    assert chosen(WriteMoment.STOPPING) == [*range(10)]

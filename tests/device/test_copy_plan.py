@@ -14,7 +14,7 @@ from tests.support.device.copy_scene import LAYOUTS, Pages, Slots
 from tierd.device.api import Addresses, Device, DeviceError, Direction
 from tierd.device.choice import choose, compact, finish
 from tierd.device.host import HostDevice
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, group_plans, issue, merged
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, group_plans, issue, merged
 from tierd.shared_memory.exports import PageLayout, Run, layout_error
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Scene:
         self.device.free(self.staging)
         self.device.close(self.base)
 
-    def move(self, plan: Plan, way: tuple[Strategy, Direction], pairs: list[tuple[int, int]]):
+    def move(self, plan: CopyPlan, way: tuple[Strategy, Direction], pairs: list[tuple[int, int]]):
         blocks = np.array([block for block, _ in pairs], np.uint64)
         slots = self.slots.address(*[slot for _, slot in pairs])
         issue(self.device, self.stream, plan, way, blocks, slots, NO_BOUNDS, self.staging)
@@ -83,7 +83,7 @@ def test_ways_move_what_the_connector_would_move(
     assert not layout_error(pages.layout, [len(pages.raw)], pages.block_bytes)
     before, slots_before = pages.raw.copy(), slots.raw.copy()
 
-    scene.move(Plan(pages.layout, [scene.base]), (strategy, Direction.STORE), pairs)
+    scene.move(CopyPlan(pages.layout, [scene.base]), (strategy, Direction.STORE), pairs)
     assert (pages.raw == before).all()
     for block, slot in pairs:
         assert slots.content(slot) == pages.block(block)
@@ -118,7 +118,9 @@ def test_layer_group_is_moved_alone(device: HostDevice) -> None:
 # Pieces
 
 
-def arrays(plan: Plan, blocks: list[int], slots: list[int], bounds: list[int]) -> list[list[int]]:
+def arrays(
+    plan: CopyPlan, blocks: list[int], slots: list[int], bounds: list[int]
+) -> list[list[int]]:
     found = plan.direct(
         np.array(blocks, np.uint64), np.array(slots, np.uint64), np.array(bounds, np.uint64)
     )
@@ -127,7 +129,7 @@ def arrays(plan: Plan, blocks: list[int], slots: list[int], bounds: list[int]) -
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
     """Each block of a contiguous load would cost a descriptor: slow on every bus."""
-    plan = Plan(PageLayout((Run(0, 100, 60), Run(0, 160, 40)), 100, 50), [1000])
+    plan = CopyPlan(PageLayout((Run(0, 100, 60), Run(0, 160, 40)), 100, 50), [1000])
     assert plan.run_count == 1
     assert arrays(plan, [3, 4, 5, 8, 9], [0, 100, 200, 300, 500], []) == [
         [1400, 1900, 2000],
@@ -138,7 +140,7 @@ def test_neighbours_on_both_sides_are_one_piece() -> None:
 
 def test_pieces_end_where_pinned_memory_does() -> None:
     """A copy that crosses two registrations fails, and its whole batch with it."""
-    plan = Plan(PageLayout((Run(0, 0, 100),), 100, 50), [0])
+    plan = CopyPlan(PageLayout((Run(0, 0, 100),), 100, 50), [0])
     bounds = [0, 200, 300, 1000]
     assert arrays(plan, [0, 1, 2, 3, 4], [0, 100, 200, 300, 400], bounds) == [
         [0, 200, 300],
@@ -151,7 +153,7 @@ def test_pieces_end_where_pinned_memory_does() -> None:
 def test_regular_runs_are_one_piece_a_block() -> None:
     """A layer-outermost cache would be as many copies as it has layers."""
     runs = tuple(Run(0, 1000 * layer, 10) for layer in range(8))
-    plan = Plan(PageLayout(runs, 10, 100), [0])
+    plan = CopyPlan(PageLayout(runs, 10, 100), [0])
     pieces = plan.pitched(np.array([2, 5], np.uint64), np.array([4000, 5000], np.uint64))
     assert pieces == [(20, 1000, 4000, 10, 10, 8), (50, 1000, 5000, 10, 10, 8)]
     assert plan.strategies == list(Strategy)
@@ -161,17 +163,17 @@ def test_rows_that_are_too_far_apart_for_cuda_are_no_stretch() -> None:
     """cudaMemcpy2D refuses a pitch above 2 GiB, which a large cache's layers exceed."""
     for distance, possible in (((1 << 31) - 1, True), (1 << 31, False)):
         runs = tuple(Run(0, distance * layer, 10) for layer in range(8))
-        plan = Plan(PageLayout(runs, 10, 100), [0])
+        plan = CopyPlan(PageLayout(runs, 10, 100), [0])
         assert (Strategy.PITCHED in plan.strategies) == possible
     backwards = tuple(Run(0, 1000 * layer, 10) for layer in reversed(range(8)))
-    assert Strategy.PITCHED not in Plan(PageLayout(backwards, 10, 100), [0]).strategies
+    assert Strategy.PITCHED not in CopyPlan(PageLayout(backwards, 10, 100), [0]).strategies
 
 
 def test_irregular_runs_are_split_into_stretches() -> None:
     """Heads of another size, or a hole between two caches, would be read at a wrong distance."""
     starts = (0, 100, 200, 350, 450, 1000)
     runs = tuple(Run(0, at, 10) for at in starts) + tuple(Run(1, at, 20) for at in (0, 50))
-    plan = Plan(PageLayout(runs, 10, 1), [0, 5000])
+    plan = CopyPlan(PageLayout(runs, 10, 1), [0, 5000])
     pieces = plan.pitched(np.array([0], np.uint64), np.array([0], np.uint64))
     found = [
         (piece.page, piece.page_pitch, piece.slot, piece.width, piece.rows) for piece in pieces
@@ -218,7 +220,7 @@ def test_blocks_that_lie_far_apart_are_measured_in_little_memory() -> None:
 
     device = Counting()
     stream = device.create_stream(urgent=False)
-    choose(device, stream, layout, [layout.block_bytes], Plan(layout, [0]))
+    choose(device, stream, layout, [layout.block_bytes], CopyPlan(layout, [0]))
     assert device.largest <= 32 << 20
     device.shut()
 
@@ -253,7 +255,9 @@ def chosen(device: Device) -> tuple[set[Strategy], str]:
     layout = Pages("LHBNC", 40).layout
     stream = device.create_stream(urgent=False)
     try:
-        choice = choose(device, stream, layout, [100, layout.block_bytes], Plan(layout, [1 << 30]))
+        choice = choose(
+            device, stream, layout, [100, layout.block_bytes], CopyPlan(layout, [1 << 30])
+        )
     finally:
         device.shut()
     return set(choice.ways.values()), choice.how
@@ -308,6 +312,6 @@ def test_measurement_that_fails_leaves_nothing_but_what_may_be_written(lost: boo
     stream = device.create_stream(urgent=False)
     layout = Pages("LBHNC", 6).layout
     with pytest.raises(DeviceError, match="is gone" if lost else "refused"):
-        choose(device, stream, layout, [layout.block_bytes], Plan(layout, [0]))
+        choose(device, stream, layout, [layout.block_bytes], CopyPlan(layout, [0]))
     assert bool(device.pinned_bytes) == bool(device._allocated) == lost
     device.shut()

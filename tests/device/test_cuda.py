@@ -25,8 +25,8 @@ from tierd.device.engine_cuda import (
     Events,
     Exports,
     Facts,
-    Place,
-    Span,
+    MemorySpan,
+    SpanPlace,
     chains,
     descriptors_error,
     device_uuid,
@@ -236,7 +236,7 @@ def test_equal_pids_in_two_namespaces_are_told(fake, device):
     """`invalid device context` says nothing to whoever runs two containers."""
     driver = cuda.driver
     (base,) = (driver.cuMemAlloc(MIB)[1],)
-    own = Exports(1, [Span(int(base), MIB)]).exports[0]
+    own = Exports(1, [MemorySpan(int(base), MIB)]).exports[0]
     with pytest.raises(CannotOpenError, match="same PID in another PID namespace"):
         device.open(own)
 
@@ -247,12 +247,12 @@ def test_equal_pids_in_two_namespaces_are_told(fake, device):
 def test_chunks_are_mapped_to_one_stretch(fake, device):
     """Without it KV of expandable segments or of vLLM's cumem allocator cannot be copied."""
     base = fake.expandable(2 * MIB, 3)
-    spans = [Span(base + 100, 3 * MIB), Span(base + 5 * MIB, MIB)]
+    spans = [MemorySpan(base + 100, 3 * MIB), MemorySpan(base + 5 * MIB, MIB)]
     exports = Exports(1, spans)
     (export,) = exports.exports
     assert export.kind is ExportKind.CUDA_VMM
     assert [part[:2] for part in export.parts] == [(i * 2 * MIB, 2 * MIB) for i in range(3)]
-    assert exports.places == [Place(0, 100), Place(0, 5 * MIB)]
+    assert exports.places == [SpanPlace(0, 100), SpanPlace(0, 5 * MIB)]
     mapped = device.open(export)
     exports.close()
     exports.close()
@@ -267,7 +267,7 @@ def test_chunks_are_mapped_to_one_stretch(fake, device):
 )
 def test_a_mapping_that_fails_leaves_nothing(fake, device, failing):
     """Reserved addresses and physical memory would be gone until the copy process ends."""
-    exports = Exports(1, [Span(fake.expandable(2 * MIB, 2), 3 * MIB)])
+    exports = Exports(1, [MemorySpan(fake.expandable(2 * MIB, 2), 3 * MIB)])
     fake.fail[failing] = 999
     areas = len(fake.areas)
     with pytest.raises(CannotOpenError, match="cannot be mapped"):
@@ -453,20 +453,22 @@ def test_refusals_come_from_the_drivers_attributes(fake, kind):
     cuda.driver.cuCtxPushCurrent(cuda.driver.CUcontext(1))
     address = fake.allocate(MIB, kind)
     with pytest.raises(CannotOpenError, match="cannot be shown"):
-        Exports(1, [Span(address, MIB)])
+        Exports(1, [MemorySpan(address, MIB)])
     with pytest.raises(CannotOpenError, match="does not know"):
-        Exports(1, [Span(12, MIB)])
+        Exports(1, [MemorySpan(12, MIB)])
     cuda.driver.cuCtxPopCurrent()
 
 
 def test_chunks_that_lie_end_to_end_are_one_allocation():
     """Two tensors in one chunk would be exported twice, or a gap be mapped."""
-    a, b, c, d = Span(100, 10), Span(110, 10), Span(130, 5), Span(135, 1)
+    a, b, c, d = MemorySpan(100, 10), MemorySpan(110, 10), MemorySpan(130, 5), MemorySpan(135, 1)
     assert chains([b, a, d, b, c]) == [[a, b], [c, d]]
     assert chains([]) == []
-    assert places([Span(112, 8), Span(130, 6)], [Span(100, 20), Span(130, 6)]) == [
-        Place(0, 12),
-        Place(1, 0),
+    assert places(
+        [MemorySpan(112, 8), MemorySpan(130, 6)], [MemorySpan(100, 20), MemorySpan(130, 6)]
+    ) == [
+        SpanPlace(0, 12),
+        SpanPlace(1, 0),
     ]
 
 
@@ -478,7 +480,7 @@ def test_too_many_chunks_for_the_descriptors_of_a_process_are_told():
 
 def test_exports_that_fail_half_way_leave_no_descriptor(fake):
     """An engine that tries again would run out of descriptors."""
-    spans = [Span(fake.expandable(2 * MIB, 2), 3 * MIB)]
+    spans = [MemorySpan(fake.expandable(2 * MIB, 2), 3 * MIB)]
     before = len(os.listdir("/proc/self/fd"))
     fake.fail["cuMemExportToShareableHandle"] = 801
     with pytest.raises(CannotOpenError, match="no file descriptor"):
@@ -492,7 +494,7 @@ def test_two_tensors_of_one_allocation_are_one_export(fake):
     cuda.driver.cuCtxPushCurrent(cuda.driver.CUcontext(1))
     big, small = (int(cuda.driver.cuMemAlloc(size)[1]) for size in (4 * MIB, 2 * MIB))
     cuda.driver.cuCtxPopCurrent()
-    spans = [Span(big + 512, 1024), Span(small, 2 * MIB), Span(big + MIB, MIB)]
+    spans = [MemorySpan(big + 512, 1024), MemorySpan(small, 2 * MIB), MemorySpan(big + MIB, MIB)]
     exports = Exports(1, spans)
     assert len(exports.exports) == 2
     for span, place in zip(spans, exports.places, strict=True):
@@ -519,7 +521,7 @@ def test_a_stream_has_a_counter_of_its_own(fake, device):
     counters = Counters(1)
     assert counters.span.size_bytes == 2 * MIB
     assert [counters.record(stream) for stream in (5, 6, 5)] == [(0, 1), (1, 1), (0, 2)]
-    first, second, *_ = counters.handles(Place(3, 64))
+    first, second, *_ = counters.handles(SpanPlace(3, 64))
     assert first == counter_handle(3, 64)
     assert second == counter_handle(3, 72)
     for stream in range(100, 100 + EVENTS - 2):

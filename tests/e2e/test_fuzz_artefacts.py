@@ -31,10 +31,10 @@ from tests.support.servers import fake_s3
 from tests.support.servers.fake_s3 import FakeS3
 from tierd import backend as backend_module
 from tierd.backend import HEADER_BYTES, Backend, CheckReport, Outcome
-from tierd.cli.warm.journal import Done, Journal
+from tierd.cli.warm.journal import FinishedUnit, WarmJournal
 from tierd.daemon.jobs.hotset import FILE
 from tierd.errors import ConfigError
-from tierd.hotset import HotSet, Run, pieces
+from tierd.hotset import HotRun, HotSet, pieces
 from tierd.memory.ledger import LIFE_BYTES, RECORD_BYTES, is_ledger
 from tierd.testing import suite
 from tierd.testing.simulation.keeper import Keeper
@@ -376,7 +376,7 @@ def test_segment(kept: Kept) -> None:
 
 def hot_set() -> bytes:
     hashes, parents = named.chain(3)
-    runs = [Run(parents[0], hashes, 3, 60, 3)]
+    runs = [HotRun(parents[0], hashes, 3, 60, 3)]
     return b"".join(pieces([([named.namespace()], runs)], written_s=1000, version="1"))
 
 
@@ -416,15 +416,15 @@ def test_snapshot(tmp_path: Path) -> None:
 def test_journal(tmp_path: Path) -> None:
     """A damaged journal would have a warm leave out what was never warmed."""
     path = tmp_path / "journal"
-    journal = Journal(str(path), "host memory")
+    journal = WarmJournal(str(path), "host memory")
     for number in range(3):
-        journal.finish(f"unit {number}", Done((bytes([number]) * 16,), bytes(32), 7))
+        journal.finish(f"unit {number}", FinishedUnit((bytes([number]) * 16,), bytes(32), 7))
     whole = dict(journal.done)
     journal.close()
     raw = path.read_bytes()
     for damage in damages.all_of(len(raw), [raw.index(b"\n")]):
         path.write_bytes(damage.spoil(raw))
         with contextlib.suppress(ConfigError):
-            journal = Journal(str(path), "host memory")
+            journal = WarmJournal(str(path), "host memory")
             journal.close()
             assert journal.done.items() <= whole.items(), damage.what

@@ -13,7 +13,7 @@ from tests.support.traces import BLOCK_TOKENS, trace_lines
 from tierd.chain import ChainIndex
 from tierd.eviction import POLICIES, make_policy, survival
 from tierd.eviction.hazard import HOLDS
-from tierd.eviction.policy import Ghosts, Request
+from tierd.eviction.policy import Ghosts, PrefixRequest
 from tierd.eviction.reuse import LEARNED_REQUESTS, SLICE, USES_MAX, Reuse
 from tierd.replay.trace import Trace, parse_trace
 from tierd.types import NEVER
@@ -43,7 +43,7 @@ class Cache:
         self.free = list(range(capacity))
         self.hits = 0
 
-    def serve(self, request: Request) -> list[int]:
+    def serve(self, request: PrefixRequest) -> list[int]:
         """Use and store one request's blocks; the items that were evicted for it."""
         items, hashes = self.index.items, request.hashes
         self.reuse.use(request)
@@ -90,7 +90,9 @@ def test_any_order_of_events_keeps_the_books(name: str, data: st.DataObject) -> 
             first = data.draw(st.integers(0, 5)) * 100
             chain = [block(first + i) for i in range(data.draw(st.integers(0, 7)))]
             partial = bool(chain) and data.draw(st.booleans())
-            request = Request(chain, now_s, partial, data.draw(st.sampled_from([None, 5, 99, 500])))
+            request = PrefixRequest(
+                chain, now_s, partial, data.draw(st.sampled_from([None, 5, 99, 500]))
+            )
             cache.serve(request)
         elif event == "touch":
             cache.index.touch(items[:3])
@@ -131,8 +133,8 @@ def test_everything_goes_when_everything_must(name: str) -> None:
 def test_busy_blocks_stay_and_come_back_into_play(name: str) -> None:
     """A leased slot that is reused under its reader is a wrong byte; one never freed is lost."""
     cache = Cache(10, name)
-    cache.serve(Request([block(i) for i in range(5)], 0.0))
-    cache.serve(Request([block(100 + i) for i in range(5)], 1.0))
+    cache.serve(PrefixRequest([block(i) for i in range(5)], 0.0))
+    cache.serve(PrefixRequest([block(100 + i) for i in range(5)], 1.0))
     tail = cache.index.items[block(4)]
     gone = cache.index.evict(20, lambda item: item == tail)
     assert len(gone) == 5
@@ -204,23 +206,23 @@ def test_s3fifo_keeps_what_was_used_twice_from_a_scan() -> None:
     """Without its small queue it is a plain FIFO, and a scan empties it."""
     cache = Cache(20, "s3fifo")
     hot = [block(i) for i in range(5)]
-    cache.serve(Request(hot, 0.0))
-    cache.serve(Request(hot, 0.0))
+    cache.serve(PrefixRequest(hot, 0.0))
+    cache.serve(PrefixRequest(hot, 0.0))
     for number in range(50):
-        cache.serve(Request([block(1000 + number)], 0.0))
+        cache.serve(PrefixRequest([block(1000 + number)], 0.0))
     assert all(block_hash in cache.index for block_hash in hot)
 
 
 def test_arc_moves_its_target_towards_what_was_missed() -> None:
     """A target that never moves is a cache of fixed halves."""
     cache = Cache(4, "arc")
-    cache.serve(Request([block(0)], 0.0))
-    cache.serve(Request([block(0)], 0.0))
+    cache.serve(PrefixRequest([block(0)], 0.0))
+    cache.serve(PrefixRequest([block(0)], 0.0))
     for number in range(1, 6):
-        cache.serve(Request([block(number)], 0.0))
+        cache.serve(PrefixRequest([block(number)], 0.0))
     assert block(0) in cache.index
     before = cache.policy._target  # type: ignore[attr-defined]
-    cache.serve(Request([block(1)], 0.0))
+    cache.serve(PrefixRequest([block(1)], 0.0))
     assert cache.policy._target > before  # type: ignore[attr-defined]
 
 
@@ -229,12 +231,12 @@ def test_a_credit_is_worth_a_turnover() -> None:
     cache = Cache(20, "credit")
     hot = [block(i) for i in range(5)]
     for _ in range(4):
-        cache.serve(Request(hot, 0.0))
+        cache.serve(PrefixRequest(hot, 0.0))
     for number in range(30):
-        cache.serve(Request([block(1000 + number)], 0.0))
+        cache.serve(PrefixRequest([block(1000 + number)], 0.0))
     assert all(block_hash in cache.index for block_hash in hot)
     for number in range(20):
-        cache.serve(Request([block(2000 + number)], 0.0))
+        cache.serve(PrefixRequest([block(2000 + number)], 0.0))
     assert not any(block_hash in cache.index for block_hash in hot)
 
 
@@ -242,10 +244,10 @@ def test_a_credit_given_at_a_larger_size_delays_nobody_for_ever() -> None:
     """After memory was taken back, blocks would be evicted out of turn, or none be found."""
     cache = Cache(2000, "credit")
     for _ in range(8):
-        cache.serve(Request([block(i) for i in range(5)], 0.0))
+        cache.serve(PrefixRequest([block(i) for i in range(5)], 0.0))
     assert cache.policy.victim() == cache.index.items[block(4)]
     cache.policy.resize(10)
-    cache.serve(Request([block(i) for i in range(5)], 0.0))
+    cache.serve(PrefixRequest([block(i) for i in range(5)], 0.0))
     cache.index.check()
     cache.index.touch([cache.index.items[block(4)]])
     cache.index.check()
@@ -257,25 +259,25 @@ def test_a_smaller_index_remembers_less(name: str) -> None:
     """Memory that was taken back would go on costing a ghost for each block of it."""
     cache = Cache(2000, name)
     for number in range(60):
-        cache.serve(Request([block(100 * number + i) for i in range(100)], float(number)))
+        cache.serve(PrefixRequest([block(100 * number + i) for i in range(100)], float(number)))
     cache.policy.resize(100)
     cache.index.check()
     cache.policy.resize(3000)
-    cache.serve(Request([block(9999)], 99.0))
+    cache.serve(PrefixRequest([block(9999)], 99.0))
     cache.index.check()
 
 
 # --- the default of L2 --------------------------------------------------------------
 
 
-def hits_on(requests: list[Request], capacity: int, name: str) -> int:
+def hits_on(requests: list[PrefixRequest], capacity: int, name: str) -> int:
     cache = Cache(capacity, name)
     for request in requests:
         cache.serve(request)
     return cache.hits
 
 
-def zipf_and_scans(seed: int, requests: int) -> list[Request]:
+def zipf_and_scans(seed: int, requests: int) -> list[PrefixRequest]:
     rng = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(200)]
     stream, now_s, fresh = [], 0.0, 1 << 20
@@ -287,7 +289,7 @@ def zipf_and_scans(seed: int, requests: int) -> list[Request]:
         else:
             document = rng.choices(range(200), weights)[0]
             chain = [block(document * 100 + i) for i in range(8)]
-        stream.append(Request(chain, now_s))
+        stream.append(PrefixRequest(chain, now_s))
     return stream
 
 
@@ -338,7 +340,7 @@ def test_hazard_does_not_fall_below_lru_when_the_workload_changes(capacity: int)
     assert loss / references < FLOOR
 
 
-def chats(seed: int, shared: int, added: tuple[int, int], think_s: float) -> list[Request]:
+def chats(seed: int, shared: int, added: tuple[int, int], think_s: float) -> list[PrefixRequest]:
     """Chats of several turns, each of which comes back with all it had and a little more."""
     rng = random.Random(seed)
     stream, start_s = [], 0.0
@@ -350,22 +352,22 @@ def chats(seed: int, shared: int, added: tuple[int, int], think_s: float) -> lis
         for _ in range(rng.randint(2, 9)):
             first, more = 10_000 * (chat + 1) + len(chain), rng.randint(*added)
             chain = chain + [block(first + i) for i in range(more)]
-            stream.append(Request(chain, now_s))
+            stream.append(PrefixRequest(chain, now_s))
             now_s += think_s * rng.lognormvariate(0, 0.5)
     return sorted(stream, key=lambda request: request.now_s)
 
 
-def documents(seed: int, pick: Callable[[random.Random, int], int]) -> list[Request]:
+def documents(seed: int, pick: Callable[[random.Random, int], int]) -> list[PrefixRequest]:
     """Requests for one of many documents of 8 blocks, 5 a second."""
     rng = random.Random(seed)
     numbers = (pick(rng, number) for number in range(3000))
     return [
-        Request([block(8 * document + i) for i in range(8)], number / 5)
+        PrefixRequest([block(8 * document + i) for i in range(8)], number / 5)
         for number, document in enumerate(numbers)
     ]
 
 
-STREAMS: dict[str, Callable[[], list[Request]]] = {
+STREAMS: dict[str, Callable[[], list[PrefixRequest]]] = {
     "agents": lambda: chats(1, 60, (5, 30), 5),
     "short think times": lambda: chats(2, 0, (2, 5), 8),
     "tenants": lambda: chats(3, 20, (1, 6), 60),
@@ -394,7 +396,7 @@ def test_the_book_remembers_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch
     reuse = Reuse(100)
     cache = Cache(200, "hazard", reuse)
     for number in range(300):
-        cache.serve(Request([block(10 * number + i) for i in range(10)], float(number)))
+        cache.serve(PrefixRequest([block(10 * number + i) for i in range(10)], float(number)))
         cache.index.check()
         reuse.check()
     assert 90 <= reuse.known <= 100
@@ -415,7 +417,7 @@ def test_chance_of_reuse_grows_with_the_horizon() -> None:
     """A storage tier would be offered its blocks in the wrong order."""
     reuse = Reuse()
     for number in range(50):
-        reuse.use(Request([block(0), block(number + 1)], number * 10.0))
+        reuse.use(PrefixRequest([block(0), block(number + 1)], number * 10.0))
     chances = [reuse.chance(block(0), horizon_s) for horizon_s in (1, 10, 100, 1000, 1e7)]
     assert chances == sorted(chances)
     assert 0 < chances[0] < chances[-1] <= 1
@@ -425,7 +427,7 @@ def test_chance_of_reuse_grows_with_the_horizon() -> None:
 def test_a_block_of_no_request_may_come_back() -> None:
     """What an engine has just generated would never reach a storage tier."""
     reuse = Reuse()
-    reuse.use(Request([block(0)], 0.0))
+    reuse.use(PrefixRequest([block(0)], 0.0))
     assert reuse.uses(block(999)) == 0
     assert reuse.chance(block(999), 100) == reuse.chance(block(0), 100) > 0
 
@@ -435,13 +437,13 @@ def test_uses_are_counted_up_to_a_bound() -> None:
     reuse = Reuse()
     for number in range(USES_MAX + 5):
         assert reuse.uses(block(0)) == min(number, USES_MAX)
-        reuse.use(Request([block(0)], float(number)))
+        reuse.use(PrefixRequest([block(0)], float(number)))
 
 
 def test_what_is_taught_counts_where_it_is_more() -> None:
     """A snapshot of an hour ago would make what is hot now look cold, or be of no use."""
     reuse = Reuse()
-    reuse.use(Request([block(0), block(1)], 100.0))
+    reuse.use(PrefixRequest([block(0), block(1)], 100.0))
     reuse.teach([block(i) for i in range(4)], [1, 9, 3, 99], [500, 20, 300, NEVER], 110_000)
     assert [reuse.uses(block(i)) for i in range(4)] == [1, 9, 3, 0]
     assert [use and use[1] for use in map(reuse.last_use, map(block, range(4)))] == [
@@ -451,7 +453,7 @@ def test_what_is_taught_counts_where_it_is_more() -> None:
         None,
     ]
     assert reuse.worth(block(0)) > reuse.worth(block(2)) > reuse.worth(block(3)) == 0
-    reuse.use(Request([block(2)], 111.0))
+    reuse.use(PrefixRequest([block(2)], 111.0))
     assert (reuse.uses(block(2)), reuse.last_use(block(2))[1]) == (4, 111_000)  # type: ignore[index]
     reuse.teach([block(2)], [2], [0], 111_500)
     assert (reuse.uses(block(2)), reuse.last_use(block(2))[1]) == (4, 111_500)  # type: ignore[index]
@@ -516,7 +518,7 @@ def test_counting_in_slices_comes_to_the_same() -> None:
     """The daemon, which counts between other work, would evict in another order than a replay."""
     whole, sliced = Reuse(), Reuse()
     chain = [block(i) for i in range(3 * SLICE + 5)]
-    requests = [Request(chain[: 40 * number], 7.0 * number) for number in range(25)]
+    requests = [PrefixRequest(chain[: 40 * number], 7.0 * number) for number in range(25)]
     for request in requests:
         whole.use(request)
         steps = sum(1 for _ in sliced.use_slices(request))
@@ -535,7 +537,7 @@ def test_tables_are_not_made_all_the_time() -> None:
     reuse = Reuse()
     rebuilt = 0
     for number in range(4000):
-        for _ in reuse.use_slices(Request([block(number % 50)], number / 1000)):
+        for _ in reuse.use_slices(PrefixRequest([block(number % 50)], number / 1000)):
             pass
         if reuse.rebuild_due:
             reuse.rebuild()

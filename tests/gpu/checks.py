@@ -20,7 +20,7 @@ import numpy as np
 from tests.gpu.engine import Engine, Refused, engine, pattern
 from tierd.device.api import Addresses, CannotOpenError, Device, Direction
 from tierd.device.choice import HostScratch, choose, finish
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, issue
 from tierd.shared_memory.exports import (
     Export,
     PageLayout,
@@ -162,7 +162,7 @@ def all_ways(rig: Rig, peer: Engine, form: Laid, bases: list[int]) -> str:
     layout = page_layout(peer, form)
     size = layout.block_bytes
     assert not layout_error(layout, [export.size_bytes for export in peer.exports], size)
-    plan = Plan(layout, bases)
+    plan = CopyPlan(layout, bases)
     stream = device.create_stream(urgent=True)
     with scratch(rig, 2 * size * form.blocks) as host:
         staging = device.allocate(size * form.blocks)
@@ -181,7 +181,7 @@ def round_trip(
     stream: int,
     peer: Engine,
     form: Laid,
-    plan: Plan,
+    plan: CopyPlan,
     strategy: Strategy,
     host: HostScratch,
     staging: int,

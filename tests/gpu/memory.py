@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from tierd.device.engine_cuda import Counters, Events, Exports, Span
+from tierd.device.engine_cuda import Counters, Events, Exports, MemorySpan
 from tierd.device.engine_host import HostEvent, HostExport
 from tierd.shared_memory.exports import Export
 
@@ -34,7 +34,7 @@ class Memory(ABC):
 
     @abstractmethod
     def show(
-        self, spans: list[Span], *, counters: bool
+        self, spans: list[MemorySpan], *, counters: bool
     ) -> tuple[Sequence[Export], list[tuple[int, int]]]:
         """Export them; allocation and offset of each. With counters, or with native events."""
 
@@ -82,7 +82,7 @@ class HostMemory(Memory):
         return export.address
 
     def show(
-        self, spans: list[Span], *, counters: bool
+        self, spans: list[MemorySpan], *, counters: bool
     ) -> tuple[Sequence[Export], list[tuple[int, int]]]:
         exports = [self._exports[span.address] for span in spans]
         exports.append(HostExport(4096))
@@ -122,7 +122,7 @@ class CudaMemory(Memory):
         self._shown: Exports | None = None
 
     def show(
-        self, spans: list[Span], *, counters: bool
+        self, spans: list[MemorySpan], *, counters: bool
     ) -> tuple[Sequence[Export], list[tuple[int, int]]]:
         events = Counters(0) if counters else Events(0)
         more = [events.span] if isinstance(events, Counters) else []

@@ -11,7 +11,7 @@ import time
 from tests.gpu.engine import MESSAGE_MAX, Refused, Shown, pattern
 from tests.gpu.memory import managed, memory_of
 from tierd.device.api import CannotOpenError
-from tierd.device.engine_cuda import Span
+from tierd.device.engine_cuda import MemorySpan
 
 
 class _Process:
@@ -19,16 +19,16 @@ class _Process:
 
     def __init__(self, kind: str) -> None:
         self._memory = memory_of(kind)
-        self._spans: list[Span] = []
+        self._spans: list[MemorySpan] = []
 
     def show(self, sizes: list[int], counters: bool) -> tuple[object, list[int]]:
-        self._spans = [Span(self._memory.allocate(size), size) for size in sizes]
+        self._spans = [MemorySpan(self._memory.allocate(size), size) for size in sizes]
         exports, places = self._memory.show(self._spans, counters=counters)
         fds = [part.fd for export in exports for part in export.parts]
         return Shown(list(exports), places, tuple(self._memory.handles)), fds
 
     def show_managed(self) -> tuple[object, list[int]]:
-        self._memory.show([Span(managed(), 1)], counters=False)
+        self._memory.show([MemorySpan(managed(), 1)], counters=False)
         return None, []
 
     def fill(self, seed: int) -> tuple[object, list[int]]:

@@ -16,16 +16,16 @@ from tests.testing import test_memory_backend
 from tierd.backend import HEADER_BYTES, Backend, GetRequest, GetResult, Outcome, PutRequest
 from tierd.errors import BackendError
 from tierd.storage.breaker import BreakerBackend
-from tierd.storage.measured import BOUNDS_S, Histogram, MeasuredBackend, Speed
+from tierd.storage.measured import BOUNDS_S, Histogram, MeasuredBackend, MeasuredSpeed
 from tierd.storage.wrapper import Wrapper
 from tierd.testing.backend import MemoryBackend, StoredBlock
-from tierd.testing.faulty import DAMAGE, NO_FAULTS, Fault, FaultPlan, FaultyBackend
+from tierd.testing.faulty import DAMAGE, NO_FAULTS, FaultPlan, FaultyBackend, InjectedFault
 from tierd.testing.simulation.loop import SimulationDeadlock, SimulationLoop, run_simulation
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
-    Block,
     Damage,
+    SelfNamingBlock,
     Slots,
     check_result,
     contains,
@@ -56,7 +56,7 @@ def stack(inner: Backend) -> BreakerBackend:
 
 def slow(inner: Backend, seed: int = 0) -> FaultyBackend:
     """With waits to race and cancel in, and calls that end late: for virtual time."""
-    return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}, latency_s=1e-4), seed)
+    return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}, latency_s=1e-4), seed)
 
 
 def core(backend: Backend) -> Backend:
@@ -139,7 +139,7 @@ class TestFaulty(MemorySuite):
     """Cancelled calls that linger are sound calls."""
 
     def wrap(self, inner: Backend) -> Wrapper:
-        return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}))
+        return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}))
 
 
 class TestStackOnFiles(FileSuite):
@@ -153,7 +153,7 @@ class TestFaultyFiles(FileSuite):
     """The same for what a test puts between them."""
 
     def wrap(self, inner: Backend) -> Wrapper:
-        return FaultyBackend(inner, FaultPlan({Fault.LINGER: 0.5}))
+        return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}))
 
 
 class SlowStack(MemorySuite, abstract=True):
@@ -238,7 +238,7 @@ async def test_outcomes_and_bytes_are_counted() -> None:
 
 async def test_failed_blocks_are_counted() -> None:
     """I/O errors of single blocks would not show."""
-    backend, _ = await measured(FaultPlan({Fault.FAIL_BLOCK: 1.0}))
+    backend, _ = await measured(FaultPlan({InjectedFault.FAIL_BLOCK: 1.0}))
     await put(backend, CHAIN[:3])
     await get(backend, CHAIN[:2])
     counted = nonzero(backend)
@@ -258,11 +258,11 @@ def test_failed_calls_bugs_and_cancelled_calls_are_told_apart() -> None:
             raise TypeError("bug")
 
     async def scenario(loop: SimulationLoop) -> None:
-        backend, tier = await measured(FaultPlan({Fault.FAIL_CALL: 1.0}))
+        backend, tier = await measured(FaultPlan({InjectedFault.FAIL_CALL: 1.0}))
         for call in (put, get, contains):
             with pytest.raises(BackendError):
                 await call(backend, CHAIN[:2])
-        tier.plan = FaultPlan({Fault.HANG: 1.0})
+        tier.plan = FaultPlan({InjectedFault.HANG: 1.0})
         for call in (put, get, contains):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call(backend, CHAIN[:2]), 3.0)
@@ -334,7 +334,7 @@ async def test_latency_names_every_operation() -> None:
 
 def test_speed_is_the_tiers_and_not_a_calls() -> None:
     """The gate would skip loads from a tier that is fast with several calls, or idle by night."""
-    speed = Speed()
+    speed = MeasuredSpeed()
     assert speed.bytes_per_s is None
     now_s = 100.0
     for _ in range(50):
@@ -350,7 +350,7 @@ def test_speed_is_the_tiers_and_not_a_calls() -> None:
 
 def test_speed_counts_overlapping_time_once() -> None:
     """A tier that reads ahead would look twice as fast as it is, or half."""
-    speed = Speed()
+    speed = MeasuredSpeed()
     speed.begin(10.0)
     speed.begin(10.5)
     speed.end(11.0, 100)
@@ -360,7 +360,7 @@ def test_speed_counts_overlapping_time_once() -> None:
 
 def test_speed_follows_the_tier() -> None:
     """A tier that has become slow would be taken for a fast one for hours."""
-    speed = Speed()
+    speed = MeasuredSpeed()
     now_s = 0.0
 
     def run(calls: int, moved_bytes: int) -> float:
@@ -384,7 +384,7 @@ def test_speed_follows_the_tier() -> None:
 
 def test_what_comes_next_decides_a_speed_in_doubt() -> None:
     """A tier that is well again would be taken for a slow one for all that it has been slow."""
-    speed = Speed()
+    speed = MeasuredSpeed()
     speed.begin(0.0)
     speed.end(100.0, 100)
     speed.doubt()
@@ -435,7 +435,7 @@ async def test_failed_blocks_leave_their_neighbours() -> None:
     """One block's outcome would be reported for another one."""
     outcomes: set[Outcome] = set()
     for seed in range(5):
-        backend = await faulty(FaultPlan({Fault.FAIL_BLOCK: 0.5}), seed)
+        backend = await faulty(FaultPlan({InjectedFault.FAIL_BLOCK: 0.5}), seed)
         # get() checks every HIT against its own block.
         outcomes |= set(await get(backend, CHAIN))
         more = make_chain(f"more {seed}", 10, BLOCK_BYTES)
@@ -448,7 +448,7 @@ async def test_failed_blocks_leave_their_neighbours() -> None:
 
 async def test_torn_reads_leave_noise() -> None:
     """A caller that publishes a slot before the outcome would never be caught."""
-    backend = await faulty(FaultPlan({Fault.TORN_READ: 1.0}))
+    backend = await faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}))
     slots = Slots(1, SLOT_BYTES)
     request = GetRequest(CHAIN[0].key.block_hash, slots.view(0), BLOCK_BYTES)
     assert await backend.get_into(NAMESPACE, [request]) == [GetResult(Outcome.ERROR)]
@@ -459,7 +459,7 @@ async def test_torn_reads_leave_noise() -> None:
 
 async def test_vanished_blocks_are_gone() -> None:
     """What contains_many promised a moment ago may be gone: that must be tried."""
-    backend = await faulty(FaultPlan({Fault.VANISH: 1.0}))
+    backend = await faulty(FaultPlan({InjectedFault.VANISH: 1.0}))
     assert await contains(backend, CHAIN) == [True] * len(CHAIN)
     assert await get(backend, CHAIN[:3]) == [Outcome.MISS] * 3
     assert await contains(backend, CHAIN[:4]) == [False] * 3 + [True]
@@ -468,7 +468,7 @@ async def test_vanished_blocks_are_gone() -> None:
 
 async def test_lost_writes_are_reported_as_stored() -> None:
     """A disk that lies about its cache could not be tried."""
-    backend = await faulty(FaultPlan({Fault.LOSE_WRITE: 1.0}))
+    backend = await faulty(FaultPlan({InjectedFault.LOSE_WRITE: 1.0}))
     more = make_chain("lost", 3, BLOCK_BYTES)
     assert await put(backend, more) == [Outcome.STORED] * 3
     assert await contains(backend, more) == [False] * 3
@@ -479,7 +479,7 @@ async def test_failed_calls_may_have_done_their_work() -> None:
     """A retry after a failure meets blocks that the failed call stored."""
     held: set[bool] = set()
     for seed in range(20):
-        backend = await faulty(FaultPlan({Fault.FAIL_CALL: 1.0}), seed)
+        backend = await faulty(FaultPlan({InjectedFault.FAIL_CALL: 1.0}), seed)
         more = make_chain("failed", 1, BLOCK_BYTES)
         with pytest.raises(BackendError, match="simulated"):
             await put(backend, more)
@@ -492,7 +492,8 @@ async def test_failed_calls_may_have_done_their_work() -> None:
 async def test_faults_are_counted_with_those_inside() -> None:
     """A test could not tell whether what it is about has happened."""
     backend = FaultyBackend(
-        MemoryBackend(plan=FaultPlan({Fault.FAIL_BLOCK: 1.0})), FaultPlan({Fault.VANISH: 1.0})
+        MemoryBackend(plan=FaultPlan({InjectedFault.FAIL_BLOCK: 1.0})),
+        FaultPlan({InjectedFault.VANISH: 1.0}),
     )
     await backend.open()
     await put(backend, CHAIN[:2])
@@ -501,8 +502,8 @@ async def test_faults_are_counted_with_those_inside() -> None:
     await backend.close()
 
 
-@pytest.mark.parametrize("fault", [fault for fault in Fault if fault in DAMAGE])
-async def test_damage_is_refused(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [fault for fault in InjectedFault if fault in DAMAGE])
+async def test_damage_is_refused(fault: InjectedFault) -> None:
     """A test of bit rot would pass because there was none."""
     with pytest.raises(AssertionError, match="from outside"):
         FaultyBackend(MemoryBackend(), FaultPlan({fault: 0.1}))
@@ -512,7 +513,7 @@ def test_a_hung_call_ends_only_by_cancelling() -> None:
     """A caller without a deadline would be found by luck."""
 
     async def patient(loop: SimulationLoop) -> None:
-        await get(await faulty(FaultPlan({Fault.HANG: 1.0})), CHAIN)
+        await get(await faulty(FaultPlan({InjectedFault.HANG: 1.0})), CHAIN)
 
     with pytest.raises(SimulationDeadlock):
         run_simulation(0, patient)
@@ -522,7 +523,9 @@ def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
     """A caller that reuses a slot when it gives up, not when the call ended, would pass."""
 
     async def scenario(loop: SimulationLoop) -> None:
-        backend = await faulty(FaultPlan({Fault.HANG: 1.0, Fault.LINGER: 1.0}, latency_s=0.01))
+        backend = await faulty(
+            FaultPlan({InjectedFault.HANG: 1.0, InjectedFault.LINGER: 1.0}, latency_s=0.01)
+        )
         slots = Slots(2, SLOT_BYTES)
         slots.view(1)[:BLOCK_BYTES] = CHAIN[0].payload
         key, parent, checksum = CHAIN[0].key, CHAIN[0].parent, CHAIN[0].checksum
@@ -557,7 +560,7 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
     """Callers that read, write and give up on a failing tier behind the whole stack, until it
     is well again."""
     seed = loop.random.randrange(1 << 30)
-    faults = dict.fromkeys(set(Fault) - DAMAGE, 0.05)
+    faults = dict.fromkeys(set(InjectedFault) - DAMAGE, 0.05)
     tier = FaultyBackend(MemoryBackend(seed=seed), FaultPlan(faults, latency_s=0.01), seed)
     backend = BreakerBackend(
         MeasuredBackend(tier), name="bad day", deadline_s=0.5, slow_s=0.2, probe_s=1.0
@@ -565,7 +568,7 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
     await backend.open()
     chains = [make_chain(f"chain {number}", 8, BLOCK_BYTES) for number in range(8)]
 
-    async def read(slots: Slots, chain: list[Block]) -> None:
+    async def read(slots: Slots, chain: list[SelfNamingBlock]) -> None:
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), BLOCK_BYTES)
             for position, block in enumerate(chain)
@@ -631,7 +634,7 @@ def test_bad_days_end() -> None:
     seen = Counter[str]()
     for seed in range(8):
         seen += run_simulation(seed, bad_day)
-    for fault in set(Fault) - DAMAGE:
+    for fault in set(InjectedFault) - DAMAGE:
         assert seen[f"fault_{fault.value}_total"], fault
     assert seen["opened_reads"] > 10
     assert seen["opened_writes"] > 10

@@ -21,8 +21,8 @@ from tierd.backend import (
 from tierd.errors import BackendError, ConfigError
 from tierd.testing.backend import (
     NO_FAULTS,
-    Fault,
     FaultPlan,
+    InjectedFault,
     MemoryBackend,
     MemoryOptions,
     StoredBlock,
@@ -32,8 +32,8 @@ from tierd.testing.suite import (
     NAMESPACE,
     ROOT,
     BackendSuite,
-    Block,
     Damage,
+    SelfNamingBlock,
     Slots,
     check_result,
     contains,
@@ -87,7 +87,7 @@ class SlowMemory(TestMemory, abstract=True):
     """Run in simulation: with waits to race and cancel in, and calls that end late."""
 
     __test__ = False
-    plan = FaultPlan({Fault.LINGER: 0.5}, latency_s=0.0001)
+    plan = FaultPlan({InjectedFault.LINGER: 0.5}, latency_s=0.0001)
 
 
 RACES = [
@@ -214,7 +214,7 @@ async def test_a_refused_parent_takes_its_tail_with_it() -> None:
 
 @asynccontextmanager
 async def faulty(
-    plan: FaultPlan, chain: list[Block], seed: int = 0
+    plan: FaultPlan, chain: list[SelfNamingBlock], seed: int = 0
 ) -> AsyncIterator[MemoryBackend]:
     """A backend that holds `chain` and from now on fails by `plan`."""
     backend = MemoryBackend(seed=seed)
@@ -225,15 +225,20 @@ async def faulty(
     await backend.close()
 
 
-def chain_of(count: int) -> list[Block]:
+def chain_of(count: int) -> list[SelfNamingBlock]:
     return make_chain("faulty", count, BLOCK_BYTES)
 
 
-DAMAGE = [Fault.FLIP_PAYLOAD, Fault.FLIP_HEADER, Fault.SWAP, Fault.TRUNCATE]
+DAMAGE = [
+    InjectedFault.FLIP_PAYLOAD,
+    InjectedFault.FLIP_HEADER,
+    InjectedFault.SWAP,
+    InjectedFault.TRUNCATE,
+]
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-async def test_damage_is_found_and_dropped(fault: Fault) -> None:
+async def test_damage_is_found_and_dropped(fault: InjectedFault) -> None:
     """A simulation of bit rot would serve wrong bytes itself, or rot that nobody notices."""
     chain = chain_of(4)
     async with faulty(FaultPlan({fault: 1.0}), chain) as backend:
@@ -244,7 +249,7 @@ async def test_damage_is_found_and_dropped(fault: Fault) -> None:
         backend.plan = NO_FAULTS
         assert await get(backend, chain[:1]) == [Outcome.MISS]
         rest = await get(backend, chain[1:])
-        swapped = 1 if fault is Fault.SWAP else 0
+        swapped = 1 if fault is InjectedFault.SWAP else 0
         assert rest.count(Outcome.CORRUPT) == swapped
         assert rest.count(Outcome.HIT) == 3 - swapped
 
@@ -252,7 +257,7 @@ async def test_damage_is_found_and_dropped(fault: Fault) -> None:
 async def test_a_torn_read_leaves_noise_and_says_error() -> None:
     """A caller that publishes a slot before the outcome would never be caught."""
     chain = chain_of(1)
-    async with faulty(FaultPlan({Fault.TORN_READ: 1.0}), chain) as backend:
+    async with faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}), chain) as backend:
         slots = Slots(1, SLOT_BYTES)
         request = GetRequest(chain[0].key.block_hash, slots.view(0), BLOCK_BYTES)
         [result] = await backend.get_into(NAMESPACE, [request])
@@ -265,7 +270,7 @@ async def test_a_torn_read_leaves_noise_and_says_error() -> None:
 async def test_a_failed_block_leaves_its_neighbours() -> None:
     """One block's I/O error would count as the tier's, and open the breaker."""
     chain = chain_of(200)
-    async with faulty(FaultPlan({Fault.FAIL_BLOCK: 0.5}), chain) as backend:
+    async with faulty(FaultPlan({InjectedFault.FAIL_BLOCK: 0.5}), chain) as backend:
         outcomes = await get(backend, chain)
         assert set(outcomes) == {Outcome.ERROR, Outcome.HIT}
         assert outcomes.count(Outcome.ERROR) == backend.counters["fault_fail_block_total"]
@@ -274,7 +279,7 @@ async def test_a_failed_block_leaves_its_neighbours() -> None:
 async def test_a_vanished_block_is_a_miss_after_a_yes() -> None:
     """What contains_many promised a moment ago may be gone: that must be tried."""
     chain = chain_of(2)
-    async with faulty(FaultPlan({Fault.VANISH: 1.0}), chain) as backend:
+    async with faulty(FaultPlan({InjectedFault.VANISH: 1.0}), chain) as backend:
         assert await contains(backend, chain) == [True, True]
         assert await get(backend, chain) == [Outcome.MISS, Outcome.MISS]
         assert backend.stats().blocks == 0
@@ -284,7 +289,7 @@ async def test_a_vanished_block_is_a_miss_after_a_yes() -> None:
 async def test_a_lost_write_is_reported_as_stored() -> None:
     """A disk that lies about its cache could not be simulated."""
     chain = chain_of(2)
-    async with faulty(FaultPlan({Fault.LOSE_WRITE: 1.0}), chain[:1]) as backend:
+    async with faulty(FaultPlan({InjectedFault.LOSE_WRITE: 1.0}), chain[:1]) as backend:
         assert await put(backend, chain[1:]) == [Outcome.STORED]
         assert await contains(backend, chain) == [True, False]
 
@@ -294,7 +299,9 @@ async def test_a_failed_call_may_have_done_its_work() -> None:
     chain = chain_of(1)
     held = set()
     for seed in range(20):
-        async with faulty(FaultPlan({Fault.FAIL_CALL: 1.0}), make_chain("x", 1, 10), seed) as tier:
+        async with faulty(
+            FaultPlan({InjectedFault.FAIL_CALL: 1.0}), make_chain("x", 1, 10), seed
+        ) as tier:
             with pytest.raises(BackendError, match="simulated"):
                 await put(tier, chain)
             tier.plan = NO_FAULTS
@@ -304,7 +311,7 @@ async def test_a_failed_call_may_have_done_its_work() -> None:
 
 def test_a_hung_call_ends_only_by_cancelling() -> None:
     """A caller without a deadline would be found by luck; the simulation calls it a deadlock."""
-    plan = FaultPlan({Fault.HANG: 1.0})
+    plan = FaultPlan({InjectedFault.HANG: 1.0})
 
     async def patient(loop: SimulationLoop) -> None:
         async with faulty(plan, chain_of(1)) as backend:
@@ -326,7 +333,7 @@ def test_a_cancelled_read_may_write_until_it_returns_and_not_after() -> None:
 
     async def scenario(loop: SimulationLoop) -> bool:
         slots = Slots(1, SLOT_BYTES)
-        plan = FaultPlan({Fault.HANG: 1.0, Fault.LINGER: 1.0}, latency_s=0.01)
+        plan = FaultPlan({InjectedFault.HANG: 1.0, InjectedFault.LINGER: 1.0}, latency_s=0.01)
         async with faulty(plan, chain_of(1)) as backend:
             request = GetRequest(chain_of(1)[0].key.block_hash, slots.view(0), BLOCK_BYTES)
             call = asyncio.create_task(backend.get_into(NAMESPACE, [request]))
@@ -372,7 +379,7 @@ def test_a_slot_reused_during_a_write_is_counted(wait_s: float) -> None:
 
 async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
     """Callers that read, write, delete and give up on a tier with every fault at once."""
-    chances = dict.fromkeys(Fault, 0.05)
+    chances = dict.fromkeys(InjectedFault, 0.05)
     backend = MemoryBackend(
         30 * (BLOCK_BYTES + HEADER_BYTES),
         plan=FaultPlan(chances, latency_s=0.001),
@@ -402,7 +409,7 @@ async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
                 await asyncio.sleep(0.1)
                 assert all(slots.is_blank(slot) for slot in range(8))
 
-    async def read(slots: Slots, chain: list[Block]) -> None:
+    async def read(slots: Slots, chain: list[SelfNamingBlock]) -> None:
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), BLOCK_BYTES)
             for position, block in enumerate(chain)
@@ -430,7 +437,7 @@ def test_mayhem_repeats_and_leaves_every_block_right() -> None:
     for seed in range(10):
         counters, _ = run_simulation(seed, mayhem)
         struck.update(counters)
-    assert all(struck[f"fault_{fault.value}_total"] for fault in Fault)
+    assert all(struck[f"fault_{fault.value}_total"] for fault in InjectedFault)
     assert run_simulation(3, mayhem) == run_simulation(3, mayhem)
 
 

@@ -25,7 +25,7 @@ from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
 from tierd.core.host import HostTier
-from tierd.core.space import Lease, Reservation, Space
+from tierd.core.space import SlotLease, SlotReservation, Space
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3 import tier as tier_module
 from tierd.daemon.l3.backup import Backups, WriteQueue
@@ -40,11 +40,11 @@ from tierd.storage.breaker import BreakerBackend
 from tierd.storage.circuit import Circuit
 from tierd.testing import backend as backend_module
 from tierd.testing.simulation import run as simulation_module
-from tierd.testing.simulation.engine import Habits, Link
-from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.engine import Habits, SimulatedSession
+from tierd.testing.simulation.life import DaemonIncarnation
 from tierd.testing.simulation.loop import SimulationError, SimulationLoop, run_simulation
 from tierd.testing.simulation.run import simulate
-from tierd.testing.simulation.world import Plan, Violation, World
+from tierd.testing.simulation.world import Violation, World, WorldPlan
 from tierd.types import PAGE_BYTES, BlockKey
 from tierd.wire import messages as m
 
@@ -134,8 +134,8 @@ def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
     def grant(
         self: HostTier, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int
-    ) -> Lease:
-        lease = Lease(self._take_id(), owner, parts, expires_ns)
+    ) -> SlotLease:
+        lease = SlotLease(self._take_id(), owner, parts, expires_ns)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -160,17 +160,21 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
 
     def too_long(
         self: HostTier, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int
-    ) -> Lease:
+    ) -> SlotLease:
         lease = grant(self, owner, parts, expires_ns)
-        told = Lease(lease.lease_id, owner, parts, expires_ns + 10**12)
+        told = SlotLease(lease.lease_id, owner, parts, expires_ns + 10**12)
         del self.leases[lease.lease_id]
         self.leases[lease.lease_id] = lease
         return told
 
     monkeypatch.setattr(HostTier, "grant", too_long)
-    monkeypatch.setattr("tierd.testing.simulation.life.Life._check_leases", lambda self: None)
+    monkeypatch.setattr(
+        "tierd.testing.simulation.life.DaemonIncarnation._check_leases", lambda self: None
+    )
     # The next life would wait for such a lease to end.
-    monkeypatch.setattr("tierd.daemon.l2.incarnations.Lives.leased", lambda self, lease: None)
+    monkeypatch.setattr(
+        "tierd.daemon.l2.incarnations.Incarnations.leased", lambda self, lease: None
+    )
     assert "loaded wrong bytes" in caught()
 
 
@@ -219,7 +223,7 @@ def test_commit_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine's bug would publish another one's half-written block."""
     end = HostTier._end_reservation
 
-    def end_any(self: HostTier, owner: int, reservation_id: int) -> Reservation | None:
+    def end_any(self: HostTier, owner: int, reservation_id: int) -> SlotReservation | None:
         reservation = self.reservations.get(reservation_id)
         return reservation and end(self, reservation.owner, reservation_id)
 
@@ -319,7 +323,7 @@ def test_namespaces_that_end_while_slots_are_written_are_seen(
 
 def test_a_client_that_left_does_not_silence_the_next() -> None:
     """A session that ends while a segment is announced would hide it from the one behind it."""
-    plan = Plan(
+    plan = WorldPlan(
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
         lease_ttl_ms=100,
@@ -337,14 +341,14 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 
     async def scenario(loop: SimulationLoop) -> None:
         world = World(loop, 0, loop.random, network_s=0.001)
-        life = world.life = Life(world, plan, faulty=False)
+        life = world.life = DaemonIncarnation(world, plan, faulty=False)
         while not life.accepting:
             await asyncio.sleep(0.001)
         links = []
         for name in ("gone", "stays"):
             connection = world.connect(name, loop.random)
             assert connection is not None
-            link = Link(connection, world, loop.random)
+            link = SimulatedSession(connection, world, loop.random)
             link.send(m.Hello(m.PROTOCOL_VERSION, name))
             asked = link.ask(m.Register(link.next_call(), make_namespace().to_fields(), True))
             assert await link.answer(asked, m.Registered)

@@ -25,7 +25,7 @@ class Word(NamedTuple):
     help: str
 
 
-class Place(NamedTuple):
+class CompletionPoint(NamedTuple):
     """What may follow the commands in `path`, and the values that an option of them takes."""
 
     path: str
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Place]:
+def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[CompletionPoint]:
     """The table of a parser and of all its commands, deepest last."""
     words: list[Word] = []
     values: dict[str, list[str]] = {}
@@ -75,7 +75,7 @@ def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Place]:
                 values.update(dict.fromkeys(action.option_strings, choices))
         else:
             words += [Word(str(choice), "") for choice in action.choices or ()]
-    yield Place(path, words, values)
+    yield CompletionPoint(path, words, values)
     for name, child in below:
         yield from places(child, name)
 
@@ -104,7 +104,7 @@ _tierd() {{
 complete -o filenames -F _tierd tierd"""
 
 
-def _bash(found: list[Place]) -> str:
+def _bash(found: list[CompletionPoint]) -> str:
     values = [
         f"    {shlex.quote(f'{place.path} {option}')}) COMPREPLY=($(compgen -W "
         f'{shlex.quote(" ".join(choices))} -- "$cur")); return ;;'
@@ -132,11 +132,11 @@ def _bash(found: list[Place]) -> str:
     )
 
 
-def _zsh(found: list[Place]) -> str:
+def _zsh(found: list[CompletionPoint]) -> str:
     return f"autoload -Uz bashcompinit && bashcompinit\n{_bash(found)}"
 
 
-def _fish(found: list[Place]) -> str:
+def _fish(found: list[CompletionPoint]) -> str:
     lines = ["complete -c tierd -f"]
     for place in found:
         names = place.path.split()

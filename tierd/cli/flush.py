@@ -10,7 +10,7 @@ from typing import Final
 
 from tierd.cli.common.digests import check_digits, listed, of_status, resolve
 from tierd.cli.common.operator import Operator, add_socket, table, tables, whole
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.cli.common.text import printable
 from tierd.errors import ConfigError, TierdError
 
@@ -88,7 +88,7 @@ def _flush(
     known: Mapping[str, str],
 ) -> int:
     """Flush and tell; the exit status. `known` has the namespaces that the daemon knows."""
-    progress = Progress()
+    progress = ProgressLine()
     result: dict[str, object] = {}
     late = False
     try:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from tierd.backend import Backend, CheckReport, Findings
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.cli.common.text import printable, size
 from tierd.config import DEFAULT_CONFIG, StorageConfig, load
 from tierd.daemon.l3.backends import backend_class, options_of
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.path is not None and args.tier is not None:
         raise ConfigError("--tier names a tier of the configuration: leave PATH out")
     targets = [_at(args.path)] if args.path is not None else list(_configured(args))
-    progress = Progress()
+    progress = ProgressLine()
     reports: list[tuple[_Target, CheckReport, float]] = []
     for target in targets:
         began_s = time.monotonic()

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import repeat
 from typing import Final
 
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.config import StorageConfig, WritePolicy, check_budget, convert
 from tierd.errors import ConfigError
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT, STORAGE_POLICIES
@@ -24,7 +24,7 @@ from tierd.eviction.lru import Lru
 from tierd.eviction.policy import ITEM_MASK
 from tierd.replay.optimal import Hits, belady, ideal
 from tierd.replay.processes import Tell, run_all
-from tierd.replay.simulate import Outcome, Setup, simulate
+from tierd.replay.simulate import ReplayResult, Setup, simulate
 from tierd.replay.trace import Trace, open_trace, read_trace
 
 DEFAULT_BLOCK_TOKENS: Final = 512
@@ -111,7 +111,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Replay; the exit status."""
     setups = _setups(args)
-    progress = Progress()
+    progress = ProgressLine()
     # Millions of objects and no cycle: looking for one costs a twentieth of the time.
     gc.disable()
     try:
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reports(
-    args: argparse.Namespace, setups: list[Setup], progress: Progress
+    args: argparse.Namespace, setups: list[Setup], progress: ProgressLine
 ) -> list[dict[str, Json]]:
     progress.say(f"reading {args.trace}")
     with open_trace(args.trace) as source:
@@ -240,7 +240,7 @@ def _one(trace: Trace, setup: Setup, args: argparse.Namespace, tell: Tell) -> di
 
 
 def _storage(
-    trace: Trace, setup: Setup, outcome: Outcome, args: argparse.Namespace
+    trace: Trace, setup: Setup, outcome: ReplayResult, args: argparse.Namespace
 ) -> dict[str, Json]:
     written = outcome.l3_written * setup.block_bytes
     drive = args.drive_bytes or setup.l3_blocks * setup.block_bytes

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tierd.cli.common.operator import Operator, add_socket, table, tables, whole
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.cli.common.text import printable, size
 from tierd.errors import ConfigError, RefusedError, TierdError
 from tierd.sizes import parse_size
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scrub(args: argparse.Namespace, operator: Operator, numbers: list[int], rate: int) -> int:
-    progress = Progress()
+    progress = ProgressLine()
     result: dict[str, object] = {}
     try:
         for result in operator.scrub(numbers, rate):

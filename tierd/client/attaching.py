@@ -24,7 +24,7 @@ Send = Callable[[m.FromClient, int | None], None]
 Probe = Callable[[bool], tuple[int, bytes]]
 
 
-class Registered(Protocol):
+class RegisteredHandle(Protocol):
     """What counts of a client's handle: its number in the present session."""
 
     number: int | None
@@ -56,7 +56,7 @@ class Attachment:
 
     def __init__(
         self,
-        handle: Registered,
+        handle: RegisteredHandle,
         exports: Sequence[Export],
         layout: PageLayout,
         *,
@@ -120,7 +120,7 @@ class Attachments:
         self._all.append(attachment)
         self._attach(attachment)
 
-    def offer(self, handle: Registered) -> None:
+    def offer(self, handle: RegisteredHandle) -> None:
         """A handle has been registered in this session: what belongs to it can be attached."""
         for attachment in self._all:
             if attachment.handle is handle:

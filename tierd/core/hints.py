@@ -46,7 +46,7 @@ class Priority(enum.IntEnum):
     HIGH = 2
 
 
-class Hint(NamedTuple):
+class PrefixHint(NamedTuple):
     """What is said of a prefix; 0 and False say nothing."""
 
     pin_ms: int = 0
@@ -60,7 +60,7 @@ class Hint(NamedTuple):
         return self.session_ended or self.priority is Priority.LOW
 
 
-class Part(NamedTuple):
+class HintedNamespace(NamedTuple):
     """A namespace that a hint is for; of its blocks at most `limit_bytes` may be kept."""
 
     digest: bytes
@@ -164,7 +164,13 @@ class Hints:
         """The hashes of a namespace that are kept, the same object for ever, not to be changed."""
         return self._books.setdefault(digest, _Book()).until_s
 
-    def take(self, parts: Sequence[Part], hashes: Sequence[bytes], hint: Hint, now_ns: int) -> None:
+    def take(
+        self,
+        parts: Sequence[HintedNamespace],
+        hashes: Sequence[bytes],
+        hint: PrefixHint,
+        now_ns: int,
+    ) -> None:
         """Keep what a hint wants kept, of all parts the same prefix, as far as the quota goes.
 
         The parts are different namespaces.
@@ -186,7 +192,7 @@ class Hints:
 
     def _keep(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[HintedNamespace],
         hashes: Sequence[bytes],
         now_ns: int,
         time_ns: int,

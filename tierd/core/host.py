@@ -13,7 +13,7 @@ from itertools import accumulate, islice, repeat
 from typing import Final
 
 from tierd.chain import ChainIndex
-from tierd.core.hints import PIN_SHARE, Hint, Hints, Part
+from tierd.core.hints import PIN_SHARE, HintedNamespace, Hints, PrefixHint
 from tierd.core.sharing import by_worth, donors, segment_bytes
 from tierd.core.space import (
     GONE,
@@ -26,12 +26,12 @@ from tierd.core.space import (
     Evicted,
     Forget,
     HollowSegment,
-    Lease,
     Move,
     NewSegment,
     NoRoom,
     Refusal,
-    Reservation,
+    SlotLease,
+    SlotReservation,
     Space,
 )
 from tierd.core.uses import Uses
@@ -94,8 +94,8 @@ class HostTier:
         self.now_s = 0
         """The time, CLOCK_MONOTONIC, as it is told every second, for when blocks left."""
         self.spaces: dict[bytes, Space] = {}
-        self.leases: dict[int, Lease] = {}
-        self.reservations: dict[int, Reservation] = {}
+        self.leases: dict[int, SlotLease] = {}
+        self.reservations: dict[int, SlotReservation] = {}
         self.allocated_bytes = 0
         self.evicted: Counter[Evicted] = Counter()
         self.revived_blocks = 0
@@ -298,12 +298,12 @@ class HostTier:
         mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
         return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
 
-    def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> Lease:
+    def grant(self, owner: int, parts: list[tuple[Space, list[int]]], expires_ns: int) -> SlotLease:
         """Lease READY slots."""
         self._leased_blocks[owner] += sum(len(slots) for _, slots in parts)
         for space, slots in parts:
             self.hold(space, slots)
-        lease = Lease(self._take_id(), owner, parts, expires_ns)
+        lease = SlotLease(self._take_id(), owner, parts, expires_ns)
         self.leases[lease.lease_id] = lease
         return lease
 
@@ -331,7 +331,7 @@ class HostTier:
     # --- hints ----------------------------------------------------------------------
 
     def hint(
-        self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint, now_ns: int
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint, now_ns: int
     ) -> None:
         """Believe what an engine says of a prefix in these namespaces, within bounds.
 
@@ -345,7 +345,7 @@ class HostTier:
                 continue
             memory = space.memory_bytes + unused
             limit = self.hints.quota_bytes * memory // self.capacity_bytes
-            parts.append(Part(space.digest, space.slot_bytes, limit))
+            parts.append(HintedNamespace(space.digest, space.slot_bytes, limit))
             if hint.demotes:
                 self.hints.counters["demoted_blocks_total"] += space.chain.demote(hashes)
         if parts:
@@ -428,7 +428,7 @@ class HostTier:
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
         worth: float | None = None,
-    ) -> tuple[Reservation, list[Effect]]:
+    ) -> tuple[SlotReservation, list[Effect]]:
         """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first.
 
         Blocks that nobody waits for come with what they are worth (`Reuse.worth`): then none
@@ -460,7 +460,7 @@ class HostTier:
         self.hold(space, shield)
         taken, effects = self._take_slots(space, count, worth)
         self.unhold(space, shield)
-        reservation = Reservation(
+        reservation = SlotReservation(
             self._take_id(), owner, space, list(hashes), list(parents), slots, above
         )
         generations = space.generations
@@ -497,7 +497,7 @@ class HostTier:
         assert reservation is not None
         return self._publish(reservation, good)
 
-    def _publish(self, reservation: Reservation, good: Sequence[bool]) -> list[int]:
+    def _publish(self, reservation: SlotReservation, good: Sequence[bool]) -> list[int]:
         space = reservation.space
         ready: list[int] = []
         for block_hash, parent, slot, ok in zip(
@@ -789,7 +789,7 @@ class HostTier:
         space.backed_up[slot] = 0
         space.free.append(slot)
 
-    def _end_reservation(self, owner: int, reservation_id: int) -> Reservation | None:
+    def _end_reservation(self, owner: int, reservation_id: int) -> SlotReservation | None:
         reservation = self.reservations.get(reservation_id)
         if reservation is None or reservation.owner != owner:
             return None

@@ -41,7 +41,7 @@ FORGOTTEN_S: Final = 1800.0
 """Half of what stalls have added to the reserve is forgotten in this time."""
 
 
-class Sample(NamedTuple):
+class MemorySample(NamedTuple):
     """What the machine says. All bounds count: its own memory, and that of cgroups around us."""
 
     total_bytes: int
@@ -67,7 +67,7 @@ class Pressure:
         """Whether L2 has more than there is room for."""
         self.stalled_share = 0.0
         """Of the time between the last two samples, in which some task stalled."""
-        self._before: Sample | None = None
+        self._before: MemorySample | None = None
         self._before_s = 0.0
         self._short_s = -CALM_S
 
@@ -80,7 +80,7 @@ class Pressure:
         self.capacity_bytes = capacity_bytes
 
     def decide(
-        self, sample: Sample, now_s: float, *, allocated_bytes: int, resident_bytes: int
+        self, sample: MemorySample, now_s: float, *, allocated_bytes: int, resident_bytes: int
     ) -> int:
         """The limit from now on, in bytes.
 
@@ -113,7 +113,7 @@ class Pressure:
         """Whether nothing has been short for a while."""
         return now_s - self._short_s >= CALM_S
 
-    def _learn(self, before: Sample, sample: Sample, seconds: float) -> None:
+    def _learn(self, before: MemorySample, sample: MemorySample, seconds: float) -> None:
         self.learned_bytes *= 0.5 ** (seconds / FORGOTTEN_S)
         self.stalled_share = (sample.stalled_us - before.stalled_us) / (seconds * 1e6)
         stuck = (sample.stuck_us - before.stuck_us) / (seconds * 1e6) >= STUCK_SHARE
@@ -127,5 +127,5 @@ class Pressure:
             self.learned_bytes = max(self.learned_bytes, wanted - least)
 
 
-def _least(sample: Sample) -> float:
+def _least(sample: MemorySample) -> float:
     return min(max(sample.total_bytes * RESERVE_SHARE, RESERVE_BYTES_MIN), RESERVE_BYTES_MAX)

@@ -119,7 +119,7 @@ Effect = NewSegment | HollowSegment | Forget | Move | EndSpace
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class SlotReservation:
     """Slots that one owner fills. The id is the generation token: it is never used again.
 
     `held` are the READY slots that the new blocks hang on. They stay until the
@@ -138,7 +138,7 @@ class Reservation:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SlotLease:
     """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), whatever the owner's fate."""
 
     lease_id: int

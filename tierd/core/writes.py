@@ -65,7 +65,7 @@ DAY_S: Final = 86_400.0
 NS: Final = 1_000_000_000
 
 
-class Moment(enum.Enum):
+class WriteMoment(enum.Enum):
     """When a tier may get a block that it lacks."""
 
     STORED = "stored"
@@ -78,11 +78,11 @@ class Moment(enum.Enum):
     """The daemon stops, and L2 may be lost with it."""
 
 
-LAST: Final = (Moment.LEAVING, Moment.STOPPING)
+LAST: Final = (WriteMoment.LEAVING, WriteMoment.STOPPING)
 """What is not written then is lost with L2's copy."""
 
 
-class Bucket:
+class TokenBucket:
     """Bytes that may be written at once: it starts full, and may owe the rest of what it gave last.
 
     It fills at a speed.
@@ -115,8 +115,8 @@ class WriteBudget:
         self.demand = 0.0
         """How likely a block must be used again to be worth a write."""
         self._first_steps = FIRST_STEPS
-        self._by_rate: Bucket | None = None
-        self._by_endurance: Bucket | None = None
+        self._by_rate: TokenBucket | None = None
+        self._by_endurance: TokenBucket | None = None
         self._step_bytes = max(1, l2_bytes // STEPS)
         self._capacity_bytes = 0
         self._last_ns: int | None = None
@@ -130,7 +130,7 @@ class WriteBudget:
         self._share = config.write_share
         rate = config.write_bytes_per_s
         if rate != (self._by_rate.bytes_per_s if self._by_rate is not None else 0):
-            self._by_rate = Bucket(rate, RATE_BURST_S) if rate else None
+            self._by_rate = TokenBucket(rate, RATE_BURST_S) if rate else None
         self._endurance_per_s = config.drive_writes_per_day / DAY_S
         self._endure()
 
@@ -183,9 +183,9 @@ class WriteBudget:
     def _endure(self) -> None:
         rate = self._capacity_bytes * self._endurance_per_s
         if rate != (self._by_endurance.bytes_per_s if self._by_endurance is not None else 0):
-            self._by_endurance = Bucket(rate, ENDURANCE_BURST_S) if rate else None
+            self._by_endurance = TokenBucket(rate, ENDURANCE_BURST_S) if rate else None
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[TokenBucket]:
         return [b for b in (self._by_rate, self._by_endurance) if b is not None]
 
     def _steer(self) -> None:
@@ -310,7 +310,7 @@ class Writes:
 
     def choose(
         self,
-        moment: Moment,
+        moment: WriteMoment,
         digest: bytes,
         hashes: Sequence[bytes],
         reuse: Reuse,
@@ -330,22 +330,22 @@ class Writes:
             return [*range(len(hashes))] if moment in LAST else []
         budget = self.budget
         budget.pass_time(now_ns)
-        if moment is Moment.STORED:
+        if moment is WriteMoment.STORED:
             # What was refused counts once: write_through would write it once.
             new = len(hashes) - self.missed.count(digest, hashes)
             budget.offer(new * size_bytes)
         early = budget.demand <= DEMAND_EARLY
-        if moment is Moment.STORED and not early:
+        if moment is WriteMoment.STORED and not early:
             return []
         demand = budget.demand if moment in LAST else budget.demand**STAYING
         chosen = [*range(len(hashes))]
-        if moment is Moment.USED and not early:
+        if moment is WriteMoment.USED and not early:
             chosen = [
                 place for place in chosen if reuse.uses(hashes[place]) >= self._config.write_uses
             ]
         if not early:
             chances = reuse.chances([hashes[place] for place in chosen], budget.horizon_s)
-            last, uses_min = moment is Moment.STOPPING, self._config.write_uses
+            last, uses_min = moment is WriteMoment.STOPPING, self._config.write_uses
             chosen = [
                 place
                 for place, chance in zip(chosen, chances, strict=True)

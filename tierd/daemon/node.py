@@ -19,13 +19,13 @@ from typing import Final, NamedTuple
 from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import CopyConfig, HostConfig, PrefetchConfig
-from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hint, Hints
+from tierd.core.hints import PIN_MAX_S, PIN_SHARE, Hints, PrefixHint
 from tierd.core.host import WRITING_SHARE_MAX, HostTier
 from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
 from tierd.core.pressure import Pressure
-from tierd.core.space import Evicted, Lease, Reservation, Space
+from tierd.core.space import Evicted, SlotLease, SlotReservation, Space
 from tierd.core.unserved import Unserveds, Why
-from tierd.core.writes import Moment
+from tierd.core.writes import WriteMoment
 from tierd.daemon.copies.copying import Copies
 from tierd.daemon.jobs.explain import Explainer
 from tierd.daemon.jobs.flush import Flushes
@@ -33,10 +33,10 @@ from tierd.daemon.jobs.hotset import Snapshots
 from tierd.daemon.jobs.scrub import Scrubs
 from tierd.daemon.jobs.warming import Warmings
 from tierd.daemon.l2.ending import SPACES_MAX, Endings
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.pressure import Machine, MemoryWatch
-from tierd.daemon.l2.verification import Proofs
+from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.backup import Backups
 from tierd.daemon.l3.learning import Learning
 from tierd.daemon.l3.lookup import Lookup
@@ -95,7 +95,7 @@ class AcquiredNow(NamedTuple):
     """What an ACQUIRE comes to without a tier: if it is not settled, `Node.acquire` must run."""
 
     settled: bool
-    lease: Lease | None
+    lease: SlotLease | None
     resident: int
     """Leading blocks that every space has."""
 
@@ -137,8 +137,8 @@ class Node:
         self.clients: dict[int, str] = {}
         """What each session's client calls itself, by its owner."""
         self.memory = HostMemory(self.host, clock, self.counters, executor, placement, manager)
-        self.lives = Lives(self.memory, [tier.config for tier in tiers], epoch, clock)
-        self.proofs = Proofs(self.memory)
+        self.lives = Incarnations(self.memory, [tier.config for tier in tiers], epoch, clock)
+        self.proofs = Verification(self.memory)
         self.endings = Endings(self.memory)
         self.refusals = Refusals(self.counters)
         self.backups = Backups(self.memory, self.tiers, clock)
@@ -364,7 +364,7 @@ class Node:
         patience: Patience | None = None,
         waited_ms: int = 0,
         prefill_tokens_per_s: int = 0,
-    ) -> Lease | None:
+    ) -> SlotLease | None:
         """Promote what tiers have, verify, and lease the longest prefix by the deadline.
 
         `deadline_ns` is CLOCK_MONOTONIC; `patience` can end the wait sooner. With the engine's
@@ -488,7 +488,7 @@ class Node:
 
     def reserve(
         self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
-    ) -> Reservation:
+    ) -> SlotReservation:
         """Slots for new blocks. Blocks that are there and that a tier lacks are offered again."""
         reservation = self.memory.reserve(owner, space, hashes, parents)
         self.refusals.stored(space, reservation, self.host.now_s)
@@ -507,13 +507,13 @@ class Node:
         self.counters["stored_blocks_total"] += len(ready)
         self.counters["stored_bytes_total"] += len(ready) * reservation.space.namespace.block_bytes
         if self.tiers:
-            self.backups.offer(reservation.space, ready, Moment.STORED)
+            self.backups.offer(reservation.space, ready, WriteMoment.STORED)
         # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
         if self.lives.kept:
             self.backups.sum_soon(reservation.space, ready)
         return len(ready)
 
-    def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: Hint) -> None:
+    def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint) -> None:
         """An engine says how a prefix will be used."""
         self.host.hint(spaces, hashes, hint, self._clock.monotonic_ns())
 

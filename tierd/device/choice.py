@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tierd.device.api import Addresses, Device, DeviceError, Direction
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, Way, group_plans, issue
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, Way, group_plans, issue
 from tierd.shared_memory.exports import PageLayout, Run
 
 SCRATCH_BYTES: Final = 16 << 20
@@ -67,7 +67,7 @@ class HostScratch:
 
 
 def choose(
-    device: Device, stream: int, layout: PageLayout, ends: Sequence[int], plan: Plan
+    device: Device, stream: int, layout: PageLayout, ends: Sequence[int], plan: CopyPlan
 ) -> Choice:
     """Try all ways on blocks shaped like the layout's; takes some 0.1 s.
 
@@ -197,7 +197,7 @@ class _Trial:
         stack.callback(host.close)
         self._plans = {
             Direction.LOAD: group_plans(layout, [pages], ends),
-            Direction.STORE: [Plan(layout, [pages])],
+            Direction.STORE: [CopyPlan(layout, [pages])],
         }
         # Out of order, so that no blocks are neighbours by chance.
         count = layout.block_count

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction
 from tierd.device.choice import Choice, HostScratch, borrowed, choose, compact, finish
-from tierd.device.lane import BATCH_BYTES, CANCELLED, Attachment, Cap, Job, Lane
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, group_plans, issue
+from tierd.device.lane import BATCH_BYTES, CANCELLED, Cap, CopyJob, CopyLane, OpenAttachment
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, group_plans, issue
 from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout, layout_error
 from tierd.shared_memory.gate import Gate
 
@@ -62,14 +62,14 @@ class Copier:
         self._on_done = on_done
         self._on_lost = on_lost
         self._clock = clock
-        self._attachments: dict[int, Attachment] = {}
+        self._attachments: dict[int, OpenAttachment] = {}
         self._choices: dict[_Shape, Choice] = {}
         self._changed = threading.Condition()
         self._lost = ""
         self._stream = device.create_stream(urgent=False)
         cap = Cap(bandwidth_max, clock)
         self._lanes = {
-            direction: Lane(
+            direction: CopyLane(
                 device,
                 direction,
                 cap=cap,
@@ -133,7 +133,7 @@ class Copier:
                 rest.callback(self._device.close_event, opened[-1])
             gate = _open_gate(gate_fd)
             rest.callback(gate.close)
-            plan = Plan(layout, bases)
+            plan = CopyPlan(layout, bases)
             choice = self._choose(layout, ends, plan)
             self._verify(plan, choice.ways[Direction.STORE], probe_block, probe_digest)
             staging_bytes = max(BATCH_BYTES, block_bytes)
@@ -142,7 +142,7 @@ class Copier:
                 if strategy is Strategy.STAGED:
                     staging[direction] = self._device.allocate(staging_bytes)
                     rest.callback(self._device.free, staging[direction])
-            attachment = Attachment(
+            attachment = OpenAttachment(
                 number,
                 {Direction.LOAD: group_plans(layout, bases, ends), Direction.STORE: [plan]},
                 choice.ways,
@@ -189,14 +189,14 @@ class Copier:
             lane.release(attachment)
         attachment.memory.close()
 
-    def _choose(self, layout: PageLayout, ends: tuple[int, ...], plan: Plan) -> Choice:
+    def _choose(self, layout: PageLayout, ends: tuple[int, ...], plan: CopyPlan) -> Choice:
         shape = (compact(layout, 1), ends, tuple(plan.strategies))
         if shape not in self._choices:
             self._choices[shape] = choose(self._device, self._stream, layout, ends, plan)
             log.info("%s: %s", self._device.name, self._choices[shape].how)
         return self._choices[shape]
 
-    def _verify(self, plan: Plan, strategy: Strategy, block: int, digest: bytes) -> None:
+    def _verify(self, plan: CopyPlan, strategy: Strategy, block: int, digest: bytes) -> None:
         with borrowed(self._device, self._stream) as stack:
             host = HostScratch(self._device, plan.block_bytes)
             stack.callback(host.close)
@@ -257,7 +257,7 @@ class Copier:
         for lane in self._lanes.values():
             lane.stop()
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: CopyJob) -> None:
         self._on_done(job.number, job.copied, job.reason)
         with self._changed:
             job.attachment.jobs -= 1
@@ -270,13 +270,15 @@ class Copier:
         self._on_lost(reason)
 
 
-def _job(number: int, attachment: Attachment, blocks: Indices, slots: Addresses, event: int) -> Job:
+def _job(
+    number: int, attachment: OpenAttachment, blocks: Indices, slots: Addresses, event: int
+) -> CopyJob:
     if len(blocks) != len(slots) or (len(blocks) and blocks.max() >= attachment.block_count):
         raise ValueError("a copy names a block that its attachment does not have")
     if event != NO_EVENT and event >= len(attachment.events):
         raise ValueError("a copy names an event that its attachment does not have")
     first = None if event == NO_EVENT else attachment.events[event]
-    return Job(number, attachment, blocks.astype(np.uint64), slots, first)
+    return CopyJob(number, attachment, blocks.astype(np.uint64), slots, first)
 
 
 def _ends_error(ends: Sequence[int], block_bytes: int) -> str:

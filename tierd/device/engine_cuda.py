@@ -48,7 +48,7 @@ _FDS_SPARE: Final = 256
 T = TypeVar("T")
 
 
-class Span(NamedTuple):
+class MemorySpan(NamedTuple):
     """Memory of the engine's, such as a tensor's storage: `untyped_storage()` tells both."""
 
     address: int
@@ -65,7 +65,7 @@ class Facts(NamedTuple):
     pooled: bool
 
 
-class Place(NamedTuple):
+class SpanPlace(NamedTuple):
     """Where a span lies: which of the exports, and at which offset."""
 
     export: int
@@ -101,9 +101,9 @@ def export_kind(facts: Facts) -> ExportKind:
     )
 
 
-def chains(chunks: Iterable[Span]) -> list[list[Span]]:
+def chains(chunks: Iterable[MemorySpan]) -> list[list[MemorySpan]]:
     """Chunks in order of address, each once; those that lie end to end are together."""
-    found: list[list[Span]] = []
+    found: list[list[MemorySpan]] = []
     for chunk in sorted(set(chunks)):
         last = found[-1][-1] if found else None
         if last is not None and last.address + last.size_bytes == chunk.address:
@@ -113,7 +113,7 @@ def chains(chunks: Iterable[Span]) -> list[list[Span]]:
     return found
 
 
-def places(spans: Sequence[Span], allocations: Sequence[Span]) -> list[Place]:
+def places(spans: Sequence[MemorySpan], allocations: Sequence[MemorySpan]) -> list[SpanPlace]:
     """Where each span lies in these allocations, which are in order of address."""
     begins = [allocation.address for allocation in allocations]
     answer = []
@@ -122,7 +122,7 @@ def places(spans: Sequence[Span], allocations: Sequence[Span]) -> list[Place]:
         assert index >= 0, "every span lies in one of the allocations that were made from it"
         offset = span.address - begins[index]
         assert offset + span.size_bytes <= allocations[index].size_bytes
-        answer.append(Place(index, offset))
+        answer.append(SpanPlace(index, offset))
     return answer
 
 
@@ -202,13 +202,13 @@ def _facts(address: int) -> Facts:
     )
 
 
-def _chunks(span: Span) -> Iterator[Span]:
+def _chunks(span: MemorySpan) -> Iterator[MemorySpan]:
     """The allocation of a span; for reserved addresses, each physical chunk that it touches."""
     address = span.address
     while address < span.address + span.size_bytes:
         result, base, size_bytes = driver.cuMemGetAddressRange(address)
         _checked(f"the driver does not know address {address:#x}", result)
-        yield Span(int(base), size_bytes)
+        yield MemorySpan(int(base), size_bytes)
         address = int(base) + size_bytes
 
 
@@ -218,13 +218,13 @@ class Exports:
     Owns the descriptors of the exports' parts until `close`; the daemon has its own by then.
     """
 
-    def __init__(self, ordinal: int, spans: Sequence[Span]) -> None:
+    def __init__(self, ordinal: int, spans: Sequence[MemorySpan]) -> None:
         """Raises CannotOpenError with the setting to change; nothing is left open then."""
         self.exports: tuple[Export, ...] = ()
         self._fds: list[int] = []
         uuid = device_uuid(ordinal)
-        legacy: set[Span] = set()
-        chunks: set[Span] = set()
+        legacy: set[MemorySpan] = set()
+        chunks: set[MemorySpan] = set()
         with _context(ordinal):
             for span in spans:
                 kind = export_kind(_facts(span.address))
@@ -245,7 +245,8 @@ class Exports:
                 self.close()
                 raise
         allocations = [
-            Span(chain[0].address, sum(chunk.size_bytes for chunk in chain)) for chain in shown
+            MemorySpan(chain[0].address, sum(chunk.size_bytes for chunk in chain))
+            for chain in shown
         ]
         self.places = places(spans, allocations)
         """Where each of the spans lies, in their order."""
@@ -255,12 +256,12 @@ class Exports:
         while self._fds:
             os.close(self._fds.pop())
 
-    def _legacy(self, uuid: bytes, allocation: Span) -> Export:
+    def _legacy(self, uuid: bytes, allocation: MemorySpan) -> Export:
         answer = driver.cuIpcGetMemHandle(allocation.address)
         handle = handle_bytes(_value("the engine's memory has no IPC handle", answer))
         return Export(ExportKind.CUDA_IPC, uuid, allocation.size_bytes, handle)
 
-    def _chunked(self, uuid: bytes, chain: list[Span]) -> Export:
+    def _chunked(self, uuid: bytes, chain: list[MemorySpan]) -> Export:
         base = chain[0].address
         parts = [
             Part(chunk.address - base, chunk.size_bytes, self._descriptor(chunk)) for chunk in chain
@@ -268,7 +269,7 @@ class Exports:
         size_bytes = parts[-1].offset + parts[-1].size_bytes
         return Export(ExportKind.CUDA_VMM, uuid, size_bytes, parts=tuple(parts))
 
-    def _descriptor(self, chunk: Span) -> int:
+    def _descriptor(self, chunk: MemorySpan) -> int:
         what = "the engine's memory has no file descriptor"
         handle = _value(what, driver.cuMemRetainAllocationHandle(chunk.address))
         kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -343,10 +344,10 @@ class Counters:
             _checked(what, driver.cuMemsetD8(self._base, 0, COUNTER_BYTES)[0])
             # The zeros are written in no stream's order, and may not overtake a first value.
             _checked(what, driver.cuCtxSynchronize()[0])
-        self.span = Span(self._base, COUNTER_BYTES)
+        self.span = MemorySpan(self._base, COUNTER_BYTES)
         """To be exported with the pages."""
 
-    def handles(self, place: Place) -> tuple[bytes, ...]:
+    def handles(self, place: SpanPlace) -> tuple[bytes, ...]:
         """The counters as events, if `span` lies at this place of the exports."""
         return tuple(counter_handle(place.export, place.offset + 8 * i) for i in range(EVENTS))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tierd.device.api import Addresses, Device, DeviceError, Direction
-from tierd.device.plan import NO_BOUNDS, Plan, Strategy, issue
+from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, issue
 from tierd.shared_memory.gate import Gate
 
 BATCH_BYTES: Final = 32 << 20
@@ -72,11 +72,11 @@ class Cap:
 
 
 @dataclass(slots=True, eq=False)
-class Attachment:
+class OpenAttachment:
     """What an engine's worker has attached, opened."""
 
     number: int
-    plans: dict[Direction, list[Plan]]
+    plans: dict[Direction, list[CopyPlan]]
     """One a layer group; stores have one."""
     ways: dict[Direction, Strategy]
     staging: dict[Direction, int]
@@ -95,11 +95,11 @@ class Attachment:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class CopyJob:
     """Blocks to copy, and how far that has come."""
 
     number: int
-    attachment: Attachment
+    attachment: OpenAttachment
     blocks: Addresses
     slots: Addresses
     event: int | None
@@ -122,7 +122,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Batch:
-    job: Job
+    job: CopyJob
     event: int
     size_bytes: int
     blocks: int
@@ -132,7 +132,7 @@ class _Batch:
     since: float
 
 
-class Lane:
+class CopyLane:
     """Copies in one direction, in its own thread."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Lane:
         cap: Cap,
         clock: Callable[[], float],
         job_limit_s: float,
-        on_end: Callable[[Job], None],
+        on_end: Callable[[CopyJob], None],
         on_lost: Callable[[str], None],
     ) -> None:
         """`on_end` and `on_lost` are called from the lane's thread."""
@@ -157,15 +157,15 @@ class Lane:
         self._stream = device.create_stream(urgent=direction is Direction.LOAD)
         self._idle_streams: list[int] = []
         self._idle_events: list[int] = []
-        self._new: deque[Job] = deque()
-        self._waiting: dict[Attachment, deque[Job]] = {}
-        self._ready: deque[Job] = deque()
+        self._new: deque[CopyJob] = deque()
+        self._waiting: dict[OpenAttachment, deque[CopyJob]] = {}
+        self._ready: deque[CopyJob] = deque()
         self._flying: deque[_Batch] = deque()
         self._flying_bytes = 0
         self.bounds = NO_BOUNDS
         """Where pinned memory begins, in ascending order; replaced, never changed."""
         self._news = threading.Condition()
-        self._arrived: deque[Job] = deque()
+        self._arrived: deque[CopyJob] = deque()
         self._stopping = False
         self._sweeping = False
         self._lost = ""
@@ -174,7 +174,7 @@ class Lane:
         )
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: CopyJob) -> None:
         """Take a job. The device may be lost: then it has ended when this returns."""
         job.until = self._clock() + self._job_limit_s
         with self._news:
@@ -190,7 +190,7 @@ class Lane:
             self._sweeping = True
             self._news.notify()
 
-    def release(self, attachment: Attachment) -> None:
+    def release(self, attachment: OpenAttachment) -> None:
         """Its jobs have ended, and the stream that waited for its events is idle."""
         stream = attachment.wait_streams.pop(self._direction, None)
         if stream is not None:
@@ -251,7 +251,7 @@ class Lane:
                 self._waiting.setdefault(job.attachment, deque()).append(job)
         return moved
 
-    def _await(self, job: Job, event: int) -> None:
+    def _await(self, job: CopyJob, event: int) -> None:
         streams, idle = job.attachment.wait_streams, self._idle_streams
         if self._direction not in streams:
             new = idle.pop() if idle else self._device.create_stream(urgent=False)
@@ -306,13 +306,13 @@ class Lane:
         self._cap.want(self._direction, wanted=bool(self._ready))
         return moved
 
-    def _stop(self, job: Job, reason: str) -> None:
+    def _stop(self, job: CopyJob, reason: str) -> None:
         """No more of it is put on the stream: it ends when what is there has been copied."""
         job.reason = reason
         if not job.flying:
             self._end(job, reason)
 
-    def _stopped(self, job: Job) -> str:
+    def _stopped(self, job: CopyJob) -> str:
         """Why a job is not to be gone on with; empty if it is."""
         if job.attachment.cancelled:
             return CANCELLED
@@ -322,14 +322,14 @@ class Lane:
             return f"given up after {self._job_limit_s:g} s"
         return ""
 
-    def _enter(self, job: Job) -> str:
+    def _enter(self, job: CopyJob) -> str:
         if self._direction is Direction.LOAD and not job.entered:
             if not job.attachment.gate.enter(job.gate_job):
                 return CALLED_OFF
             job.entered = True
         return ""
 
-    def _put(self, job: Job) -> bool:
+    def _put(self, job: CopyJob) -> bool:
         """Put the next batch of a job on the stream; False if the cap forbids it."""
         attachment = job.attachment
         way = (attachment.ways[self._direction], self._direction)
@@ -396,7 +396,7 @@ class Lane:
             moved = True
         return moved
 
-    def _end(self, job: Job, reason: str) -> None:
+    def _end(self, job: CopyJob, reason: str) -> None:
         job.reason = reason
         if job.entered:
             job.attachment.gate.leave(job.gate_job)

@@ -37,7 +37,7 @@ Way = tuple[Strategy, Direction]
 NO_BOUNDS: Final[Addresses] = np.empty(0, np.uint64)
 
 
-class Plan:
+class CopyPlan:
     """Where the bytes of an attachment's blocks lie, or those of a range within each block."""
 
     def __init__(
@@ -109,16 +109,16 @@ class Plan:
         ]
 
 
-def group_plans(layout: PageLayout, bases: Sequence[int], ends: Sequence[int]) -> list[Plan]:
+def group_plans(layout: PageLayout, bases: Sequence[int], ends: Sequence[int]) -> list[CopyPlan]:
     """A plan a layer group: `ends` are where they end in a slot, in ascending order."""
     starts = [0, *ends[:-1]]
-    return [Plan(layout, bases, start, end) for start, end in zip(starts, ends, strict=True)]
+    return [CopyPlan(layout, bases, start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def issue(
     device: Device,
     stream: int,
-    plan: Plan,
+    plan: CopyPlan,
     way: Way,
     blocks: Addresses,
     slots: Addresses,

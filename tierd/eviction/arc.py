@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, Ghosts, Policy, Request
+from tierd.eviction.policy import NO_ITEM, Ghosts, Policy, PrefixRequest
 
 _ONCE: Final = 0
 _AGAIN: Final = 1
@@ -33,7 +33,7 @@ class Arc(Policy):
         for ghosts in self._ghosts:
             ghosts.resize(capacity)
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         self._clock += 1
         leaves, count = self.leaves, self._count
         for item in items:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from math import log2
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, Request
+from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, PrefixRequest
 
 USES_MAX: Final = 64
 GHOST_RATIO: Final = 2
@@ -39,7 +39,7 @@ class Credit(CountedUses):
         self._ghosts.resize(capacity * GHOST_RATIO)
         self._credit = [int(CREDIT * capacity * log) for log in _LOG2]
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         rank, uses, credit, clock = self.leaves.rank, self._uses, self._credit, self._clock
         records = self._ghosts.records
         for block_hash, item in zip(request.hashes, items, strict=True):

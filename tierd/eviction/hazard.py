@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import ClassVar, Final
 
-from tierd.eviction.policy import NO_ITEM, Policy, Request
+from tierd.eviction.policy import NO_ITEM, Policy, PrefixRequest
 from tierd.eviction.reuse import KINDS, LEARNED_REQUESTS, Reuse
 from tierd.eviction.survival import Tables
 
@@ -43,7 +43,7 @@ class Hazard(Policy):
 
     # --- what the index tells -------------------------------------------------------
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         """The owner has had `reuse` count the request before."""
         leaves, stale = self.leaves, self._stale
         children = leaves.children

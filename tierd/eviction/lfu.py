@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, Policy, Request
+from tierd.eviction.policy import NO_ITEM, Policy, PrefixRequest
 
 _STAMP_BITS: Final = 48
 
@@ -19,7 +19,7 @@ class Lfu(Policy):
         super().__init__(capacity)
         self._clock = 0
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         self._clock += 1
         rank = self.leaves.rank
         for item in items:

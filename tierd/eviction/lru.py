@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tierd.eviction.policy import NO_ITEM, Policy, Request
+from tierd.eviction.policy import NO_ITEM, Policy, PrefixRequest
 
 
 class Lru(Policy):
@@ -16,7 +16,7 @@ class Lru(Policy):
         super().__init__(capacity)
         self._clock = 0
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         self.touch(item for item in items if item is not None)
 
     def touch(self, items: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ HEAP_SLACK: Final = 64
 """Below this many entries the heaps are not worth compacting."""
 
 
-class Request(NamedTuple):
+class PrefixRequest(NamedTuple):
     """One request's use of a chain of blocks, shallow first.
 
     `partial` says that the last block is not full: an engine offloads full blocks only,
@@ -72,7 +72,7 @@ class Policy(ABC):
         self.capacity = capacity
 
     @abstractmethod
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         """A request uses these blocks, once; `items` are the resident ones, by place."""
 
     @abstractmethod

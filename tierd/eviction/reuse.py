@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.survival import Survival
 from tierd.types import NEVER
 
@@ -105,14 +105,14 @@ class Reuse:
         """It is so late: blocks that come without a request having named them come now."""
         self.now_ms = max(self.now_ms, int(now_s * 1000))
 
-    def use(self, request: Request) -> None:
+    def use(self, request: PrefixRequest) -> None:
         """Count one distinct request's use of its blocks, and learn; takes as long as it takes."""
         for _ in self.use_slices(request):
             pass
         if self.rebuild_due:
             self.rebuild()
 
-    def use_slices(self, request: Request) -> Iterator[None]:
+    def use_slices(self, request: PrefixRequest) -> Iterator[None]:
         """Count a use in steps of at most SLICE blocks, for who has other work in between.
 
         Other requests may be counted meanwhile. The owner sees to the rebuilds.

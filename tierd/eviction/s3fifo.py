@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, Request
+from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, PrefixRequest
 
 _SMALL: Final = 0
 _MAIN: Final = 1
@@ -34,7 +34,7 @@ class S3Fifo(CountedUses):
         super().resize(capacity)
         self._ghosts.resize(int(capacity * GHOST_SHARE))
 
-    def use(self, request: Request, items: Sequence[int | None]) -> None:
+    def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         uses = self._uses
         for item in items:
             if item is not None and uses[item] < USES_MAX:

@@ -240,7 +240,7 @@ def _size_of(count: int) -> int:
     return -(-(_ENTRY_BYTES + 4 * count) // _ALIGN) * _ALIGN
 
 
-class Guard:
+class ArenaGuard:
     """An empty memfd that is locked as long as a process of a life may write to the arena.
 
     A hold is a descriptor with a shared lock of its own. Wherever copies of it are, in a child,
@@ -254,7 +254,7 @@ class Guard:
         self.fd = fd
 
     @classmethod
-    def create(cls) -> Guard:
+    def create(cls) -> ArenaGuard:
         """A new one, held by nobody. Raises OSError."""
         return cls(os.memfd_create("tierd-guard", os.MFD_CLOEXEC))
 

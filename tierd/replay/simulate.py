@@ -13,9 +13,9 @@ from typing import Final
 
 from tierd.chain import ChainIndex
 from tierd.config import StorageConfig
-from tierd.core.writes import NS, Moment, Writes
+from tierd.core.writes import NS, WriteMoment, Writes
 from tierd.eviction import make_policy
-from tierd.eviction.policy import Policy, Request
+from tierd.eviction.policy import Policy, PrefixRequest
 from tierd.eviction.reuse import Reuse
 from tierd.replay.optimal import Hits
 from tierd.replay.trace import Trace
@@ -44,7 +44,7 @@ class Setup:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """What one run of a setup came to, in blocks."""
 
     l2: Hits = field(default_factory=Hits)
@@ -70,7 +70,7 @@ def simulate(
     setup: Setup,
     block_tokens: int,
     progress: Callable[[int], None] = lambda requests: None,
-) -> Outcome:
+) -> ReplayResult:
     """Run the whole trace; `progress` gets the count of requests done, now and then."""
     node = _Node(setup)
     for number, (request, tokens) in enumerate(
@@ -89,7 +89,7 @@ def simulate(
 class _Node:
     def __init__(self, setup: Setup) -> None:
         self.block_bytes = setup.block_bytes
-        self.outcome = Outcome()
+        self.outcome = ReplayResult()
         self.reuse = Reuse()
         self.l2, self.l3 = (
             Tier(blocks, make_policy(name, blocks, self.reuse))
@@ -106,7 +106,7 @@ class _Node:
         # What lies in L2's items: hash and parent.
         self.blocks: list[tuple[bytes, bytes]] = [(b"", b"")] * setup.l2_blocks
 
-    def request(self, request: Request) -> tuple[int, int]:
+    def request(self, request: PrefixRequest) -> tuple[int, int]:
         """Serve one request: the leading blocks that L2 had, and that both tiers had together."""
         hashes = request.hashes
         self.reuse.use(request)
@@ -123,10 +123,10 @@ class _Node:
         self.l3.index.use(request)
         lacking = [place for place, h in enumerate(hashes) if h not in below]
         self.outcome.refused_hits += self.writes.missed.lost(_DIGEST, [hashes[i] for i in absent])
-        self._offer(Moment.USED, hashes, [i for i in lacking if hashes[i] in items])
+        self._offer(WriteMoment.USED, hashes, [i for i in lacking if hashes[i] in items])
         if absent:
             new = set(self._store(hashes, absent))
-            self._offer(Moment.STORED, hashes, [i for i in lacking if i in new])
+            self._offer(WriteMoment.STORED, hashes, [i for i in lacking if i in new])
         return in_l2, usable
 
     def _store(self, hashes: Sequence[bytes], absent: list[int]) -> list[int]:
@@ -152,17 +152,17 @@ class _Node:
         # The deepest came first.
         leaving = [self.blocks[item] for item in reversed(gone)]
         leaving = [block for block in leaving if block[0] not in below]
-        chosen = self._choose(Moment.LEAVING, [block_hash for block_hash, _ in leaving])
+        chosen = self._choose(WriteMoment.LEAVING, [block_hash for block_hash, _ in leaving])
         self._write([leaving[place] for place in chosen])
         self.outcome.l3_refused += len(leaving) - len(chosen)
 
-    def _offer(self, moment: Moment, hashes: Sequence[bytes], places: list[int]) -> None:
+    def _offer(self, moment: WriteMoment, hashes: Sequence[bytes], places: list[int]) -> None:
         chosen = self._choose(moment, [hashes[i] for i in places])
         self._write(
             [(hashes[i], hashes[i - 1] if i else _ROOT) for i in map(places.__getitem__, chosen)]
         )
 
-    def _choose(self, moment: Moment, hashes: list[bytes]) -> list[int]:
+    def _choose(self, moment: WriteMoment, hashes: list[bytes]) -> list[int]:
         """Places of the blocks that L3's policy wants."""
         if not hashes:
             return []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import IO, Final, cast
 
 from tierd.errors import ConfigError
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 LINE_BYTES_MAX: Final = 64 << 20
@@ -32,7 +32,7 @@ _SPREAD: Final = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18
 class Trace:
     """The requests of a trace and their sums."""
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[PrefixRequest] = field(default_factory=list)
     input_tokens: list[int] = field(default_factory=list)
     block_refs: int = 0
     unique_blocks: int = 0
@@ -97,7 +97,7 @@ def parse_trace(lines: Iterable[bytes], name: str, block_tokens: int) -> Trace:
         # A block that occurs twice in one request is one use, of its first place.
         chain = list(dict.fromkeys(map(hashes.__getitem__, ids)))
         trace.requests.append(
-            Request(chain, time_ms / 1000, tokens < len(ids) * block_tokens, output)
+            PrefixRequest(chain, time_ms / 1000, tokens < len(ids) * block_tokens, output)
         )
         trace.input_tokens.append(tokens)
         trace.block_refs += len(chain)

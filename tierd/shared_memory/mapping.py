@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Place(NamedTuple):
+class ViewPlace(NamedTuple):
     """Where a view lies, for a process that maps the same memfd."""
 
     serial: int
@@ -43,12 +43,12 @@ class _SharedMmap(mmap.mmap):
     address: int
 
 
-def place_of(view: memoryview) -> Place:
+def place_of(view: memoryview) -> ViewPlace:
     """The place of a writable view that was cut from a `SharedMapping.view`."""
     shared = view.obj
     assert isinstance(shared, _SharedMmap)
     offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - shared.address
-    return Place(shared.serial, shared.fd, len(shared), offset)
+    return ViewPlace(shared.serial, shared.fd, len(shared), offset)
 
 
 class SharedMapping:

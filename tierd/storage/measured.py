@@ -59,7 +59,7 @@ class Histogram:
         return 0.0
 
 
-class Speed:
+class MeasuredSpeed:
     """Bytes a second while calls are in flight, the recent ones above all.
 
     Calls that overlap share their time, so it is the tier's speed and not a call's.
@@ -110,7 +110,7 @@ class MeasuredBackend(Wrapper):
         super().__init__(inner)
         self._now_s = now_s or _loop_time
         self.histograms = {op: Histogram() for op in (_LOOKUP, _GET, _PUT, _USE)}
-        self._read, self._written = Speed(), Speed()
+        self._read, self._written = MeasuredSpeed(), MeasuredSpeed()
         names = [f"{op}_{how}" for op in self.histograms for how in _ENDINGS]
         names += [f"{_GET}_{outcome.value}" for outcome in _GET_OUTCOMES]
         names += [f"{_PUT}_{outcome.value}" for outcome in _PUT_OUTCOMES]

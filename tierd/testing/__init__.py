@@ -5,11 +5,11 @@ import pytest
 # Before the import: the suite's asserts then say what they compared.
 pytest.register_assert_rewrite("tierd.testing.suite")
 
-from tierd.testing.faulty import Fault, FaultPlan, FaultyBackend  # noqa: E402
+from tierd.testing.faulty import FaultPlan, FaultyBackend, InjectedFault  # noqa: E402
 from tierd.testing.suite import (  # noqa: E402
     BackendSuite,
-    Block,
     Damage,
+    SelfNamingBlock,
     Slots,
     make_block,
     make_chain,
@@ -17,11 +17,11 @@ from tierd.testing.suite import (  # noqa: E402
 
 __all__ = [
     "BackendSuite",
-    "Block",
     "Damage",
-    "Fault",
     "FaultPlan",
     "FaultyBackend",
+    "InjectedFault",
+    "SelfNamingBlock",
     "Slots",
     "make_block",
     "make_chain",

@@ -31,11 +31,18 @@ from tierd.backend import (
 )
 from tierd.chain import ChainIndex
 from tierd.errors import BackendError, ConfigError
-from tierd.eviction.policy import Request
-from tierd.testing.faulty import NO_FAULTS, Fault, FaultPlan, Faults
+from tierd.eviction.policy import PrefixRequest
+from tierd.testing.faulty import NO_FAULTS, FaultPlan, Faults, InjectedFault
 from tierd.types import BlockKey
 
-__all__ = ["NO_FAULTS", "Fault", "FaultPlan", "MemoryBackend", "MemoryOptions", "StoredBlock"]
+__all__ = [
+    "NO_FAULTS",
+    "FaultPlan",
+    "InjectedFault",
+    "MemoryBackend",
+    "MemoryOptions",
+    "StoredBlock",
+]
 
 
 _SCAN_STEP = 32
@@ -134,7 +141,7 @@ class MemoryBackend(Backend):
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         async with self._call():
             keys = [namespace + block_hash for block_hash in hashes]
-            self._index.use(Request(keys, 0.0))
+            self._index.use(PrefixRequest(keys, 0.0))
             return [key in self._index for key in keys]
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
@@ -210,12 +217,12 @@ class MemoryBackend(Backend):
 
     async def _get(self, key: BlockKey, request: GetRequest) -> GetResult:
         await self._faults.delay()
-        if self._faults.strikes(Fault.FAIL_BLOCK):
+        if self._faults.strikes(InjectedFault.FAIL_BLOCK):
             return GetResult(Outcome.ERROR)
         item = self._index.items.get(key.namespace + key.block_hash)
         if item is None:
             return GetResult(Outcome.MISS)
-        if key not in self.blocks or self._faults.strikes(Fault.VANISH):
+        if key not in self.blocks or self._faults.strikes(InjectedFault.VANISH):
             self._drop(key)
             return GetResult(Outcome.MISS)
         self._index.touch([item])
@@ -225,7 +232,7 @@ class MemoryBackend(Backend):
         size = min(len(stored.payload), len(request.view))
         request.view[: size // 2] = stored.payload[: size // 2]
         await self._faults.delay()
-        if self._faults.strikes(Fault.TORN_READ):
+        if self._faults.strikes(InjectedFault.TORN_READ):
             self._faults.scribble(request.view)
             return GetResult(Outcome.ERROR)
         request.view[size // 2 : size] = stored.payload[size // 2 : size]
@@ -239,7 +246,7 @@ class MemoryBackend(Backend):
 
     async def _put(self, key: BlockKey, request: PutRequest) -> Outcome:
         await self._faults.delay()
-        if self._faults.strikes(Fault.FAIL_BLOCK):
+        if self._faults.strikes(InjectedFault.FAIL_BLOCK):
             return Outcome.ERROR
         half = request.length // 2
         payload = bytes(request.view[:half])
@@ -250,7 +257,7 @@ class MemoryBackend(Backend):
         if item is not None:
             self._index.touch([item])
             return Outcome.PRESENT
-        if self._faults.strikes(Fault.LOSE_WRITE):
+        if self._faults.strikes(InjectedFault.LOSE_WRITE):
             return Outcome.STORED
         header = BlockHeader(key, request.parent, request.length, request.checksum)
         stored = StoredBlock(pack_header(header), payload)
@@ -305,15 +312,15 @@ class MemoryBackend(Backend):
     def _damage(self, key: BlockKey) -> None:
         """Change what is stored of a block, as far as the plan has it."""
         header, payload = self.blocks[key]
-        if payload and self._faults.strikes(Fault.TRUNCATE):
+        if payload and self._faults.strikes(InjectedFault.TRUNCATE):
             payload = payload[: self._faults.random.randrange(len(payload))]
-        if payload and self._faults.strikes(Fault.FLIP_PAYLOAD):
+        if payload and self._faults.strikes(InjectedFault.FLIP_PAYLOAD):
             payload = self._flip(payload)
-        if self._faults.strikes(Fault.FLIP_HEADER):
+        if self._faults.strikes(InjectedFault.FLIP_HEADER):
             header = self._flip(header)
         self.blocks[key] = StoredBlock(header, payload)
         others = [other for other in self.blocks if other != key]
-        if others and self._faults.strikes(Fault.SWAP):
+        if others and self._faults.strikes(InjectedFault.SWAP):
             other = self._faults.random.choice(others)
             self.blocks[key], self.blocks[other] = self.blocks[other], self.blocks[key]
 

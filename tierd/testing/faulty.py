@@ -27,7 +27,7 @@ from tierd.errors import BackendError
 from tierd.storage.wrapper import Wrapper
 
 
-class Fault(enum.Enum):
+class InjectedFault(enum.Enum):
     """What may go wrong; the counter `fault_NAME_total` says how often it did."""
 
     HANG = "hang"
@@ -54,7 +54,14 @@ class Fault(enum.Enum):
     """A block is reported as STORED and is not there: a disk that lies about its cache."""
 
 
-DAMAGE: Final = frozenset({Fault.FLIP_PAYLOAD, Fault.FLIP_HEADER, Fault.SWAP, Fault.TRUNCATE})
+DAMAGE: Final = frozenset(
+    {
+        InjectedFault.FLIP_PAYLOAD,
+        InjectedFault.FLIP_HEADER,
+        InjectedFault.SWAP,
+        InjectedFault.TRUNCATE,
+    }
+)
 """What happens to stored bytes, which nobody but the storage itself can do."""
 
 
@@ -67,7 +74,7 @@ class FaultPlan:
     raced or cancelled.
     """
 
-    chances: Mapping[Fault, float] = field(default_factory=dict)
+    chances: Mapping[InjectedFault, float] = field(default_factory=dict)
     latency_s: float = 0.0
 
 
@@ -82,13 +89,13 @@ class Faults:
         self.plan = plan
         self.random = random
         self._counters = counters
-        counters |= {f"fault_{fault.value}_total": 0 for fault in Fault}
+        counters |= {f"fault_{fault.value}_total": 0 for fault in InjectedFault}
         counters["torn_writes_total"] = 0
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def strikes(self, fault: Fault) -> bool:
+    def strikes(self, fault: InjectedFault) -> bool:
         """Whether a fault happens now; counts it if so."""
         chance = self.plan.chances.get(fault, 0.0)
         # No draw for what cannot happen: adding a kind of fault keeps old seeds.
@@ -121,16 +128,16 @@ class Faults:
         self._idle.clear()
         try:
             await self.delay()
-            if self.strikes(Fault.HANG):
+            if self.strikes(InjectedFault.HANG):
                 await asyncio.get_running_loop().create_future()
-            fails = self.strikes(Fault.FAIL_CALL)
+            fails = self.strikes(InjectedFault.FAIL_CALL)
             if fails and self.random.random() < 0.5:
                 raise BackendError("simulated: the tier failed at once")
             yield
             if fails:
                 raise BackendError("simulated: the tier failed at the end")
         except asyncio.CancelledError:
-            if self.strikes(Fault.LINGER):
+            if self.strikes(InjectedFault.LINGER):
                 await self.delay()
                 for request in gets:
                     self.scribble(request.view)
@@ -193,12 +200,12 @@ class FaultyBackend(Wrapper):
             results = [GetResult(Outcome.ERROR)] * len(requests)
             asked = []
             for i, request in enumerate(requests):
-                if faults.strikes(Fault.FAIL_BLOCK):
+                if faults.strikes(InjectedFault.FAIL_BLOCK):
                     continue
-                if faults.strikes(Fault.TORN_READ):
+                if faults.strikes(InjectedFault.TORN_READ):
                     faults.scribble(request.view)
                     continue
-                if faults.strikes(Fault.VANISH):
+                if faults.strikes(InjectedFault.VANISH):
                     await self.inner.delete_many(namespace, [request.block_hash])
                 asked.append(i)
             answers = await self.inner.get_into(namespace, [requests[i] for i in asked])
@@ -213,9 +220,9 @@ class FaultyBackend(Wrapper):
             outcomes = [Outcome.ERROR] * len(requests)
             asked = []
             for i in range(len(requests)):
-                if faults.strikes(Fault.FAIL_BLOCK):
+                if faults.strikes(InjectedFault.FAIL_BLOCK):
                     continue
-                if faults.strikes(Fault.LOSE_WRITE):
+                if faults.strikes(InjectedFault.LOSE_WRITE):
                     outcomes[i] = Outcome.STORED
                     continue
                 asked.append(i)

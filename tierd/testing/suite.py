@@ -74,7 +74,7 @@ class Damage(enum.Enum):
     """Replace the block by one that is sound and `offset` bytes longer than it was."""
 
 
-class Block(NamedTuple):
+class SelfNamingBlock(NamedTuple):
     """A block that names itself: its payload follows from namespace and hash."""
 
     key: BlockKey
@@ -93,16 +93,20 @@ def payload_of(key: BlockKey, length: int) -> bytes:
     return hashlib.shake_128(key.namespace + key.block_hash).digest(length)
 
 
-def make_block(name: str, parent: bytes, length: int, namespace: bytes = NAMESPACE) -> Block:
+def make_block(
+    name: str, parent: bytes, length: int, namespace: bytes = NAMESPACE
+) -> SelfNamingBlock:
     """The block of this name."""
     key = BlockKey(namespace, hashlib.sha256(name.encode()).digest())
     payload = payload_of(key, length)
-    return Block(key, parent, payload, checksum(payload))
+    return SelfNamingBlock(key, parent, payload, checksum(payload))
 
 
-def make_chain(name: str, count: int, length: int, namespace: bytes = NAMESPACE) -> list[Block]:
+def make_chain(
+    name: str, count: int, length: int, namespace: bytes = NAMESPACE
+) -> list[SelfNamingBlock]:
     """`count` blocks, each the parent of the next."""
-    blocks: list[Block] = []
+    blocks: list[SelfNamingBlock] = []
     for position in range(count):
         parent = blocks[-1].key.block_hash if blocks else ROOT
         blocks.append(make_block(f"{name}/{position}", parent, length, namespace))
@@ -162,7 +166,9 @@ class Slots:
             assert self._memory[at : at + PAGE_BYTES] == canary
 
 
-async def put(backend: Backend, blocks: Sequence[Block], slot_bytes: int = 0) -> list[Outcome]:
+async def put(
+    backend: Backend, blocks: Sequence[SelfNamingBlock], slot_bytes: int = 0
+) -> list[Outcome]:
     """Store blocks of one namespace from slots of their own."""
     slots = _slots_for(blocks, slot_bytes)
     requests = []
@@ -181,7 +187,9 @@ async def put(backend: Backend, blocks: Sequence[Block], slot_bytes: int = 0) ->
     return outcomes
 
 
-async def get(backend: Backend, blocks: Sequence[Block], slot_bytes: int = 0) -> list[Outcome]:
+async def get(
+    backend: Backend, blocks: Sequence[SelfNamingBlock], slot_bytes: int = 0
+) -> list[Outcome]:
     """Bring blocks of one namespace; asserts that each HIT is right and nothing else was hit."""
     slots = _slots_for(blocks, slot_bytes)
     requests = [
@@ -196,7 +204,7 @@ async def get(backend: Backend, blocks: Sequence[Block], slot_bytes: int = 0) ->
     return [result.outcome for result in results]
 
 
-def check_result(block: Block, result: GetResult, view: memoryview) -> None:
+def check_result(block: SelfNamingBlock, result: GetResult, view: memoryview) -> None:
     """Assert that a HIT is exactly `block`, and that anything else claims nothing."""
     if result.outcome is Outcome.HIT:
         assert result.header == block.header
@@ -216,7 +224,7 @@ async def scanned(backend: Backend) -> list[BlockHeader]:
     return found
 
 
-async def contains(backend: Backend, blocks: Sequence[Block]) -> list[bool]:
+async def contains(backend: Backend, blocks: Sequence[SelfNamingBlock]) -> list[bool]:
     """contains_many for blocks of one namespace, in lists that no tier bisects."""
     namespace = blocks[0].key.namespace
     hashes = [block.key.block_hash for block in blocks]
@@ -226,7 +234,7 @@ async def contains(backend: Backend, blocks: Sequence[Block]) -> list[bool]:
     return held
 
 
-def _slots_for(blocks: Sequence[Block], slot_bytes: int) -> Slots:
+def _slots_for(blocks: Sequence[SelfNamingBlock], slot_bytes: int) -> Slots:
     longest = max(len(block.payload) for block in blocks)
     return Slots(len(blocks), slot_bytes or slot_bytes_for(longest))
 
@@ -291,7 +299,7 @@ class BackendSuite:
         finally:
             await made.close()
 
-    def chain(self, name: str, count: int, namespace: bytes = NAMESPACE) -> list[Block]:
+    def chain(self, name: str, count: int, namespace: bytes = NAMESPACE) -> list[SelfNamingBlock]:
         """A chain of blocks of this suite's size."""
         return make_chain(name, count, self.block_bytes, namespace)
 
@@ -439,7 +447,7 @@ class BackendSuite:
         assert await get(backend, blocks) == [Outcome.HIT, Outcome.HIT, Outcome.CORRUPT]
         await self._check_dropped(backend, blocks[2:])
 
-    async def _check_dropped(self, backend: Backend, blocks: list[Block]) -> None:
+    async def _check_dropped(self, backend: Backend, blocks: list[SelfNamingBlock]) -> None:
         """A damaged block would be tried for ever, or could never be stored again."""
         assert await contains(backend, blocks) == [False] * len(blocks)
         assert await get(backend, blocks) == [Outcome.MISS] * len(blocks)

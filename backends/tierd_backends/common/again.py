@@ -14,7 +14,7 @@ from typing import Final
 from tierd.backend import BlockHeader
 
 
-class Fault(enum.Enum):
+class DamageSite(enum.Enum):
     """Where a damaged read was damaged."""
 
     TRANSIT = "damaged_in_transit_total"
@@ -30,11 +30,11 @@ class Fault(enum.Enum):
         return self.value
 
 
-COUNTERS: Final = dict.fromkeys((fault.counter for fault in Fault), 0)
+COUNTERS: Final = dict.fromkeys((fault.counter for fault in DamageSite), 0)
 """For a backend's counters."""
 
 
-def judge(first: object, second: object, header: BlockHeader | None) -> Fault:
+def judge(first: object, second: object, header: BlockHeader | None) -> DamageSite:
     """Where a block was damaged of which two reads gave `first` and `second`; `header` if the
     second was sound. Reads are compared by what all their bytes are, or hash to."""
-    return Fault.STORED if header is None and first == second else Fault.TRANSIT
+    return DamageSite.STORED if header is None and first == second else DamageSite.TRANSIT

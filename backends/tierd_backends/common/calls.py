@@ -110,7 +110,7 @@ class _Call(_Gate, Generic[_Job]):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        work: Callable[[Turn[_Job]], None],
+        work: Callable[[CallTurn[_Job]], None],
         jobs: Sequence[_Job],
         workers: int,
     ) -> None:
@@ -122,7 +122,7 @@ class _Call(_Gate, Generic[_Job]):
     def serve(self, alone: Callable[[], bool]) -> bool:
         """In a thread: take a turn. True if this thread's share has to wait for another one."""
         try:
-            self._work(Turn(self, alone))
+            self._work(CallTurn(self, alone))
         except CalledOffError:
             pass
         except BaseException as error:  # noqa: BLE001  # not swallowed: `run` raises it
@@ -136,7 +136,7 @@ class _Call(_Gate, Generic[_Job]):
         return False
 
 
-class Turn(Generic[_Job]):
+class CallTurn(Generic[_Job]):
     """One thread's turn at a call. Used by that thread only."""
 
     __slots__ = ("_alone", "_call", "_taken")
@@ -184,7 +184,7 @@ class CallThreads:
         for thread in self._threads:
             thread.start()
 
-    async def run(self, work: Callable[[Turn[_Job]], None], jobs: Sequence[_Job]) -> None:
+    async def run(self, work: Callable[[CallTurn[_Job]], None], jobs: Sequence[_Job]) -> None:
         """Have `work` do all jobs; what it learns it leaves in them.
 
         Raises what `work` raises, once no thread is at the call any more. A cancellation is

@@ -45,7 +45,7 @@ def capacity_problems(capacity: int | str) -> Iterator[str]:
         yield f"capacity: {error}"
 
 
-class Lid:
+class SharedCapacity:
     """The capacity of a tier. Belongs to the event loop."""
 
     def __init__(self, capacity: int | str, what: str) -> None:

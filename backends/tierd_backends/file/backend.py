@@ -38,13 +38,13 @@ from tierd.errors import BackendError, ConfigError
 from tierd.eviction import STORAGE_POLICIES
 from tierd.sizes import about, parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
-from tierd_backends.common.again import COUNTERS, Fault
+from tierd_backends.common.again import COUNTERS, DamageSite
 from tierd_backends.file.directory import StoreDirectory, no_direct
 from tierd_backends.file.fsck import check_store
 from tierd_backends.file.restart import open_slabs, read_indexes
 from tierd_backends.file.shelf import Shelf
-from tierd_backends.file.space import Space
-from tierd_backends.file.threads import DiskThreads, Job
+from tierd_backends.file.space import DiskSpace
+from tierd_backends.file.threads import DiskThreads, FileJob
 
 SLABS_MAX = 2048
 """Slabs grow with the capacity so that there are about this many: each holds two open files."""
@@ -135,7 +135,7 @@ class FileBackend(Backend):
         }
         self._opened = False
         self._threads: DiskThreads
-        self._space: Space
+        self._space: DiskSpace
         self._indexing: asyncio.Task[None]
         self._watching: asyncio.Task[None]
 
@@ -173,7 +173,7 @@ class FileBackend(Backend):
     async def open(self) -> None:
         assert not self._opened
         self._threads = DiskThreads(self._options.threads)
-        self._space = Space(
+        self._space = DiskSpace(
             directory=self._directory,
             threads=self._threads,
             counters=self.counters,
@@ -239,7 +239,7 @@ class FileBackend(Backend):
         shelf = self._space.shelves.get(namespace)
         if shelf is None:
             return results
-        jobs: list[Job] = []
+        jobs: list[FileJob] = []
         with contextlib.ExitStack() as pins:
             for position, (block_hash, view, length) in enumerate(requests):
                 item = shelf.find(block_hash)
@@ -260,7 +260,7 @@ class FileBackend(Backend):
         self._space.save_uses_soon()
         return results
 
-    def _was_read(self, shelf: Shelf, job: Job) -> Outcome:
+    def _was_read(self, shelf: Shelf, job: FileJob) -> Outcome:
         """How a block fared; what is not to be found again is forgotten."""
         if job.dropped:
             shelf.retire(job.item, job.block_hash)
@@ -270,7 +270,7 @@ class FileBackend(Backend):
             return Outcome.HIT
         if not job.done:
             return Outcome.MISS  # The call was called off before.
-        return Outcome.CORRUPT if job.fault is Fault.STORED else Outcome.ERROR
+        return Outcome.CORRUPT if job.fault is DamageSite.STORED else Outcome.ERROR
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         self._check_open()
@@ -315,7 +315,7 @@ class FileBackend(Backend):
         if writes:
             await asyncio.wait(writes)
             self._check_open()
-        jobs: list[Job] = []
+        jobs: list[FileJob] = []
         with contextlib.ExitStack() as pins:
             for block_hash in wanted:
                 item = shelf.find(block_hash)
@@ -410,11 +410,11 @@ class FileBackend(Backend):
         block_hash: bytes,
         view: memoryview,
         length: int,
-    ) -> Job:
+    ) -> FileJob:
         """A job with its record pinned; unpin it when the threads are done."""
         self._space.uses += 1
         slab = shelf.slab_of(item)
-        job = Job(
+        job = FileJob(
             slab=slab,
             record=slab.record(item),
             item=item,
@@ -453,7 +453,7 @@ class FileBackend(Backend):
                 outcomes[position] = Outcome.ERROR
         else:
             self.counters["refused_no_space_total"] += len(fresh) - len(items)
-        jobs: list[Job] = []
+        jobs: list[FileJob] = []
         # In order, so that a prefix lies in neighbouring records and moves in few calls.
         for item, position in zip(sorted(items), fresh.values(), strict=False):
             block_hash, parent, digest, view, length = requests[position]
@@ -475,7 +475,9 @@ class FileBackend(Backend):
             raise cancelled
         return outcomes, leaders
 
-    def _was_written(self, shelf: Shelf, job: Job, parent: bytes, outcomes: list[Outcome]) -> None:
+    def _was_written(
+        self, shelf: Shelf, job: FileJob, parent: bytes, outcomes: list[Outcome]
+    ) -> None:
         """Let go of the record of a write, which holds its block now or is free."""
         outcome: Outcome | None = None
         try:
@@ -490,7 +492,7 @@ class FileBackend(Backend):
             shelf.unpin(job.item)
             shelf.writing.pop(job.block_hash).set_result(outcome)
 
-    def _note_errors(self, action: str, jobs: Sequence[Job]) -> list[OSError]:
+    def _note_errors(self, action: str, jobs: Sequence[FileJob]) -> list[OSError]:
         """Count a batch's errors, with one line in the log."""
         failed = [job for job in jobs if job.error is not None]
         errors = [job.error for job in failed if job.error is not None]
@@ -501,12 +503,12 @@ class FileBackend(Backend):
             _log.warning("cannot %s %d blocks, in %s: %s", action, len(errors), where, errors[0])
         return errors
 
-    def _note_faults(self, jobs: Sequence[Job]) -> None:
+    def _note_faults(self, jobs: Sequence[FileJob]) -> None:
         """Count the blocks of a batch that were read damaged, with one line in the log a kind."""
         told = {
-            Fault.STORED: "are not the blocks that they were, and are dropped",
-            Fault.TRANSIT: "were read damaged, but not twice alike: look at cables and memory",
-            Fault.UNKNOWN: "were read damaged, and could not be read again: they are kept",
+            DamageSite.STORED: "are not the blocks that they were, and are dropped",
+            DamageSite.TRANSIT: "were read damaged, but not twice alike: look at cables and memory",
+            DamageSite.UNKNOWN: "were read damaged, and could not be read again: they are kept",
         }
         for fault, what in told.items():
             hit = [job for job in jobs if job.fault is fault]
@@ -572,7 +574,7 @@ class FileBackend(Backend):
         self._directory.close()
 
 
-def _read(run: list[Job]) -> None:
+def _read(run: list[FileJob]) -> None:
     left = run
     if len(run) > 1:
         headers = run[0].slab.read_run(
@@ -584,7 +586,7 @@ def _read(run: list[Job]) -> None:
         for job, header in zip(run, headers or (), strict=False):
             job.header = header
             # If it is read well now, this one was damaged on its way.
-            job.fault = Fault.TRANSIT if header is None else None
+            job.fault = DamageSite.TRANSIT if header is None else None
         left = [job for job in run if job.header is None]
     for job in left:
         key = BlockKey(job.slab.namespace, job.block_hash)
@@ -594,7 +596,7 @@ def _read(run: list[Job]) -> None:
         job.header, job.error, job.dropped = reading.header, reading.error, reading.dropped
 
 
-def _write(run: list[Job]) -> None:
+def _write(run: list[FileJob]) -> None:
     if any(job.first_in_slab for job in run):
         run[0].slab.find_unlinked()
     headers = [job.header for job in run if job.header is not None]
@@ -615,7 +617,7 @@ def _write(run: list[Job]) -> None:
             job.error = error
 
 
-def _clear(run: list[Job]) -> None:
+def _clear(run: list[FileJob]) -> None:
     for job in run:
         try:
             job.slab.clear(job.record)

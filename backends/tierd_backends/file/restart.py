@@ -17,7 +17,7 @@ from tierd_backends.file.directory import StoreDirectory
 from tierd_backends.file.shelf import Shelf
 from tierd_backends.file.slab import Slab, allocated_bytes, remove_files
 from tierd_backends.file.slab_index import Entry, Survey
-from tierd_backends.file.space import Space
+from tierd_backends.file.space import DiskSpace
 from tierd_backends.file.threads import DiskThreads
 
 ENTERED_AT_ONCE = 256
@@ -26,7 +26,7 @@ ENTERED_AT_ONCE = 256
 _log = logging.getLogger("tierd_backends.file")
 
 
-def open_slabs(directory: StoreDirectory, space: Space, counters: dict[str, int]) -> None:
+def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, int]) -> None:
     """In a thread, before the tier is used: put what lies in `directory` into `space`."""
     folders = directory.folders()
     if directory.foreign:
@@ -71,7 +71,7 @@ def _open_slab(
     directory: StoreDirectory,
     folder: Path,
     number: int,
-    space: Space,
+    space: DiskSpace,
     counters: dict[str, int],
     unusable: list[str],
 ) -> Slab | None:
@@ -93,7 +93,7 @@ def _open_slab(
     return slab
 
 
-async def read_indexes(space: Space, threads: DiskThreads, counters: dict[str, int]) -> None:
+async def read_indexes(space: DiskSpace, threads: DiskThreads, counters: dict[str, int]) -> None:
     """Enter every block found at start; then keep the capacity."""
     for shelf in list(space.shelves.values()):
         if not shelf.indexed:
@@ -102,7 +102,7 @@ async def read_indexes(space: Space, threads: DiskThreads, counters: dict[str, i
 
 
 async def _read_shelf(
-    shelf: Shelf, space: Space, threads: DiskThreads, counters: dict[str, int]
+    shelf: Shelf, space: DiskSpace, threads: DiskThreads, counters: dict[str, int]
 ) -> None:
     slabs = list(shelf.slabs.values())
     found: list[tuple[Slab, Entry]] = []
@@ -146,7 +146,7 @@ def _note_damage(slab: Slab, survey: Survey, counters: dict[str, int]) -> None:
 
 
 async def _enter(
-    shelf: Shelf, space: Space, found: list[tuple[Slab, Entry]]
+    shelf: Shelf, space: DiskSpace, found: list[tuple[Slab, Entry]]
 ) -> list[tuple[Slab, Entry]]:
     """Enter blocks, least recently used first; returns the copies that a newer one replaces."""
     newest = {entry.header.key.block_hash: entry for _, entry in found}

@@ -15,7 +15,7 @@ from contextlib import suppress
 from tierd.backend import Outcome
 from tierd.chain import ChainIndex
 from tierd.eviction import make_policy
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd_backends.file.slab import Slab
 from tierd_backends.file.slab_index import RECORDS_MAX
 
@@ -107,7 +107,7 @@ class Shelf:
     def use(self, hashes: Sequence[bytes]) -> None:
         """A batch has read these blocks, parents first."""
         # No policy of a storage tier looks at the time.
-        self.index.use(Request(hashes, 0.0))
+        self.index.use(PrefixRequest(hashes, 0.0))
 
     def store(self, item: int, block_hash: bytes, parent: bytes, last_use: int) -> None:
         """Make the block in a record resident; its hash must not be."""

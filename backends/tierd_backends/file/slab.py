@@ -40,7 +40,7 @@ from tierd.backend import (
     verify_block,
 )
 from tierd.types import PAGE_BYTES, BlockKey, slot_bytes_for
-from tierd_backends.common.again import Fault, judge
+from tierd_backends.common.again import DamageSite, judge
 from tierd_backends.file.slab_index import (
     EACH_BYTES,
     FIXED_BYTES,
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
 
     header: BlockHeader | None
     """Set if it was brought; without it the view holds anything."""
-    fault: Fault | None = None
+    fault: DamageSite | None = None
     """Where it was damaged, if a read of it was."""
     error: OSError | None = None
     """Why the disk did not give it; if it gave no bytes at either try, the block is dropped."""
@@ -77,7 +77,7 @@ class Reading(NamedTuple):
     @property
     def dropped(self) -> bool:
         """Whether no restart is to find the block again."""
-        return self.header is None and self.fault in (None, Fault.STORED)
+        return self.header is None and self.fault in (None, DamageSite.STORED)
 
 
 def slab_bytes(records: int, slot_bytes: int) -> int:
@@ -236,10 +236,10 @@ class Slab:
         self.forget_cached(record)
         second = self._try_read(record, key, view, length)
         if isinstance(second, OSError):
-            fault = None if isinstance(first, OSError) else Fault.UNKNOWN
+            fault = None if isinstance(first, OSError) else DamageSite.UNKNOWN
             reading = Reading(None, fault, second)
         elif isinstance(first, OSError):
-            fault = Fault.UNKNOWN if second.header is None else Fault.TRANSIT
+            fault = DamageSite.UNKNOWN if second.header is None else DamageSite.TRANSIT
             reading = Reading(second.header, fault)
         else:
             reading = Reading(second.header, judge(first.seen, second.seen, second.header))

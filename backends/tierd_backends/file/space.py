@@ -46,7 +46,7 @@ SAVE_USES = 4096
 _log = logging.getLogger("tierd_backends.file")
 
 
-class Space:
+class DiskSpace:
     """The shelves and their bytes. Event loop only; one slab is added or dropped at a time."""
 
     def __init__(

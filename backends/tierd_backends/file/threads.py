@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tierd.backend import BlockHeader
 from tierd.types import slot_bytes_for
-from tierd_backends.common.again import Fault
+from tierd_backends.common.again import DamageSite
 from tierd_backends.file.slab import RUN_RECORDS_MAX, Slab
 
 RUN_BYTES_MAX = 1 << 20
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class FileJob:
     """One block on its way. A thread sets `done`, and `error` or, when it reads, `header`.
 
     Of a block whose first read was damaged it also says where, and whether it is `dropped`.
@@ -44,7 +44,7 @@ class Job:
     use: int
     first_in_slab: bool = False
     header: BlockHeader | None = None
-    fault: Fault | None = None
+    fault: DamageSite | None = None
     dropped: bool = False
     error: OSError | None = None
     done: bool = False
@@ -63,8 +63,8 @@ class DiskThreads:
     async def run(
         self,
         pool: ThreadPoolExecutor,
-        work: Callable[[list[Job]], None],
-        jobs: Sequence[Job],
+        work: Callable[[list[FileJob]], None],
+        jobs: Sequence[FileJob],
         *,
         abandon: bool,
     ) -> asyncio.CancelledError | None:
@@ -124,13 +124,13 @@ class DiskThreads:
         return cancelled
 
 
-def _runs(jobs: Sequence[Job]) -> list[list[Job]]:
+def _runs(jobs: Sequence[FileJob]) -> list[list[FileJob]]:
     """The jobs in the order of their places, neighbours together.
 
     A prefix is mostly stored in neighbouring records, and small blocks move twice as fast
     together: fewer calls, and fewer times that a thread waits for the GIL.
     """
-    runs: list[list[Job]] = []
+    runs: list[list[FileJob]] = []
     for job in sorted(jobs, key=lambda job: (job.slab.number, job.record)):
         last = runs[-1][-1] if runs else None
         if (
@@ -147,12 +147,12 @@ def _runs(jobs: Sequence[Job]) -> list[list[Job]]:
     return runs
 
 
-def _fills_record(job: Job) -> bool:
+def _fills_record(job: FileJob) -> bool:
     slot_bytes = job.slab.slot_bytes
     return len(job.view) == slot_bytes == slot_bytes_for(job.length)
 
 
-def _work(work: Callable[[list[Job]], None], queue: deque[list[Job]]) -> None:
+def _work(work: Callable[[list[FileJob]], None], queue: deque[list[FileJob]]) -> None:
     while True:
         try:
             run = queue.popleft()

@@ -46,14 +46,14 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
-from tierd_backends.common.again import COUNTERS, Fault
+from tierd_backends.common.again import COUNTERS, DamageSite
 from tierd_backends.common.calls import CallThreads
-from tierd_backends.common.shared_capacity import Lid
+from tierd_backends.common.shared_capacity import SharedCapacity
 from tierd_backends.redis.census import Census
 from tierd_backends.redis.options import RedisOptions, parse_target
 
 if TYPE_CHECKING:
-    from tierd_backends.redis.nodes import Node, Nodes
+    from tierd_backends.redis.nodes import Nodes, RedisNode
     from tierd_backends.redis.wire import Reply
     from tierd_backends.redis.work import Work
 
@@ -102,7 +102,7 @@ class RedisBackend(Backend):
         self._options = options
         self._target = parse_target(options)
         self._silence_s = options.timeout_ms / 1000
-        self._lid = Lid(options.capacity, f"the Redis tier at {self._target.host}")
+        self._lid = SharedCapacity(options.capacity, f"the Redis tier at {self._target.host}")
         self.counters = {
             **COUNTERS,
             "connects_total": 0,
@@ -325,8 +325,8 @@ class RedisBackend(Backend):
             # A key that went from a node that was still to be scanned to one that had been.
             yield Scanned(unread=["the cluster's slots were being moved"])
 
-    async def _scan_node(self, node: Node) -> AsyncIterator[Scanned]:
-        from tierd_backends.redis.connect import UnreachableError
+    async def _scan_node(self, node: RedisNode) -> AsyncIterator[Scanned]:
+        from tierd_backends.redis.connect import ServerUnreachableError
         from tierd_backends.redis.work import PageJob
 
         page = PageJob(node)
@@ -334,7 +334,7 @@ class RedisBackend(Backend):
             try:
                 with self._in_call():
                     await self._threads.run(self._work.page, [page])
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 if not self._options.cluster:
                     raise
                 yield Scanned(unread=[str(error)])
@@ -408,7 +408,7 @@ class RedisBackend(Backend):
         """`verb` for every key: the server's reply (it may be an error), or why there is none."""
         from tierd_backends.redis.work import EachJob
 
-        by_node: dict[Node, list[int]] = {}
+        by_node: dict[RedisNode, list[int]] = {}
         for position, key in enumerate(keys):
             by_node.setdefault(self._nodes.of(key), []).append(position)
         jobs = [
@@ -475,13 +475,13 @@ class RedisBackend(Backend):
             self._trouble = reasons[0]
             self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
 
-    def _note_fault(self, key: bytes, fault: Fault) -> None:
+    def _note_fault(self, key: bytes, fault: DamageSite) -> None:
         """Count a block that was read damaged, with a line in the log now and then."""
         self._count(fault.counter)
         told = {
-            Fault.STORED: "held another or a damaged block",
-            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
-            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+            DamageSite.STORED: "held another or a damaged block",
+            DamageSite.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            DamageSite.UNKNOWN: "was read damaged, and could not be read again: it is kept",
         }
         self._warn(fault.counter, f"{key.decode()} {told[fault]}")
 

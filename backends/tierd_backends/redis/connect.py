@@ -2,7 +2,7 @@
 
 redis-py makes the connection; its socket then goes to a Link, which logs in: redis-py would
 wait, and make room, for whatever a server answers to that.
-Every failure becomes one `UnreachableError` whose text says what to do about it.
+Every failure becomes one `ServerUnreachableError` whose text says what to do about it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MISPLACED = {
 assert _MISPLACED.keys() == WRONG_SERVER
 
 
-class UnreachableError(BackendError):
+class ServerUnreachableError(BackendError):
     """No connection to a server could be made, or it broke."""
 
 
@@ -108,7 +108,7 @@ class Access:
             with Path(self.password_file).open(encoding="utf-8") as file:
                 return file.read(PASSWORD_BYTES_MAX).rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise UnreachableError(f"password_file cannot be read: {error}") from error
+            raise ServerUnreachableError(f"password_file cannot be read: {error}") from error
 
 
 class Connector:
@@ -193,7 +193,7 @@ class Connector:
                 self._tls = stamp, context
             return self._tls[1]
         except OSError as error:
-            raise UnreachableError(
+            raise ServerUnreachableError(
                 f"tls_ca, tls_cert or tls_key cannot be used: {error}"
             ) from error
 
@@ -209,41 +209,47 @@ class Connector:
                 hint = "set tls_ca to the CA that signed it"
                 if "ostname" in str(cause) or "IP address" in str(cause):
                     hint = "use the name in it in url, or set tls_verify_hostname = false"
-                return UnreachableError(
+                return ServerUnreachableError(
                     f"the certificate of {where} is refused: {cause.verify_message}; {hint}"
                 )
             case ssl.SSLError(), _:
-                return UnreachableError(
+                return ServerUnreachableError(
                     f"{where} fails the TLS handshake ({cause.reason or cause}): is it a TLS "
                     "port, and does it want a client certificate (tls_cert)?"
                 )
             case ((socket.gaierror() | UnicodeError()), _):
-                return UnreachableError(f"{address.host!r} cannot be resolved: check url")
+                return ServerUnreachableError(f"{address.host!r} cannot be resolved: check url")
             case ConnectionRefusedError(), _:
-                return UnreachableError(f"{where} refuses: is it running, and is url right?")
+                return ServerUnreachableError(f"{where} refuses: is it running, and is url right?")
             case ((FileNotFoundError() | PermissionError()), _):
-                return UnreachableError(f"no access to {address.host}: {cause.strerror}")
+                return ServerUnreachableError(f"no access to {address.host}: {cause.strerror}")
             case (TimeoutError(), _) | (_, RedisTimeoutError()):
                 failure = self.broken(address, TimeoutError(), fresh=True)
-                return UnreachableError(f"{failure}{'; is it a TLS port?' * self.access.tls}")
+                return ServerUnreachableError(f"{failure}{'; is it a TLS port?' * self.access.tls}")
             case _, InvalidResponse():
                 return self.broken(address, WireError(str(error)), fresh=True)
             case ConnectionError(), _:
                 return self.broken(address, cause, fresh=True)
             case _, RedisError():
                 return self.refusal(address, str(error))
-        return UnreachableError(f"{where} cannot be reached: {cause}")
+        return ServerUnreachableError(f"{where} cannot be reached: {cause}")
 
-    def broken(self, address: Address, error: Exception, *, fresh: bool) -> UnreachableError:
+    def broken(self, address: Address, error: Exception, *, fresh: bool) -> ServerUnreachableError:
         """What it means that a link broke, at its first use if it is `fresh`."""
         where = f"the server at {address}"
         if isinstance(error, TimeoutError):
-            return UnreachableError(f"{where} was silent for {self.access.silence_s * 1000:.0f} ms")
+            return ServerUnreachableError(
+                f"{where} was silent for {self.access.silence_s * 1000:.0f} ms"
+            )
         if isinstance(error, WireError):
-            return UnreachableError(f"{where} does not speak Redis: is url's port right? ({error})")
+            return ServerUnreachableError(
+                f"{where} does not speak Redis: is url's port right? ({error})"
+            )
         if fresh and isinstance(error, ConnectionError):
-            return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
-        return UnreachableError(f"the connection to {where} broke: {error}")
+            return ServerUnreachableError(
+                f"{where} closes the connection; a TLS port takes rediss://"
+            )
+        return ServerUnreachableError(f"the connection to {where} broke: {error}")
 
     def refusal(self, address: Address, text: str) -> BackendError:
         """What an error that is not about one block means: DeniedError if only an operator can
@@ -266,13 +272,15 @@ class Connector:
                 denied.of_command = part == "no permissions"
                 return denied
         if "closed" in text.lower() or "reset by peer" in text:
-            return UnreachableError(f"{where} closes the connection; a TLS port takes rediss://")
-        return UnreachableError(f"{where} says: {text}")
+            return ServerUnreachableError(
+                f"{where} closes the connection; a TLS port takes rediss://"
+            )
+        return ServerUnreachableError(f"{where} says: {text}")
 
-    def misplaced(self, address: Address, reply: ErrorReply) -> UnreachableError:
+    def misplaced(self, address: Address, reply: ErrorReply) -> ServerUnreachableError:
         """What a reply of WRONG_SERVER means."""
         assert reply.code in WRONG_SERVER
-        return UnreachableError(
+        return ServerUnreachableError(
             f"the server at {address} {_MISPLACED[reply.code]} ({reply}); tierd connects anew "
             "until the address leads to a master that takes writes"
         )

@@ -16,8 +16,8 @@ from typing import TypeVar
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tierd.errors import BackendError
-from tierd_backends.common.calls import CalledOffError, Turn
-from tierd_backends.redis.connect import Address, Connector, DeniedError, UnreachableError
+from tierd_backends.common.calls import CalledOffError, CallTurn
+from tierd_backends.redis.connect import Address, Connector, DeniedError, ServerUnreachableError
 from tierd_backends.redis.wire import (
     WRONG_SERVER,
     ErrorReply,
@@ -53,7 +53,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tierd_backends.redis")
 
 
-class Node:
+class RedisNode:
     """One server. Threads borrow links, as many as there are threads at most."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Node:
             now = time.monotonic()
             if now < self._down_until:
                 self._count("skipped_total")
-                raise UnreachableError(self._why)
+                raise ServerUnreachableError(self._why)
             # One tries; the others are answered at once until it has found out.
             self._down_until = now + self._down_s
 
@@ -174,7 +174,7 @@ class Nodes:
         self.connector = connector
         self._count = count
         self._down_s = DOWN_S if cluster else min(DOWN_S, connector.access.silence_s)
-        self._seed = Node(seed, connector, self._down_s, count)
+        self._seed = RedisNode(seed, connector, self._down_s, count)
         self._lock = threading.Lock()
         self._nodes = {seed: self._seed}
         self._slots = [self._seed] * REDIS_CLUSTER_HASH_SLOTS
@@ -182,18 +182,18 @@ class Nodes:
         self._fresh_until = 0.0
         self._closed = False
 
-    def of(self, key: bytes) -> Node:
+    def of(self, key: bytes) -> RedisNode:
         """The node that keeps `key`, as far as is known."""
         return self._slots[key_slot(key)] if self.cluster else self._seed
 
-    def masters(self) -> list[Node]:
+    def masters(self) -> list[RedisNode]:
         """Every node that keeps slots."""
         return list(dict.fromkeys(self._slots)) if self.cluster else [self._seed]
 
     def ask(
         self,
-        turn: Turn[_Job],
-        node: Node,
+        turn: CallTurn[_Job],
+        node: RedisNode,
         operation: Callable[[Link], _T],
         *,
         fresh: bool = False,
@@ -246,7 +246,7 @@ class Nodes:
 
     def perform(
         self,
-        turn: Turn[_Job],
+        turn: CallTurn[_Job],
         key: bytes,
         operation: Callable[[Link], _T | ErrorReply],
         *,
@@ -259,7 +259,7 @@ class Nodes:
             try:
                 there = _asking(operation) if asking else operation
                 answer = self.ask(turn, node, there, fresh=fresh)
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 failure = error
                 self.refresh(turn)
                 if self.of(key) is node:
@@ -275,9 +275,11 @@ class Nodes:
             if not asking:
                 # Others may not have heard of the move yet, and would undo what this one said.
                 self.refresh(turn, node)
-        raise failure or UnreachableError(f"the server at {node.address} redirects without end")
+        raise failure or ServerUnreachableError(
+            f"the server at {node.address} redirects without end"
+        )
 
-    def refresh(self, turn: Turn[_Job], *first: Node) -> None:
+    def refresh(self, turn: CallTurn[_Job], *first: RedisNode) -> None:
         """Learn which node has which slots, from `first` or whichever answers first."""
         if not self.cluster or not self._refreshing.acquire(blocking=False):
             return
@@ -285,17 +287,17 @@ class Nodes:
             if time.monotonic() >= self._fresh_until:
                 self._fresh_until = time.monotonic() + REFRESH_S
                 self.learn(turn, *first)
-        except UnreachableError as error:
+        except ServerUnreachableError as error:
             _log.warning("the cluster's slots are not known: %s", error)
         finally:
             self._refreshing.release()
 
-    def learn(self, turn: Turn[_Job], *first: Node) -> None:
+    def learn(self, turn: CallTurn[_Job], *first: RedisNode) -> None:
         """Like `refresh`, now; raises UnreachableError or DeniedError if no node says."""
         for node in dict.fromkeys([*first, *self.masters(), self._seed]):
             try:
                 reply = self.ask(turn, node, lambda link: link.exchange(_SLOTS, 1)[0])
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 failure = error
                 continue
             if isinstance(reply, ErrorReply):
@@ -304,7 +306,7 @@ class Nodes:
             return
         raise failure
 
-    def shape(self, turn: Turn[_Job]) -> tuple[dict[Address, bytes], bool]:
+    def shape(self, turn: CallTurn[_Job]) -> tuple[dict[Address, bytes], bool]:
         """The slots of each master that answers, as it tells of itself, and whether any are just
         being moved: if either is not the same after a scan, keys may have passed it by.
 
@@ -317,7 +319,7 @@ class Nodes:
         for node in self.masters():
             try:
                 reply = self.ask(turn, node, lambda link: link.exchange(_NODES, 1)[0])
-            except UnreachableError:
+            except ServerUnreachableError:
                 continue  # The scan meets it, too, and tells.
             if isinstance(reply, ErrorReply) or not isinstance(reply, bytes):
                 raise self.connector.refusal(node.address, str(reply))
@@ -343,17 +345,19 @@ class Nodes:
         for node in nodes:
             node.retire()
 
-    def _connected(self, node: Node, connect: Callable[[], Link]) -> Link:
+    def _connected(self, node: RedisNode, connect: Callable[[], Link]) -> Link:
         try:
             return connect()
-        except UnreachableError as error:
+        except ServerUnreachableError as error:
             node.went_down(error)
             raise
         except DeniedError:
             node.came_up()
             raise
 
-    def _failed(self, node: Node, error: Exception, *, fresh: bool = False) -> UnreachableError:
+    def _failed(
+        self, node: RedisNode, error: Exception, *, fresh: bool = False
+    ) -> ServerUnreachableError:
         """`error` of a link, said for an operator and remembered."""
         if isinstance(error, TimeoutError):
             self._count("timeouts_total")
@@ -361,7 +365,7 @@ class Nodes:
         node.went_down(failure)
         return failure
 
-    def _redirected(self, node: Node, reply: ErrorReply) -> Node:
+    def _redirected(self, node: RedisNode, reply: ErrorReply) -> RedisNode:
         """The node that "MOVED slot host:port" names."""
         self._count("moved_total")
         try:
@@ -377,17 +381,17 @@ class Nodes:
             raise self._failed(node, error) from error
         return target
 
-    def _node(self, address: Address) -> Node:
+    def _node(self, address: Address) -> RedisNode:
         with self._lock:
             node = self._nodes.get(address)
             if node is None:
-                node = Node(address, self.connector, self._down_s, self._count)
+                node = RedisNode(address, self.connector, self._down_s, self._count)
                 self._nodes[address] = node
                 if self._closed:
                     node.retire()
             return node
 
-    def _apply(self, asked: Node, reply: Reply) -> None:
+    def _apply(self, asked: RedisNode, reply: Reply) -> None:
         """Take over what CLUSTER SLOTS says: first, last, [host, port, ...] of the master, ..."""
         slots = list(self._slots)
         for entry in reply if isinstance(reply, list) else [reply]:

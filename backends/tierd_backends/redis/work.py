@@ -25,10 +25,10 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import Fault, judge
-from tierd_backends.common.calls import Turn
-from tierd_backends.redis.connect import UnreachableError
-from tierd_backends.redis.nodes import REDIRECTS, Node, Nodes
+from tierd_backends.common.again import DamageSite, judge
+from tierd_backends.common.calls import CallTurn
+from tierd_backends.redis.connect import ServerUnreachableError
+from tierd_backends.redis.nodes import REDIRECTS, Nodes, RedisNode
 from tierd_backends.redis.wire import (
     RUN_BLOCKS_MAX,
     Answer,
@@ -66,7 +66,7 @@ class GetJob:
     request: GetRequest
     outcome: Outcome = Outcome.ERROR
     header: BlockHeader | None = None
-    fault: Fault | None = None
+    fault: DamageSite | None = None
     dropped: bool = False
     why: str = ""
 
@@ -92,7 +92,7 @@ class PutJob:
 class EachJob:
     """The same command for several keys of one node; `failure` if it does not answer."""
 
-    node: Node
+    node: RedisNode
     verb: bytes
     keys: list[bytes]
     positions: list[int]
@@ -106,7 +106,7 @@ class EachJob:
 class PageJob:
     """A page of a node's keys; `cursor` is where the next one starts, and b"0" at the end."""
 
-    node: Node
+    node: RedisNode
     cursor: bytes = b"0"
     headers: list[BlockHeader] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Work:
         """The server's key of a block."""
         return f"{self._prefix}:{block.namespace.hex()}:{block.block_hash.hex()}".encode()
 
-    def probe(self, turn: Turn[None]) -> None:
+    def probe(self, turn: CallTurn[None]) -> None:
         """Raise BackendError unless the server answers and is what it is said to be."""
         while turn.take() is not None:
             pass
@@ -165,7 +165,7 @@ class Work:
     def runs(self, jobs: Iterable[_Block]) -> list[list[_Block]]:
         """The jobs as `get` and `put` want them: by node, small blocks several together."""
         runs: list[list[_Block]] = []
-        open_runs: dict[Node, tuple[list[_Block], int]] = {}
+        open_runs: dict[RedisNode, tuple[list[_Block], int]] = {}
         for job in jobs:
             node = self._nodes.of(job.key)
             run, size = open_runs.get(node, (None, 0))
@@ -177,23 +177,23 @@ class Work:
             open_runs[node] = run, size
         return runs
 
-    def get(self, turn: Turn[list[GetJob]]) -> None:
+    def get(self, turn: CallTurn[list[GetJob]]) -> None:
         """Bring runs of blocks and verify them; drop what is not the block that is wanted."""
         while (run := turn.take()) is not None:
             blocks = [Wanted(job.key, job.request.view, job.request.length) for job in run]
             node = self._nodes.of(run[0].key)
             answers: list[Answer] = [Odd.UNREAD] * len(run)
-            with contextlib.suppress(UnreachableError):
+            with contextlib.suppress(ServerUnreachableError):
                 answers = self._nodes.ask(turn, node, partial(Link.get_many, blocks=blocks))
             for job, block, answer in zip(run, blocks, answers, strict=True):
                 self._got(turn, job, block, answer)
 
-    def _got(self, turn: Turn[_Job], job: GetJob, block: Wanted, answer: Answer) -> None:
+    def _got(self, turn: CallTurn[_Job], job: GetJob, block: Wanted, answer: Answer) -> None:
         """Settle one block, with a GET of its own if the run's had no say."""
         if not isinstance(answer, Value) and (answer is Odd.UNREAD or self._is_redirect(answer)):
             try:
                 answer = self._nodes.perform(turn, job.key, lambda link: link.get_many([block])[0])
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 job.why = str(error)
                 return
         job.header = _header_of(answer, job)
@@ -207,14 +207,14 @@ class Work:
         else:
             self._read_again(turn, job, block, answer)
 
-    def _read_again(self, turn: Turn[_Job], job: GetJob, block: Wanted, first: Answer) -> None:
+    def _read_again(self, turn: CallTurn[_Job], job: GetJob, block: Wanted, first: Answer) -> None:
         """Judge what is another or a damaged block, or a list, by a second read over a connection
         of its own. It is dropped if it is there: as long as it is, the block cannot be stored."""
-        job.fault = Fault.UNKNOWN
+        job.fault = DamageSite.UNKNOWN
         settle = partial(self._settle, job, block, first)
         try:
             self._nodes.perform(turn, job.key, settle, fresh=True)
-        except UnreachableError as error:
+        except ServerUnreachableError as error:
             job.why = str(error)
 
     def _settle(self, job: GetJob, block: Wanted, first: Answer, link: Link) -> ErrorReply | None:
@@ -231,7 +231,7 @@ class Work:
             job.fault = judge(_comparable(first), _comparable(second), job.header)
             if job.header is not None:
                 job.outcome = Outcome.HIT
-            elif job.fault is Fault.TRANSIT:
+            elif job.fault is DamageSite.TRANSIT:
                 job.why = "two reads of it were damaged, each in another way"
             else:
                 job.outcome = Outcome.CORRUPT
@@ -240,14 +240,14 @@ class Work:
                 job.why = f"not dropped: {dropped}" if isinstance(dropped, ErrorReply) else ""
         return None
 
-    def put(self, turn: Turn[list[PutJob]]) -> None:
+    def put(self, turn: CallTurn[list[PutJob]]) -> None:
         """Store runs of blocks that the server lacks."""
         while (run := turn.take()) is not None:
             blocks = [self._given(job) for job in run]
             node = self._nodes.of(run[0].key)
             replies: list[Reply | Odd] = [Odd.UNREAD] * len(run)
             set_many = partial(Link.set_many, blocks=blocks, ttl_ms=self._ttl_ms)
-            with contextlib.suppress(UnreachableError):
+            with contextlib.suppress(ServerUnreachableError):
                 replies = [*self._nodes.ask(turn, node, set_many)]
             for job, block, reply in zip(run, blocks, replies, strict=True):
                 self._was_put(turn, job, block, reply)
@@ -257,14 +257,14 @@ class Work:
         header = pack_header(BlockHeader(job.block, parent, length, digest))
         return Given(job.key, header, view[:length])
 
-    def _was_put(self, turn: Turn[_Job], job: PutJob, block: Given, reply: Reply | Odd) -> None:
+    def _was_put(self, turn: CallTurn[_Job], job: PutJob, block: Given, reply: Reply | Odd) -> None:
         """Settle one block, with a SET of its own if the run's had no say."""
         if reply is Odd.UNREAD or self._is_redirect(reply):
             try:
                 reply = self._nodes.perform(
                     turn, job.key, lambda link: link.set_many([block], self._ttl_ms)[0]
                 )
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 job.why = str(error)
                 return
         if reply is None:
@@ -286,16 +286,16 @@ class Work:
         """Raise DeniedError for an error that every block would meet."""
         self._nodes.connector.check(self._nodes.of(key).address, reply)
 
-    def each(self, turn: Turn[EachJob]) -> None:
+    def each(self, turn: CallTurn[EachJob]) -> None:
         """Send the same command for many keys, in one round trip a job."""
         while (job := turn.take()) is not None:
             try:
                 job.replies = self._each(turn, job)
-            except UnreachableError as error:
+            except ServerUnreachableError as error:
                 job.failure = error
                 self._nodes.refresh(turn)
 
-    def _each(self, turn: Turn[EachJob], job: EachJob) -> list[Reply]:
+    def _each(self, turn: CallTurn[EachJob], job: EachJob) -> list[Reply]:
         sent, count = commands(job.verb, job.keys, *job.rest), len(job.keys)
         replies = self._nodes.ask(turn, job.node, lambda link: link.exchange(sent, count))
         for number, reply in enumerate(replies):
@@ -307,16 +307,16 @@ class Work:
                 self._check(job.keys[number], reply)
         return replies
 
-    def _one(self, turn: Turn[_Job], verb: bytes, key: bytes) -> Reply:
+    def _one(self, turn: CallTurn[_Job], verb: bytes, key: bytes) -> Reply:
         sent = command(verb, key)
         return self._nodes.perform(turn, key, lambda link: link.exchange(sent, 1)[0])
 
-    def shape(self, turn: Turn[ShapeJob]) -> None:
+    def shape(self, turn: CallTurn[ShapeJob]) -> None:
         """Learn how the slots lie. Raises UnreachableError."""
         while (job := turn.take()) is not None:
             job.shape = self._nodes.shape(turn)
 
-    def marks(self, turn: Turn[MarksJob]) -> None:
+    def marks(self, turn: CallTurn[MarksJob]) -> None:
         """Do something with the set of marks, at the master, and at the one that the address leads
         to now. Raises UnreachableError."""
         while (job := turn.take()) is not None:
@@ -326,7 +326,7 @@ class Work:
                 operation = partial(Link.at_master, sent=command(verb, self.marks_key, *rest))
             job.reply = self._nodes.perform(turn, self.marks_key, operation, fresh=True)
 
-    def page(self, turn: Turn[PageJob]) -> None:
+    def page(self, turn: CallTurn[PageJob]) -> None:
         """Read the headers of the next page of blocks. Raises UnreachableError."""
         while (job := turn.take()) is not None:
             self._nodes.ask(turn, job.node, partial(self._page, job))

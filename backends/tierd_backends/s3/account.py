@@ -23,7 +23,7 @@ import botocore.exceptions
 import botocore.session
 
 from tierd.errors import BackendError
-from tierd_backends.s3.http import Address
+from tierd_backends.s3.http import Endpoint
 from tierd_backends.s3.sign import Credentials
 
 RENEW_S = 2.0
@@ -79,7 +79,7 @@ class Account:
         https = url.scheme == "https"
         tls = _tls_context(bundle) if https else None
         self.base_path = url.path.removesuffix("k")
-        self.address = Address(url.hostname, url.port or (443 if https else 80), tls)
+        self.address = Endpoint(url.hostname, url.port or (443 if https else 80), tls)
         self.host = url.netloc.removesuffix(":443" if https else ":80")
 
     def credentials(self) -> Credentials:

@@ -36,13 +36,13 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
-from tierd_backends.common.again import COUNTERS, Fault, judge
-from tierd_backends.common.calls import CallThreads, Turn
-from tierd_backends.common.shared_capacity import Lid
-from tierd_backends.s3.bucket import Bucket, OnCall, Read, Tally
-from tierd_backends.s3.failure import Kind, S3Error
-from tierd_backends.s3.jobs import Batch, Change, Fetch, Look
-from tierd_backends.s3.listing import Listed, Page
+from tierd_backends.common.again import COUNTERS, DamageSite, judge
+from tierd_backends.common.calls import CallThreads, CallTurn
+from tierd_backends.common.shared_capacity import SharedCapacity
+from tierd_backends.s3.bucket import Bucket, LockedCounters, OnCall, Read
+from tierd_backends.s3.failure import FailureKind, S3Error
+from tierd_backends.s3.jobs import Batch, Fetch, Look, ObjectChange
+from tierd_backends.s3.listing import ListedObject, Page
 from tierd_backends.s3.options import S3Options
 from tierd_backends.s3.usage import Usage
 
@@ -96,16 +96,16 @@ class S3Backend(Backend):
             "timeouts_total": 0,
             "unreadable_total": 0,
         }
-        self._tally = Tally(self.counters)
-        self._lid = Lid(options.capacity, self._where)
+        self._tally = LockedCounters(self.counters)
+        self._lid = SharedCapacity(options.capacity, self._where)
         self._usage = Usage()
         self._trouble = ""
-        self._logged: dict[Kind | Fault, float] = {}
+        self._logged: dict[FailureKind | DamageSite, float] = {}
         self._opened = False
         self._in_flight = 0
         self._idle = asyncio.Event()
         # The change of each block that is under way, and those whose callers gave up.
-        self._changing: dict[str, Change] = {}
+        self._changing: dict[str, ObjectChange] = {}
         self._abandoned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
         self._readers: CallThreads
@@ -223,7 +223,7 @@ class S3Backend(Backend):
                         self._note_fault(fetch, fetch.fault)
             batch.raise_if_shut_out(self._where, [fetch.outcome for fetch in fetches])
             bad = {f.name: f.etag for f in fetches if f.outcome is Outcome.CORRUPT and f.etag}
-            changes = [Change(name, etag=etag) for name, etag in bad.items()]
+            changes = [ObjectChange(name, etag=etag) for name, etag in bad.items()]
             await self._change(changes, Batch(len(changes)))
         return [GetResult(fetch.outcome, fetch.header) for fetch in fetches]
 
@@ -233,7 +233,7 @@ class S3Backend(Backend):
             assert 0 < length <= len(view)
             header = BlockHeader(BlockKey(namespace, block_hash), parent, length, digest)
             name = self._name(namespace, block_hash)
-            changes.append(Change(name, pack_header(header), view[:length]))
+            changes.append(ObjectChange(name, pack_header(header), view[:length]))
         batch = Batch(self._options.connections)
         sizes_bytes = [HEADER_BYTES + len(change.payload) for change in changes]
         used_bytes = self._usage.stats().used_bytes
@@ -248,7 +248,7 @@ class S3Backend(Backend):
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         names = dict.fromkeys(self._name(namespace, block_hash) for block_hash in hashes)
-        changes = [Change(name) for name in names]
+        changes = [ObjectChange(name) for name in names]
         batch = Batch(self._options.connections)
         with self._call_in_flight():
             await self._change(changes, batch)
@@ -272,14 +272,14 @@ class S3Backend(Backend):
             if not token:
                 return
 
-    async def _peek(self, objects: Sequence[Listed]) -> Scanned:
+    async def _peek(self, objects: Sequence[ListedObject]) -> Scanned:
         """The headers of some objects, about one round trip's worth. Raises BackendError if the
         server, and no single object, is what is wrong."""
         looks = [Look(self._bucket.name(each.key)) for each in objects]
         with self._call_in_flight():
             await self._look(looks, peek=True)
         failures = [look.failure for look in looks if look.failure is not None]
-        away = (Kind.PEER, Kind.NO_BUCKET, Kind.ELSEWHERE)
+        away = (FailureKind.PEER, FailureKind.NO_BUCKET, FailureKind.ELSEWHERE)
         if len(failures) == len(looks) and failures[0].kind in away:
             raise BackendError(f"{self._where}: {failures[0]}") from failures[0]
         headers = []
@@ -348,7 +348,7 @@ class S3Backend(Backend):
         """Result of one function on one thread."""
         results: list[_T] = []
 
-        def work(turn: Turn[None]) -> None:
+        def work(turn: CallTurn[None]) -> None:
             results.append(function(turn))
             turn.take()
 
@@ -424,7 +424,7 @@ class S3Backend(Backend):
     async def _look(self, looks: Sequence[Look], *, peek: bool) -> None:
         batch = Batch(self._options.connections)
 
-        def work(turn: Turn[Look]) -> None:
+        def work(turn: CallTurn[Look]) -> None:
             while (look := turn.take()) is not None:
                 if batch.failure is not None and not peek:
                     continue
@@ -444,7 +444,7 @@ class S3Backend(Backend):
                 f"{self._where}: {batch.failure or 'it is being closed'}"
             ) from batch.failure
 
-    def _fetch(self, batch: Batch, turn: Turn[Fetch]) -> None:
+    def _fetch(self, batch: Batch, turn: CallTurn[Fetch]) -> None:
         raw_header = memoryview(bytearray(HEADER_BYTES))
         while (fetch := turn.take()) is not None:
             if batch.hopeless:
@@ -453,7 +453,7 @@ class S3Backend(Backend):
             try:
                 read = self._bucket.read(turn, fetch.name, fetch.key, fetch.view, raw_header)
             except S3Error as failure:
-                if failure.kind is Kind.UNREADABLE:
+                if failure.kind is FailureKind.UNREADABLE:
                     self._missed(fetch, failure)
                 else:
                     self._note(batch, failure, turn)
@@ -468,13 +468,13 @@ class S3Backend(Backend):
         self, batch: Batch, turn: OnCall, fetch: Fetch, first: Read, raw_header: memoryview
     ) -> None:
         """Judge a damaged object by a second read, over a connection of its own."""
-        fetch.fault = Fault.UNKNOWN
+        fetch.fault = DamageSite.UNKNOWN
         try:
             second = self._bucket.read(
                 turn, fetch.name, fetch.key, fetch.view, raw_header, fresh=True
             )
         except S3Error as failure:
-            if failure.kind is Kind.UNREADABLE:
+            if failure.kind is FailureKind.UNREADABLE:
                 self._missed(fetch, failure)
             else:
                 self._note(batch, failure, turn)
@@ -486,7 +486,7 @@ class S3Backend(Backend):
         fetch.fault = judge(first, second, second.header)
         if second.header is not None:
             fetch.outcome = Outcome.HIT
-        elif fetch.fault is Fault.STORED:
+        elif fetch.fault is DamageSite.STORED:
             fetch.outcome = Outcome.CORRUPT
 
     def _missed(self, fetch: Fetch, failure: S3Error) -> None:
@@ -495,7 +495,7 @@ class S3Backend(Backend):
         self._tally.add("unreadable_total")
         self._warn(failure.kind, f"{fetch.name}: {failure}")
 
-    async def _change(self, changes: Sequence[Change], batch: Batch) -> None:
+    async def _change(self, changes: Sequence[ObjectChange], batch: Batch) -> None:
         """Make changes, each when no other call changes its block."""
         waiting = list(changes)
         while waiting:
@@ -520,7 +520,7 @@ class S3Backend(Backend):
                 await asyncio.wait(set(others), return_when=asyncio.FIRST_COMPLETED)
             waiting = later
 
-    def _make_changes(self, batch: Batch, turn: Turn[Change]) -> None:
+    def _make_changes(self, batch: Batch, turn: CallTurn[ObjectChange]) -> None:
         while (change := turn.take()) is not None:
             change.begun = True
             try:
@@ -539,14 +539,14 @@ class S3Backend(Backend):
                     with contextlib.suppress(RuntimeError):
                         self._loop.call_soon_threadsafe(self._end_change, change)
 
-    def _put(self, turn: OnCall, change: Change) -> None:
+    def _put(self, turn: OnCall, change: ObjectChange) -> None:
         written = self._bucket.write(turn, change.name, change.raw_header, change.payload)
         if written.stored:
             change.blocks = 1 if written.replaced_bytes is None else 0
             change.size_bytes = written.size_bytes - (written.replaced_bytes or 0)
         change.outcome = Outcome.STORED if written.stored else Outcome.PRESENT
 
-    def _drop(self, turn: OnCall, change: Change) -> None:
+    def _drop(self, turn: OnCall, change: ObjectChange) -> None:
         if change.etag:
             size_bytes = self._bucket.delete_read(turn, change.name, change.etag)
         else:
@@ -558,7 +558,7 @@ class S3Backend(Backend):
             change.blocks, change.size_bytes = -1, -size_bytes
         change.outcome = Outcome.MISS
 
-    def _end_change(self, change: Change) -> None:
+    def _end_change(self, change: ObjectChange) -> None:
         """Let the next one change the block; once a change."""
         if self._changing.get(change.name) is not change:
             return
@@ -579,22 +579,22 @@ class S3Backend(Backend):
         if turn.cancelled:
             return
         batch.note(failure)
-        self._tally.add("denied_total" if failure.kind is Kind.DENIED else "io_errors_total")
+        self._tally.add("denied_total" if failure.kind is FailureKind.DENIED else "io_errors_total")
         self._trouble = str(failure)
         self._warn(failure.kind, str(failure))
 
-    def _note_fault(self, fetch: Fetch, fault: Fault) -> None:
+    def _note_fault(self, fetch: Fetch, fault: DamageSite) -> None:
         """Count and log an object that was read damaged."""
         self._tally.add(fault.counter)
         kept = "; kept, since it has no ETag to delete it by" if not fetch.etag else ""
         told = {
-            Fault.STORED: f"is another or a damaged block{kept}",
-            Fault.TRANSIT: "was damaged on its way here: look at the network and this machine",
-            Fault.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+            DamageSite.STORED: f"is another or a damaged block{kept}",
+            DamageSite.TRANSIT: "was damaged on its way here: look at the network and this machine",
+            DamageSite.UNKNOWN: "was read damaged, and could not be read again: it is kept",
         }
         self._warn(fault, f"{fetch.name} {told[fault]}")
 
-    def _warn(self, kind: Kind | Fault, text: str) -> None:
+    def _warn(self, kind: FailureKind | DamageSite, text: str) -> None:
         now = time.monotonic()
         if now >= self._logged.get(kind, now):
             self._logged[kind] = now + LOG_EVERY_S
@@ -614,6 +614,6 @@ def _try_bucket(bucket: Bucket, turn: OnCall) -> None:
         try:
             asked()
         except S3Error as error:
-            if error.kind is not Kind.DENIED or error.code not in ("", "AccessDenied"):
+            if error.kind is not FailureKind.DENIED or error.code not in ("", "AccessDenied"):
                 raise
-            raise S3Error(Kind.DENIED, f"{error}; they must allow {permission}") from error
+            raise S3Error(FailureKind.DENIED, f"{error}; they must allow {permission}") from error

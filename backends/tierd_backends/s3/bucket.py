@@ -28,14 +28,20 @@ from tierd.errors import BackendError
 from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
 from tierd_backends.s3.failure import (
     ERROR_BYTES_MAX,
-    Kind,
+    FailureKind,
     S3Error,
     code_of,
     failure,
     is_archived,
     unreadable,
 )
-from tierd_backends.s3.http import Connection, Head, PeerError, StalledError, UnreachableError
+from tierd_backends.s3.http import (
+    EndpointUnreachableError,
+    Head,
+    HttpConnection,
+    PeerError,
+    StalledError,
+)
 from tierd_backends.s3.listing import Page, parse_page
 from tierd_backends.s3.sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
 from tierd_backends.s3.suspects import Suspects
@@ -84,7 +90,7 @@ class OnCall(Protocol):
     def using(self, sock: socket.socket) -> AbstractContextManager[None]: ...
 
 
-class Tally:
+class LockedCounters:
     """Counters that threads may raise. Plain `+=` on a dict loses counts between threads."""
 
     def __init__(self, counters: dict[str, int]) -> None:
@@ -144,7 +150,7 @@ class Bucket:
         *,
         timeout_s: float,
         put_headers: dict[str, str],
-        tally: Tally,
+        tally: LockedCounters,
     ) -> None:
         self._account = account
         self._signer = Signer(account.host, account.region)
@@ -159,7 +165,7 @@ class Bucket:
         )
         self._conditional = True
         self._suspects = Suspects()
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
         self._closed = False
         self._idle_lock = threading.Lock()
 
@@ -191,7 +197,7 @@ class Bucket:
     def look(self, turn: OnCall, name: str) -> Seen | None:
         """Whether an object is there, whatever is known of it. Raises S3Error."""
 
-        def finish(connection: Connection) -> Seen | None:
+        def finish(connection: HttpConnection) -> Seen | None:
             head = connection.read_head(body=False)
             if head.status == 200:
                 return Seen(head.length or 0, readable=not is_archived(head.headers))
@@ -208,7 +214,7 @@ class Bucket:
             try:
                 self.read_header(turn, name)
             except S3Error as reason:
-                if reason.kind is not Kind.UNREADABLE:
+                if reason.kind is not FailureKind.UNREADABLE:
                     raise reason from refusal
                 return Seen(0, readable=False)
             raise
@@ -227,7 +233,7 @@ class Bucket:
         it is to be `fresh`. Raises S3Error, of the kind UNREADABLE for the object's own trouble."""
         expected = HEADER_BYTES + len(view)
 
-        def finish(connection: Connection) -> Read | None:
+        def finish(connection: HttpConnection) -> Read | None:
             head = connection.read_head()
             if head.status != 200:
                 self._missing(connection, head)
@@ -256,7 +262,7 @@ class Bucket:
         try:
             found = self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
         except S3Error as refusal:
-            if refusal.kind is Kind.UNREADABLE:
+            if refusal.kind is FailureKind.UNREADABLE:
                 self._suspects.add(name, refused=True)
             raise
         if found is None:
@@ -268,7 +274,7 @@ class Bucket:
     def read_header(self, turn: OnCall, name: str) -> bytes | None:
         """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
 
-        def finish(connection: Connection) -> bytes | None:
+        def finish(connection: HttpConnection) -> bytes | None:
             head = connection.read_head()
             if head.status == RANGE_STATUS:
                 _drain(connection)
@@ -328,7 +334,7 @@ class Bucket:
         try:
             found = self.read(turn, name, header.key, scratch, raw, fresh=True)
         except S3Error as refusal:
-            if refusal.kind is not Kind.UNREADABLE:
+            if refusal.kind is not FailureKind.UNREADABLE:
                 raise
             found = None
         if found is not None and found.header is not None:
@@ -352,7 +358,7 @@ class Bucket:
             headers["if-none-match"] = "*"
         tries = 0
 
-        def finish(connection: Connection) -> bool:
+        def finish(connection: HttpConnection) -> bool:
             nonlocal tries
             tries += 1
             head = connection.read_head()
@@ -369,7 +375,7 @@ class Bucket:
     def delete(self, turn: OnCall, name: str) -> None:
         """Drop an object, which may be gone already. Raises S3Error."""
 
-        def finish(connection: Connection) -> None:
+        def finish(connection: HttpConnection) -> None:
             head = connection.read_head()
             if head.status != 404:
                 self._succeed(connection, head)
@@ -405,14 +411,14 @@ class Bucket:
         It is looked at first, for servers that do not know the condition, or ignore it.
         """
 
-        def look(connection: Connection) -> int | None:
+        def look(connection: HttpConnection) -> int | None:
             head = connection.read_head(body=False)
             if head.status not in (200, 404):
                 raise failure(head.status, head.headers, b"")
             there = head.status == 200 and _etag(head) == etag
             return head.length or 0 if there else None
 
-        def finish(connection: Connection) -> bool:
+        def finish(connection: HttpConnection) -> bool:
             head = connection.read_head()
             if head.status == 412:
                 _drain(connection)
@@ -446,7 +452,7 @@ class Bucket:
             "prefix": self._prefix + under,
         }
 
-        def finish(connection: Connection) -> bytes:
+        def finish(connection: HttpConnection) -> bytes:
             return self._succeed(connection, connection.read_head(), PAGE_BYTES_MAX)
 
         quoted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="")
@@ -456,19 +462,21 @@ class Bucket:
         page = parse_page(body, self._name)
         if token and page.token == token:
             # Else the listing would never end, and each page of it is paid for.
-            raise S3Error(Kind.PEER, "it gives the same page of a listing again and again")
+            raise S3Error(FailureKind.PEER, "it gives the same page of a listing again and again")
         return page
 
     def _path(self, name: str) -> str:
         return self._account.base_path + name
 
-    def _succeed(self, connection: Connection, head: Head, limit: int = ERROR_BYTES_MAX) -> bytes:
+    def _succeed(
+        self, connection: HttpConnection, head: Head, limit: int = ERROR_BYTES_MAX
+    ) -> bytes:
         """The body of a reply that says success. Raises S3Error."""
         if not 200 <= head.status < 300:
             raise failure(head.status, head.headers, connection.read_body(ERROR_BYTES_MAX))
         return connection.read_body(limit)
 
-    def _missing(self, connection: Connection, head: Head) -> None:
+    def _missing(self, connection: HttpConnection, head: Head) -> None:
         """Return if a reply says that there is no such object. Raises S3Error else."""
         body = connection.read_body(ERROR_BYTES_MAX)
         if (refusal := unreadable(head.status, body)) is not None:
@@ -480,7 +488,7 @@ class Bucket:
         self,
         turn: OnCall,
         request: _Request,
-        finish: Callable[[Connection], _T],
+        finish: Callable[[HttpConnection], _T],
         *,
         fresh: bool = False,
     ) -> _T:
@@ -490,24 +498,24 @@ class Bucket:
             try:
                 credentials = self._account.credentials()
             except BackendError as error:
-                raise S3Error(Kind.DENIED, str(error)) from error
+                raise S3Error(FailureKind.DENIED, str(error)) from error
             try:
                 connection = self._take(fresh)
-            except UnreachableError as error:
-                raise S3Error(Kind.PEER, f"it cannot be reached: {error}") from error
+            except EndpointUnreachableError as error:
+                raise S3Error(FailureKind.PEER, f"it cannot be reached: {error}") from error
             reused = connection.used
             try:
                 return self._ask_once(connection, turn, request, credentials, finish)
             except StalledError as error:
                 self._tally.add("timeouts_total")
-                raise S3Error(Kind.PEER, str(error)) from error
+                raise S3Error(FailureKind.PEER, str(error)) from error
             except PeerError as error:
                 # A server may close an idle connection at any time: no fact about the request.
                 if fresh or not reused or turn.cancelled:
-                    raise S3Error(Kind.PEER, str(error)) from error
+                    raise S3Error(FailureKind.PEER, str(error)) from error
                 fresh = True
             except S3Error as refusal:
-                if refusal.kind is Kind.THROTTLED:
+                if refusal.kind is FailureKind.THROTTLED:
                     self._tally.add("throttled_total")
                 if refusal.keys_denied and not denied and not turn.cancelled:
                     denied = True
@@ -523,11 +531,11 @@ class Bucket:
 
     def _ask_once(
         self,
-        connection: Connection,
+        connection: HttpConnection,
         turn: OnCall,
         request: _Request,
         credentials: Credentials,
-        finish: Callable[[Connection], _T],
+        finish: Callable[[HttpConnection], _T],
     ) -> _T:
         method, path, query, headers = request.method, request.path, request.query, request.headers
         connection.until = math.inf
@@ -555,7 +563,7 @@ class Bucket:
         connection.send(last)
         return finish(connection)
 
-    def _take(self, fresh: bool) -> Connection:
+    def _take(self, fresh: bool) -> HttpConnection:
         """A connection of this thread's own. Raises UnreachableError.
 
         A `fresh` one takes the place of the one that has been idle longest: there would be more and
@@ -572,9 +580,9 @@ class Bucket:
             if not connection.is_stale():
                 return connection
             connection.close()
-        return Connection(self._account.address, self._timeout_s)
+        return HttpConnection(self._account.address, self._timeout_s)
 
-    def _give(self, connection: Connection) -> None:
+    def _give(self, connection: HttpConnection) -> None:
         with self._idle_lock:
             if connection.reusable and not self._closed:
                 self._idle.append(connection)
@@ -595,7 +603,7 @@ def _etag(head: Head) -> str:
     return etag if _ETAG.fullmatch(etag) else ""
 
 
-def _drain(connection: Connection) -> None:
+def _drain(connection: HttpConnection) -> None:
     """Read the rest of a body if that is cheaper than a new connection."""
     if connection.body_bytes is not None and connection.body_bytes <= DRAIN_BYTES_MAX:
         connection.read_body(DRAIN_BYTES_MAX)

@@ -41,7 +41,7 @@ _REMEDIES: Final = {
 }
 
 
-class Kind(enum.Enum):
+class FailureKind(enum.Enum):
     """Whose fault it is, as far as what to do about it differs."""
 
     DENIED = "denied"
@@ -62,7 +62,7 @@ class Kind(enum.Enum):
 class S3Error(Exception):
     """A request came to nothing. The text is one line that says what, and a remedy if known."""
 
-    def __init__(self, kind: Kind, message: str, *, status: int = 0, code: str = "") -> None:
+    def __init__(self, kind: FailureKind, message: str, *, status: int = 0, code: str = "") -> None:
         # Servers put lines, and whatever they like, into what they say.
         super().__init__(" ".join(message[:MESSAGE_CHARS_MAX].split()))
         self.kind = kind
@@ -72,12 +72,12 @@ class S3Error(Exception):
     @property
     def may_pass(self) -> bool:
         """Whether the same request is worth another try soon."""
-        return self.kind is Kind.THROTTLED or self.status in (500, 502, 504)
+        return self.kind is FailureKind.THROTTLED or self.status in (500, 502, 504)
 
     @property
     def keys_denied(self) -> bool:
         """Whether other keys might be let in."""
-        return self.kind is Kind.DENIED and self.code != "RequestTimeTooSkewed"
+        return self.kind is FailureKind.DENIED and self.code != "RequestTimeTooSkewed"
 
     @property
     def lacks_condition(self) -> bool:
@@ -99,7 +99,7 @@ def unreadable(status: int, body: bytes) -> S3Error | None:
         return None
     words = " ".join(f"HTTP {status} {code}: {_found(_MESSAGE, body)}".split())
     text = f"the server does not give it ({words}): a miss; it is replaced when it is stored again"
-    return S3Error(Kind.UNREADABLE, text, status=status, code=code)
+    return S3Error(FailureKind.UNREADABLE, text, status=status, code=code)
 
 
 def is_archived(headers: Mapping[str, str]) -> bool:
@@ -118,20 +118,23 @@ def failure(status: int, headers: Mapping[str, str], body: bytes) -> S3Error:
     if message:
         words = f"{words}: {message}"
     if 300 <= status < 400 or (status == 400 and region):
-        kind = Kind.ELSEWHERE
+        kind = FailureKind.ELSEWHERE
         where = f"set region to {region}" if region else "set endpoint or region"
         words = f"the bucket is not served here ({words}): {where}"
     elif status == 404 and code == "NoSuchBucket":
-        kind, words = Kind.NO_BUCKET, "the bucket does not exist: create it, or correct its name"
+        kind, words = (
+            FailureKind.NO_BUCKET,
+            "the bucket does not exist: create it, or correct its name",
+        )
     elif status in (401, 403) or code in _DENIED:
-        kind = Kind.DENIED
+        kind = FailureKind.DENIED
         remedy = _REMEDIES.get(code, "check the credentials and their permissions")
         words = f"access denied ({words}): {remedy}"
     elif status in (429, 503) or code in _THROTTLED:
-        kind = Kind.THROTTLED
+        kind = FailureKind.THROTTLED
         words = f"the server is busy ({words})"
     else:
-        kind = Kind.SERVER
+        kind = FailureKind.SERVER
         words = f"the server refuses ({words})"
     return S3Error(kind, words, status=status, code=code)
 

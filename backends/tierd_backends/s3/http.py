@@ -45,11 +45,11 @@ class StalledError(PeerError):
     """The peer was silent for too long."""
 
 
-class UnreachableError(PeerError):
+class EndpointUnreachableError(PeerError):
     """No connection could be made; the cause tells why."""
 
 
-class Address(NamedTuple):
+class Endpoint(NamedTuple):
     """Where to connect. `tls` is None for plain http."""
 
     host: str
@@ -67,10 +67,10 @@ class Head(NamedTuple):
     length: int | None
 
 
-class Connection:
+class HttpConnection:
     """A connection that is kept alive as long as replies allow it."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: Endpoint, timeout_s: float) -> None:
         """Connect. Raises UnreachableError."""
         self._timeout_s = timeout_s
         self._buffer = bytearray(HEAD_BYTES_MAX)
@@ -90,7 +90,7 @@ class Connection:
         try:
             self.sock = _connect(address, timeout_s)
         except (OSError, ValueError) as error:
-            raise UnreachableError(_reason(error)) from error
+            raise EndpointUnreachableError(_reason(error)) from error
         self._flags = 0 if isinstance(self.sock, ssl.SSLSocket) else socket.MSG_WAITALL
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class Connection:
         self._next_chunk()
 
 
-def _connect(address: Address, timeout_s: float) -> socket.socket:
+def _connect(address: Endpoint, timeout_s: float) -> socket.socket:
     """A connected socket, with TLS if wanted, that waits no longer than `timeout_s` at a time."""
     sock = socket.create_connection((address.host, address.port), timeout_s)
     try:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from tierd.backend import BlockHeader, Outcome
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import Fault
-from tierd_backends.s3.failure import Kind, S3Error
+from tierd_backends.common.again import DamageSite
+from tierd_backends.s3.failure import FailureKind, S3Error
 
 
 class Batch:
@@ -28,11 +28,11 @@ class Batch:
 
     def note(self, failure: S3Error) -> None:
         """Remember a failure, the gravest of them if there are several."""
-        if self.failure is None or failure.kind is Kind.NO_BUCKET:
+        if self.failure is None or failure.kind is FailureKind.NO_BUCKET:
             self.failure = failure
-        if failure.kind is Kind.PEER:
+        if failure.kind is FailureKind.PEER:
             self._patience -= 1
-        elif failure.kind is Kind.NO_BUCKET:
+        elif failure.kind is FailureKind.NO_BUCKET:
             self._patience = 0
 
     def raise_if_shut_out(self, where: str, outcomes: Sequence[Outcome]) -> None:
@@ -40,8 +40,10 @@ class Batch:
         if self.failure is None:
             return
         kind = self.failure.kind
-        refused = kind in (Kind.DENIED, Kind.ELSEWHERE) and set(outcomes) == {Outcome.ERROR}
-        if refused or kind is Kind.NO_BUCKET:
+        refused = kind in (FailureKind.DENIED, FailureKind.ELSEWHERE) and set(outcomes) == {
+            Outcome.ERROR
+        }
+        if refused or kind is FailureKind.NO_BUCKET:
             raise BackendError(f"{where}: {self.failure}") from self.failure
 
     @property
@@ -73,12 +75,12 @@ class Fetch:
     view: memoryview
     outcome: Outcome = Outcome.ERROR
     header: BlockHeader | None = None
-    fault: Fault | None = None
+    fault: DamageSite | None = None
     etag: str = ""
 
 
 @dataclass(slots=True, eq=False)
-class Change:
+class ObjectChange:
     """A block to put, or to drop if there is nothing to put, whatever it is or under this `etag`.
 
     A thread sets `begun` before and `done` after it, and between them what came of it:

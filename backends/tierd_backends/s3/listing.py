@@ -8,12 +8,12 @@ from typing import Final, NamedTuple
 from xml.etree import ElementTree
 
 from tierd.types import BlockKey
-from tierd_backends.s3.failure import Kind, S3Error
+from tierd_backends.s3.failure import FailureKind, S3Error
 
 _ANY: Final = "{*}"
 
 
-class Listed(NamedTuple):
+class ListedObject(NamedTuple):
     """An object of ours."""
 
     key: BlockKey
@@ -24,7 +24,7 @@ class Page(NamedTuple):
     """Part of a listing. `names` are those of all objects in it, `last` is the last one, `token`
     asks for the next page."""
 
-    objects: list[Listed]
+    objects: list[ListedObject]
     names: list[str]
     last: str
     token: str
@@ -44,14 +44,14 @@ def parse_page(body: bytes, ours: re.Pattern[str]) -> Page:
             match = ours.fullmatch(last)
             if match:
                 key = BlockKey(bytes.fromhex(match[1]), bytes.fromhex(match[2]))
-                objects.append(Listed(key, int(each.findtext(f"{_ANY}Size", "0"))))
+                objects.append(ListedObject(key, int(each.findtext(f"{_ANY}Size", "0"))))
     except (ElementTree.ParseError, LookupError, ValueError) as error:
         # LookupError is an encoding that Python does not know.
         text = f"it does not speak S3: no listing where one was asked for ({error})"
-        raise S3Error(Kind.PEER, text) from error
+        raise S3Error(FailureKind.PEER, text) from error
     truncated = root.findtext(f"{_ANY}IsTruncated")
     token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated == "true" else ""
     if truncated not in ("true", "false") or (truncated == "true" and not token):
         text = "it does not say where its listing goes on: does it know ListObjectsV2?"
-        raise S3Error(Kind.PEER, text)
+        raise S3Error(FailureKind.PEER, text)
     return Page(objects, names, last, token)

@@ -40,7 +40,7 @@ from tierd_connectors.vllm.hints import HintReader
 from tierd_connectors.vllm.identity.calls import Callers
 from tierd_connectors.vllm.identity.namespace import (
     HASH_SCHEME_UNTAGGED,
-    RefusedError,
+    UnsupportedEngineError,
     check_engine,
     fingerprint_of,
     hash_root_in_use,
@@ -65,9 +65,9 @@ from tierd_connectors.vllm.work import (
 )
 from tierd_connectors.vllm.worker.export import HostPool, Shown, show_cuda
 from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
-from tierd_connectors.vllm.worker.layout import Blocks, LayoutError, PageMap, Pages, TensorView
+from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, PageMap, Pages, TensorView
 from tierd_connectors.vllm.worker.mover import Mover
-from tierd_connectors.vllm.worker.queues import FinishedLoad, HostOrder, Order
+from tierd_connectors.vllm.worker.queues import DeviceOrder, FinishedLoad, HostOrder
 from tierd_connectors.vllm.worker.torch import StreamOrder, TorchPages
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             blocks = kv_blocks(views, kv)
             fingerprint = fingerprint_of(config, self._weights, self._options, os.environ)
             namespace = namespace_of(config, kv, blocks, fingerprint, rank=rank)
-        except (RefusedError, ConfigError, OSError) as error:
+        except (UnsupportedEngineError, ConfigError, OSError) as error:
             self._info = RankInfo(None, str(error))
             return
         tensors = [kv_caches[name] for name in kv.kv_cache_groups[0].layer_names]
@@ -183,7 +183,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 "tierd: this release has not been run on a GPU yet: try `make gpu-test`, and see "
                 "'Engines on GPUs' in the README"
             )
-        order: Order = StreamOrder(None) if on_gpu else HostOrder()
+        order: DeviceOrder = StreamOrder(None) if on_gpu else HostOrder()
         pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
         self._mover = Mover(
             client,
@@ -203,7 +203,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             # other threads' calls would spoil.
             self._mover.start()
 
-    def _make_layerwise(self, views: list[TensorView], blocks: Blocks) -> Layerwise | None:
+    def _make_layerwise(self, views: list[TensorView], blocks: BlockPages) -> Layerwise | None:
         """What loads are reported early by, or None where they cannot be."""
         if self._vllm_config.speculative_config is not None:
             reason = "a drafting model runs after loads are reported"
@@ -216,7 +216,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         logger.info("tierd: layerwise is off: %s", reason)
         return None
 
-    def _ways(self, blocks: Blocks, tensors: list[torch.Tensor]) -> Iterator[Shown]:
+    def _ways(self, blocks: BlockPages, tensors: list[torch.Tensor]) -> Iterator[Shown]:
         """How the daemon may be shown the engine's memory, by the setting `transfer`."""
         on_gpu = tensors[0].device.type == "cuda"
         match self._options.transfer:
@@ -628,7 +628,7 @@ def _check_memory(config: VllmConfig) -> None:
     """
     for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
         if getattr(config.model_config, setting, False):
-            raise RefusedError(
+            raise UnsupportedEngineError(
                 f"{setting} is on, and an engine that sleeps discards KV memory that is being "
                 "copied: start vLLM without it"
             )

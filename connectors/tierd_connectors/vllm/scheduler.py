@@ -43,10 +43,10 @@ from tierd_connectors.vllm.speed import PrefillSpeed
 from tierd_connectors.vllm.steps import EngineRequest, Scheduled
 from tierd_connectors.vllm.work import (
     NO_ADAPTER,
+    DrainedCounters,
     Load,
     StepWork,
     StoreItem,
-    Tally,
     is_generation,
     of_adapters,
     of_generation,
@@ -127,7 +127,7 @@ class SchedulerSide:
     ) -> None:
         """`loras` are the revisions of the adapters whose requests may be added, by name."""
         self.boundary = boundary
-        self.tally = Tally()
+        self.tally = DrainedCounters()
         self._client = client
         self._namespaces = list(namespaces)
         self._block_tokens = namespaces[0].block_tokens

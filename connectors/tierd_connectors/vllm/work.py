@@ -139,7 +139,7 @@ def _of_weights(namespace: Namespace, weights: str) -> Namespace:
     return changed
 
 
-class Tally:
+class DrainedCounters:
     """Counters that several threads add to and one drains."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.fake_openai import FakeOpenAI, letters, serving
 from tierd import hotset
 from tierd.cli import main as main_module
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.operator import Operator, tables
 from tierd.cli.common.text import size
 from tierd.cli.main import main
@@ -227,7 +227,7 @@ def test_what_no_tier_has_is_said(cold, ranks, tmp_path, capsys) -> None:
 def write_hot_set(path, runs: list[tuple[list[bytes], int]], ranks=RANKS) -> str:
     """A hot set of runs from the root on, each with its uses."""
     root = ranks[0].hash_root
-    found = [hotset.Run(root, hashes, uses, 60, len(hashes)) for hashes, uses in runs]
+    found = [hotset.HotRun(root, hashes, uses, 60, len(hashes)) for hashes, uses in runs]
     parts = hotset.pieces([(ranks, found)], written_s=int(time.time()), version="0")
     path.write_bytes(b"".join(parts))
     return str(path)
@@ -363,13 +363,13 @@ def test_engine_that_is_down(cold, ranks, tmp_path, capsys, monkeypatch) -> None
     url = "http://127.0.0.1:9"
     path = lines(tmp_path, prompt(41), {"prompt": TEXT}, {"messages": CHAT}, prompt(0))
     asked: list[object] = []
-    tokenize = Engine.tokens
+    tokenize = EngineServer.tokens
 
     def tokens(self, request):
         asked.append(request)
         return tokenize(self, request)
 
-    monkeypatch.setattr(Engine, "tokens", tokens)
+    monkeypatch.setattr(EngineServer, "tokens", tokens)
     assert warm(cold, path, *ranks, "--engine", url) == 3
     assert len(asked) == 1, "who does not answer may take its time to"
     assert f"no answer from the engine at {url}" in capsys.readouterr().err

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.cli.warm.journal import Done, Journal
+from tierd.cli.warm.journal import FinishedUnit, WarmJournal
 from tierd.errors import ConfigError
 from tierd.lines import sealed
 
 UNITS = st.lists(
     st.builds(
-        Done,
+        FinishedUnit,
         st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple),
         st.binary(min_size=32, max_size=32),
         st.integers(1, 1 << 40),
@@ -21,8 +21,8 @@ UNITS = st.lists(
 )
 
 
-def write(path, units: list[Done], first: int = 0) -> None:
-    journal = Journal(str(path), "host memory")
+def write(path, units: list[FinishedUnit], first: int = 0) -> None:
+    journal = WarmJournal(str(path), "host memory")
     for number, done in enumerate(units, first):
         journal.finish(f"unit {number}", done)
     journal.close()
@@ -40,7 +40,7 @@ def test_a_journal_cut_anywhere_goes_on(tmp_path_factory, units, data) -> None:
     path.write_bytes(whole[:cut])
     finished = max(0, whole[:cut].count(b"\n") - 1)
 
-    journal = Journal(str(path), "host memory")
+    journal = WarmJournal(str(path), "host memory")
     assert journal.done == {f"unit {n}": done for n, done in enumerate(units[:finished])}
     journal.close()
     write(path, units[finished:], finished)
@@ -63,7 +63,7 @@ def test_other_files_are_left_as_they_are(tmp_path, content, named) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=named):
-        Journal(str(path), "host memory")
+        WarmJournal(str(path), "host memory")
     assert path.read_bytes() == content
 
 
@@ -89,16 +89,16 @@ def test_damage_within_is_named(tmp_path, line) -> None:
     with path.open("ab") as file:
         file.write(line + b"\n")
     with pytest.raises(ConfigError, match="line 2: not a journal's"):
-        Journal(str(path), "host memory")
+        WarmJournal(str(path), "host memory")
 
 
 def test_two_runs_do_not_share_a_journal(tmp_path) -> None:
     """Two runs would write into each other's lines."""
     path = str(tmp_path / "journal")
-    journal = Journal(path, "host memory")
+    journal = WarmJournal(path, "host memory")
     with pytest.raises(ConfigError, match="another tierd warm uses"):
-        Journal(path, "host memory")
+        WarmJournal(path, "host memory")
     journal.close()
-    Journal(path, "host memory").close()
+    WarmJournal(path, "host memory").close()
     with pytest.raises(ConfigError, match="Is a directory"):
-        Journal(str(tmp_path), "host memory")
+        WarmJournal(str(tmp_path), "host memory")

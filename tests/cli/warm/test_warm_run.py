@@ -7,12 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from tests.support import blocks
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.namespaces import Namespaces
 from tierd.cli.warm import run as warm_run
-from tierd.cli.warm.report import Report
-from tierd.cli.warm.run import AHEAD_BLOCKS, CALL_BLOCKS_MAX, FULL_CALLS, Order, Replays, Warmer
-from tierd.cli.warm.sources import Want
+from tierd.cli.warm.report import WarmReport
+from tierd.cli.warm.run import (
+    AHEAD_BLOCKS,
+    CALL_BLOCKS_MAX,
+    FULL_CALLS,
+    Replays,
+    Warmer,
+    WarmOptions,
+)
+from tierd.cli.warm.sources import WantedBlocks
 from tierd.errors import ConfigError
 from tierd.types import Namespace
 from tierd.wire.messages import Warmed, Warmth
@@ -47,8 +54,8 @@ class Daemon:
 def warmer(daemon: Daemon, replays_max: int = 9) -> Warmer:
     return Warmer(
         daemon,  # type: ignore[arg-type]
-        Order(room_bytes=1 << 30),
-        Report(),
+        WarmOptions(room_bytes=1 << 30),
+        WarmReport(),
         None,
         replays_max,
         on_finished=lambda want: None,
@@ -56,9 +63,11 @@ def warmer(daemon: Daemon, replays_max: int = 9) -> Warmer:
     )
 
 
-def want(number: int, *, by_worth: bool = False, tokens: list[int] | None = None) -> Want:
+def want(number: int, *, by_worth: bool = False, tokens: list[int] | None = None) -> WantedBlocks:
     hashes, _ = blocks.chain(4 + number)
-    return Want(f"{number}", (SPACE,), hashes, f"{number}", tokens=tokens, by_worth=by_worth)
+    return WantedBlocks(
+        f"{number}", (SPACE,), hashes, f"{number}", tokens=tokens, by_worth=by_worth
+    )
 
 
 def test_what_prompts_share_is_asked_for_once_a_call() -> None:
@@ -102,7 +111,7 @@ def test_a_deadline_while_only_answers_are_awaited_is_told() -> None:
 class StuckReplays(Replays):
     """An engine that does not come to an end, until the deadline is there."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WarmOptions) -> None:
         self.pending = 0
         self._order = order
         self._looks = 0
@@ -206,4 +215,4 @@ def test_an_adapter_has_one_revision() -> None:
 def test_wrong_urls(url) -> None:
     """A typing mistake would look like an engine that is down."""
     with pytest.raises(ConfigError, match="--engine"):
-        Engine(url)
+        EngineServer(url)

@@ -25,7 +25,7 @@ from tests.support.traffic import wait_until
 from tierd.clock import SystemClock
 from tierd.config import AdminConfig, parse
 from tierd.daemon.http.admin import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Admin, Phase, tcp_listener
-from tierd.daemon.http.exposition import Metric, Sample, exposition
+from tierd.daemon.http.exposition import Metric, MetricSample, exposition
 from tierd.daemon.http.metrics import METRICS, NAMESPACES_SHOWN_MAX, scrape
 from tierd.daemon.node import Node
 from tierd.errors import ConfigError
@@ -101,7 +101,7 @@ def test_namespaces_have_bounded_labels(node: Node) -> None:
 def test_no_name_can_forge_a_line(value: str, about: str) -> None:
     """An engine's model name could set any metric."""
     about += "."
-    metric = Metric("tierd_x", about, lambda _: [Sample((("model", value),), 1.5)])
+    metric = Metric("tierd_x", about, lambda _: [MetricSample((("model", value),), 1.5)])
     text = exposition([metric], {})
     assert read(text)["tierd_x"].value(model=value) == 1.5
 

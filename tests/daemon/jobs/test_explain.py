@@ -20,7 +20,7 @@ from tierd.daemon.jobs.explain import OTHERS_MAX, YOUNG_S
 from tierd.daemon.node import Patience
 from tierd.daemon.session.orders import Orders
 from tierd.errors import BackendError, RemoteProtocolError
-from tierd.testing.faulty import Fault, FaultPlan
+from tierd.testing.faulty import FaultPlan, InjectedFault
 from tierd.types import Namespace
 from tierd.wire import messages as m
 
@@ -358,7 +358,7 @@ def test_a_tier_that_is_not_open_or_does_not_answer() -> None:
         assert body["tiers"][1]["why"] == "wrong password"
         await asyncio.sleep(0.1)
         bench.raw[0].hangs = set()
-        bench.raw[0].plan = FaultPlan({Fault.FAIL_CALL: 1.0})
+        bench.raw[0].plan = FaultPlan({InjectedFault.FAIL_CALL: 1.0})
         assert (await why(bench, b"h" * 32))[0] == {"what": "no_answer", "tier": 0}
 
     away = Tier()

@@ -26,7 +26,7 @@ from tierd.cli.flush import _matches_nothing
 from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon.jobs import flush as flush_module
-from tierd.daemon.jobs.flush import Flush
+from tierd.daemon.jobs.flush import FlushJob
 from tierd.daemon.session.orders import Orders
 from tierd.errors import BackendError, RefusedError, RemoteProtocolError
 from tierd.testing.backend import StoredBlock
@@ -87,7 +87,7 @@ def plant(
 
 async def flush(
     bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
-) -> Flush:
+) -> FlushJob:
     """A flush to its end."""
     work = begin(bench, prefix, host=host, tiers=tiers)
     await work.done.wait()
@@ -96,7 +96,7 @@ async def flush(
 
 def begin(
     bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
-) -> Flush:
+) -> FlushJob:
     flushes = bench.node.flushes
     numbers = list(range(len(bench.tiers))) if tiers is None else tiers
     work = flushes.begin(prefix, host=host, numbers=numbers)

@@ -12,9 +12,9 @@ from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, key, run
 from tierd.backend import BlockHeader, checksum, pack_header
 from tierd.backend import Scanned as Step
 from tierd.daemon.jobs import inventory
-from tierd.daemon.jobs.inventory import Inventory
+from tierd.daemon.jobs.inventory import InventoryListings
 from tierd.errors import BackendError, RemoteProtocolError
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.testing.backend import StoredBlock
 from tierd.testing.simulation.loop import VirtualClock
 from tierd.types import NEVER
@@ -27,7 +27,9 @@ class Asker:
     def __init__(self, bench: Bench) -> None:
         self.said: list[m.FromDaemon] = []
         node, clock = bench.node, VirtualClock(bench.loop)
-        self.inventory = Inventory(node.host, node.tiers, clock, node.spawn, self.said.append)
+        self.inventory = InventoryListings(
+            node.host, node.tiers, clock, node.spawn, self.said.append
+        )
 
     async def page(self, source: int, digest: bytes = SPACE.digest) -> m.FromDaemon:
         self.inventory.ask(m.Inventory(7, digest, source))
@@ -72,8 +74,8 @@ def test_l2_and_each_tier_are_listed_whole() -> None:
         bench.store(40)
         short = bench.store(8, "short")
         await bench.backed_up()
-        bench.space.reuse.use(Request(hashes[:3], bench.loop.now_ns / 1e9))
-        bench.space.reuse.use(Request(hashes[:1], bench.loop.now_ns / 1e9))
+        bench.space.reuse.use(PrefixRequest(hashes[:3], bench.loop.now_ns / 1e9))
+        bench.space.reuse.use(PrefixRequest(hashes[:1], bench.loop.now_ns / 1e9))
         await asyncio.sleep(90)
         asker = Asker(bench)
         for source in (0, 1, 2):

@@ -13,21 +13,21 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config, damage, key, run
 from tierd.cli.common.operator import Operator
 from tierd.cli.main import main
-from tierd.daemon.jobs.scrub import AWAY_S_MAX, Scrub
+from tierd.daemon.jobs.scrub import AWAY_S_MAX, ScrubJob
 from tierd.errors import RefusedError
 from tierd.wire import messages as m
 
 FAST = 1 << 40
 
 
-def begin(bench: Bench, *numbers: int, rate: int = FAST) -> Scrub:
+def begin(bench: Bench, *numbers: int, rate: int = FAST) -> ScrubJob:
     scrubs = bench.node.scrubs
     work = scrubs.begin(numbers, rate)
     bench.node.spawn(lambda: scrubs.run(work), "scrub")
     return work
 
 
-async def scrub(bench: Bench, *numbers: int, rate: int = FAST) -> Scrub:
+async def scrub(bench: Bench, *numbers: int, rate: int = FAST) -> ScrubJob:
     work = begin(bench, *numbers, rate=rate)
     await work.done.wait()
     return work

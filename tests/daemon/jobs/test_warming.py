@@ -25,8 +25,8 @@ from tierd.backend import Outcome, PutRequest, checksum
 from tierd.config import WritePolicy
 from tierd.core.epochs import scope_of
 from tierd.core.space import Space
-from tierd.daemon.jobs.warming import BUSY_SHARE, QUIET_NS, Pace, Want, Warming
-from tierd.eviction.policy import Request
+from tierd.daemon.jobs.warming import BUSY_SHARE, QUIET_NS, Pace, Warming, WarmOrder
+from tierd.eviction.policy import PrefixRequest
 from tierd.testing.backend import MemoryBackend
 from tierd.types import Namespace
 from tierd.wire.messages import Warmth
@@ -37,7 +37,7 @@ OTHER = blocks.namespace(PAGE, model="another")
 async def warm(
     bench: Bench,
     hashes: Sequence[bytes],
-    want: Want = Want(),  # noqa: B008  # immutable
+    want: WarmOrder = WarmOrder(),  # noqa: B008  # immutable
     deadline_s: float = 60.0,
     space: Space | None = None,
 ) -> Warming:
@@ -92,8 +92,8 @@ async def until(condition: Callable[[], object]) -> None:
 def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
     """Requests that name these blocks, as the book of uses counts them."""
     for _ in range(times):
-        bench.space.reuse.use(Request(hashes, bench.loop.time()))
-        bench.space.chain.use(Request(hashes, bench.loop.time()))
+        bench.space.reuse.use(PrefixRequest(hashes, bench.loop.time()))
+        bench.space.chain.use(PrefixRequest(hashes, bench.loop.time()))
 
 
 # --- into host memory -------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_it_can_be_called_off() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 640)
-        warming = Warming(bench.space, hashes, Want(), Pace())
+        warming = Warming(bench.space, hashes, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: Warmth.BROUGHT in warming.outcomes)
         warming.call_off()
@@ -183,7 +183,7 @@ def test_a_rate_is_kept_by_all_orders_of_a_session() -> None:
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 128)
         began_s = bench.loop.time()
-        pace, want = Pace(), Want(bytes_per_s=16 * PAGE)
+        pace, want = Pace(), WarmOrder(bytes_per_s=16 * PAGE)
         orders = [Warming(bench.space, hashes[at : at + 64], want, pace) for at in (0, 64)]
         await asyncio.gather(*(bench.node.warmings.run(each, 60.0) for each in orders))
         assert bench.loop.time() - began_s >= 128 / 16 - 32 / 16 - 0.1
@@ -246,7 +246,7 @@ def test_leased_and_kept_blocks_stay() -> None:
         lease = await bench.node.acquire(1, [bench.space], first, bench.loop.now_ns + 10**9)
         assert lease is not None
         use(bench, wanted, times=5)
-        warming = Warming(bench.space, wanted, Want(), Pace())
+        warming = Warming(bench.space, wanted, WarmOrder(), Pace())
         bench.node.lease_ttl_ns = 10**15
         await bench.node.warmings.run(warming, 600.0)
         bench.node.check()
@@ -266,7 +266,7 @@ def test_memory_of_namespaces_in_use_is_left_alone() -> None:
         use(bench, [h for tag in (1, 2) for h in bench.store(128, tag)])
         assert bench.node.host.allocated_bytes == 256 * PAGE
         other = bench.node.register(OTHER)
-        other.reuse.use(Request(wanted, bench.loop.time() + 1))
+        other.reuse.use(PrefixRequest(wanted, bench.loop.time() + 1))
         before = bench.space.live_segments
         assert fates(await warm(bench, wanted, space=other)) == {Warmth.NO_ROOM: 64}
         assert bench.space.live_segments == before
@@ -282,13 +282,13 @@ def test_pins() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 16)
-        warming = await warm(bench, hashes, Want(pin_ms=60_000))
+        warming = await warm(bench, hashes, WarmOrder(pin_ms=60_000))
         assert warming.pinned_blocks == 16
         for tag in range(20):
             bench.store(32, tag)
             await bench.backed_up()
         assert all(h in bench.space.chain for h in hashes)
-        many = await warm(bench, list(bench.space.chain.items), Want(pin_ms=60_000))
+        many = await warm(bench, list(bench.space.chain.items), WarmOrder(pin_ms=60_000))
         assert many.pinned_blocks < len(bench.space.chain)  # The quota of hints holds for it, too.
 
     run(test)
@@ -300,12 +300,12 @@ def test_kept_blocks_stay_even_if_nothing_else_can_go() -> None:
     async def test(bench: Bench) -> None:
         wanted = await in_tiers(bench, 32, "wanted")
         kept = bench.store(32, "kept")
-        await warm(bench, kept, Want(pin_ms=10**9))
+        await warm(bench, kept, WarmOrder(pin_ms=10**9))
         leased = [bench.store(112, tag) for tag in (1, 2)]
         for each in leased:
             assert await bench.node.acquire(1, [bench.space], each, bench.loop.now_ns + 10**9)
         use(bench, wanted, times=5)
-        warming = Warming(bench.space, wanted, Want(), Pace())
+        warming = Warming(bench.space, wanted, WarmOrder(), Pace())
         bench.node.lease_ttl_ns = 10**15
         await bench.node.warmings.run(warming, 0.5)
         assert fates(warming) == {Warmth.NO_ROOM: 32}
@@ -324,7 +324,7 @@ def test_requests_come_first() -> None:
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 180, "cold")
         asked = await in_tiers(bench, 32, "asked")
-        warming = Warming(bench.space, cold, Want(), Pace())
+        warming = Warming(bench.space, cold, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 600.0))
         await until(lambda: bench.node.promotions.under_way)
         began_s = bench.loop.time()
@@ -343,7 +343,7 @@ def test_it_reads_little_while_engines_work(work: str) -> None:
 
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 320, "cold")
-        warming = Warming(bench.space, cold, Want(), Pace())
+        warming = Warming(bench.space, cold, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 600.0))
         busy_s, step_s = 10.0, QUIET_NS / 2e9
         end_s = bench.loop.time() + busy_s
@@ -376,7 +376,7 @@ def test_a_request_takes_over_what_is_being_warmed() -> None:
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 64)
         bench.raw[0].takes_s = 0.1
-        warming = Warming(bench.space, hashes, Want(), Pace())
+        warming = Warming(bench.space, hashes, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: bench.node.promotions.under_way)
         assert await bench.acquire(hashes) == 64
@@ -398,7 +398,7 @@ def test_a_request_is_not_refused_room_with_a_warm_up() -> None:
         first = asyncio.ensure_future(bench.acquire(asked))
         await until(lambda: bench.raw[0].calls("get"))
         bench.raw[0].takes_s = 0.1
-        warming = Warming(bench.space, cold, Want(), Pace())
+        warming = Warming(bench.space, cold, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: len(bench.node.promotions.under_way) == 64)
         assert await bench.acquire(cold) == 32  # It joins what waits for its turn.
@@ -416,7 +416,7 @@ def test_a_request_does_not_wait_for_what_a_warm_up_has_no_room_for() -> None:
         cold = await in_tiers(bench, 32, "cold")
         use(bench, [h for tag, count in ((1, 128), (2, 112)) for h in bench.store(count, tag)])
         await bench.backed_up()
-        warming = Warming(bench.space, cold, Want(), Pace())
+        warming = Warming(bench.space, cold, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: bench.raw[0].calls("get"))
         assert await bench.acquire(cold) == 32
@@ -439,7 +439,7 @@ def test_verify_finds_rot_in_host_memory() -> None:
             slot = bench.space.chain.items[block_hash]
             bench.node.memory.payload(bench.space, slot)[0] ^= 1
         bench.raw[0].blocks.pop(key(hashes[40]))
-        warming = await warm(bench, hashes, Want(verify=True))
+        warming = await warm(bench, hashes, WarmOrder(verify=True))
         expected = [Warmth.HERE] * 64
         expected[9], expected[40] = Warmth.BROUGHT, Warmth.CORRUPT
         assert list(warming.outcomes) == expected
@@ -464,12 +464,12 @@ def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
         await bench.backed_up()
         await empty(near)
         damage(far, hashes[50])
-        warming = await warm(bench, [*hashes, b"?" * 32], Want(target=1))
+        warming = await warm(bench, [*hashes, b"?" * 32], WarmOrder(target=1))
         assert fates(warming) == {Warmth.BROUGHT: 99, Warmth.CORRUPT: 1, Warmth.NOWHERE: 1}
         assert warming.sources == {"host memory": 30, "tier1": 69}
         assert len(near.blocks) == 99
         assert len(bench.space.chain) == 30  # It brought nothing into host memory.
-        assert fates(await warm(bench, hashes[:50], Want(target=1))) == {Warmth.HERE: 50}
+        assert fates(await warm(bench, hashes[:50], WarmOrder(target=1))) == {Warmth.HERE: 50}
         bench.node.memory.drop(bench.space, list(bench.space.chain.items.values()))
         assert await bench.acquire(hashes) == 50
         bench.check_nothing_is_left()
@@ -482,7 +482,7 @@ def test_what_a_tier_was_given_is_not_written_again() -> None:
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(20)
-        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.BROUGHT: 20}
+        assert fates(await warm(bench, hashes, WarmOrder(target=1))) == {Warmth.BROUGHT: 20}
         bench.forget()
         await bench.backed_up()
         assert bench.raw[0].calls("put") == 1
@@ -501,7 +501,7 @@ def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
             payload = blocks.payload(SPACE, block_hash)
             bench.space.unproven[slot] = checksum(payload)
         bench.node.memory.payload(bench.space, slots[1])[0] ^= 1
-        warming = await warm(bench, hashes, Want(target=1))
+        warming = await warm(bench, hashes, WarmOrder(target=1))
         assert list(warming.outcomes) == [Warmth.BROUGHT, Warmth.NOWHERE, Warmth.BROUGHT]
         assert {k.block_hash for k in bench.raw[0].blocks} == {hashes[0], hashes[2]}
 
@@ -520,9 +520,9 @@ def test_a_tier_that_takes_nothing_is_told() -> None:
             return [Outcome.REFUSED] * len(requests)
 
         near.put_many = refuse  # type: ignore[method-assign]
-        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.UNWRITTEN: 10}
+        assert fates(await warm(bench, hashes, WarmOrder(target=1))) == {Warmth.UNWRITTEN: 10}
         near.hangs = {"contains"}
-        assert fates(await warm(bench, hashes, Want(target=1))) == {Warmth.AWAY: 10}
+        assert fates(await warm(bench, hashes, WarmOrder(target=1))) == {Warmth.AWAY: 10}
 
     run(test)
 
@@ -538,7 +538,7 @@ def test_a_flush_wins(target: int) -> None:
         hashes = await in_tiers(bench, 200)
         if target:
             await empty(bench.raw[0])
-        warming = Warming(bench.space, hashes, Want(target=target), Pace())
+        warming = Warming(bench.space, hashes, WarmOrder(target=target), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: bench.raw[0].calls("put" if target else "get") >= 2)
         flush = bench.node.flushes.begin("", host=True, numbers=[0, 1])

@@ -19,7 +19,7 @@ from tests.support.service_manager import ServiceManager
 from tests.support.traffic import wait_until
 from tierd.cli.common.operator import Operator
 from tierd.client import Client, Handle
-from tierd.memory.past import Guard
+from tierd.memory.past import ArenaGuard
 
 BLOCKS = 200
 
@@ -256,7 +256,7 @@ def test_a_copy_process_is_known_while_it_lasts(tmp_path: Path, manager: Service
     be kept for ever."""
     with daemon_in(tmp_path, manager) as daemon, PageEngine(daemon.socket) as engine:
         [kept] = [fd for name, fd in manager.kept if name.startswith("guard-")]
-        guard = Guard(os.dup(kept))
+        guard = ArenaGuard(os.dup(kept))
         assert guard.held
         assert not guard.copying
         engine.wait_attached()

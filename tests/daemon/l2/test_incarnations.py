@@ -21,11 +21,11 @@ from tierd.clock import Clock, SystemClock
 from tierd.config import StorageConfig, WritePolicy
 from tierd.core.host import HostTier
 from tierd.core.space import NewSegment, Space
-from tierd.daemon.l2.incarnations import Lives
+from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
-from tierd.daemon.l2.verification import Proofs
+from tierd.daemon.l2.verification import Verification
 from tierd.memory.ledger import Ledger, LedgerError, LedgerRecord
-from tierd.memory.past import LOG_BYTES, Guard, LifePage, PastPage
+from tierd.memory.past import LOG_BYTES, ArenaGuard, LifePage, PastPage
 from tierd.testing.simulation.keeper import Keeper
 
 SEGMENT = 4 * (32 << 10)
@@ -57,7 +57,7 @@ class OneLife:
         self.host = HostTier(capacity, segment_bytes=SEGMENT)
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, None, manager=keeper)
-        self.lives = Lives(self.memory, tiers, os.urandom(8), clock)
+        self.lives = Incarnations(self.memory, tiers, os.urandom(8), clock)
         self.lives.begin()
 
     def space(self, model: str = "m") -> Space:
@@ -99,7 +99,7 @@ class OneLife:
 
     def prove(self) -> None:
         """Verify everything."""
-        asyncio.run(Proofs(self.memory).run())
+        asyncio.run(Verification(self.memory).run())
         self.memory.check()
 
     def end(self) -> None:
@@ -233,11 +233,11 @@ def test_a_life_that_leaves_no_leases_is_not_followed(
     life.store(life.space(), chain("a", 4))
     life.end()
 
-    def none_left(self: Guard) -> int:
+    def none_left(self: ArenaGuard) -> int:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Guard, "hold", none_left)
+        patched.setattr(ArenaGuard, "hold", none_left)
         life = OneLife(keeper)
     life.prove()
     space = life.space()
@@ -391,7 +391,7 @@ def test_dropped_blocks_are_gone_for_everybody(keeper: Keeper) -> None:
 
 def test_a_guard_is_held_by_whoever_has_a_copy() -> None:
     """A slot would be used again while a child, or a message on its way, still can write to it."""
-    guard = Guard.create()
+    guard = ArenaGuard.create()
     hold = guard.hold()
     copy = os.dup(hold)
     other = guard.hold()
@@ -512,10 +512,10 @@ def test_what_was_adopted_is_proven_before_it_is_written(
     run(before, tier, raw=[raw], manager=keeper)
     assert not raw.blocks
 
-    async def nothing(self: Proofs) -> None:
+    async def nothing(self: Verification) -> None:
         """Nobody proves what nobody asks for."""
 
-    monkeypatch.setattr(Proofs, "run", nothing)
+    monkeypatch.setattr(Verification, "run", nothing)
     run(after, tier, raw=[raw], manager=keeper)
     assert len(raw.blocks) == (7 if rotten else 8)
 
@@ -525,14 +525,14 @@ def test_a_life_that_cannot_leave_anything_still_serves(
 ) -> None:
     """Without a descriptor to spare tierd would not start, or not stop, or leave some behind."""
 
-    def none_left(self: Guard) -> int:
+    def none_left(self: ArenaGuard) -> int:
         raise OSError(24, "Too many open files")
 
     # A record would keep the error, and with it whatever its frames have.
     caplog.set_level(logging.CRITICAL, "tierd")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
-        patched.setattr(Guard, "hold", none_left)
+        patched.setattr(ArenaGuard, "hold", none_left)
         life = OneLife(keeper)
     assert not life.lives.kept
     assert life.lives.guard() is None
@@ -556,12 +556,12 @@ def test_a_request_does_not_wait_for_proofs_beyond_its_deadline(
         monkeypatch.undo()
         assert await bench.acquire(stored, 0.5) == 8
 
-    async def never(self: Proofs, *_: object) -> None:
+    async def never(self: Verification, *_: object) -> None:
         await asyncio.get_running_loop().create_future()
 
     run(before, config("tier"), manager=keeper)
-    monkeypatch.setattr(Proofs, "run", never)
-    monkeypatch.setattr(Proofs, "prove", never)
+    monkeypatch.setattr(Verification, "run", never)
+    monkeypatch.setattr(Verification, "prove", never)
     run(after, config("tier"), manager=keeper)
 
 

@@ -22,9 +22,9 @@ from tests.support.blocks import chain, namespace
 from tests.support.daemon_process import DaemonProcess
 from tests.support.traffic import wait_until
 from tierd.clock import SystemClock
-from tierd.core.hints import Hint
+from tierd.core.hints import PrefixHint
 from tierd.core.host import HostTier
-from tierd.core.pressure import CALM_S, FORGOTTEN_S, Pressure, Sample
+from tierd.core.pressure import CALM_S, FORGOTTEN_S, MemorySample, Pressure
 from tierd.core.space import Evicted, Refusal, Space
 from tierd.daemon.l2.pressure import ThisMachine
 from tierd.daemon.node import Node
@@ -68,7 +68,9 @@ class MadeUp:
             if self.available < self.needed:
                 self.stalled_us += 3e5
                 self.stuck_us += 1e5 if self.available < self.needed / 2 else 0
-            sample = Sample(self.total, self.available, int(self.stalled_us), int(self.stuck_us))
+            sample = MemorySample(
+                self.total, self.available, int(self.stalled_us), int(self.stuck_us)
+            )
             limit = self.pressure.decide(
                 sample, self.now_s, allocated_bytes=self.held, resident_bytes=self.held
             )
@@ -155,7 +157,7 @@ def test_a_machine_that_stands_still_is_helped_faster() -> None:
         pressure = Pressure(8 * GIB, GIB)
         limit = 8 * GIB
         for second in range(2):
-            sample = Sample(64 * GIB, 3 * GIB, second * 500_000, second * stuck * 500_000)
+            sample = MemorySample(64 * GIB, 3 * GIB, second * 500_000, second * stuck * 500_000)
             limit = pressure.decide(
                 sample, float(second), allocated_bytes=limit, resident_bytes=limit
             )
@@ -178,7 +180,7 @@ def test_what_stalls_have_taught_is_forgotten() -> None:
 def test_memory_that_is_promised_but_untouched_counts_as_taken() -> None:
     """L2 would hand out segments that no memory is left for, and be killed as they are filled."""
     pressure = Pressure(60 * GIB, GIB)
-    sample = Sample(64 * GIB, 20 * GIB, 0, 0)
+    sample = MemorySample(64 * GIB, 20 * GIB, 0, 0)
     # Of 30 GiB that are handed out 10 GiB have been touched: 20 GiB more are to come.
     limit = pressure.decide(sample, 0.0, allocated_bytes=30 * GIB, resident_bytes=10 * GIB)
     assert limit < 30 * GIB
@@ -227,7 +229,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_kernel_without_pressure_files_is_read(root: Path) -> None:
     """tierd would not start on a kernel that is built without PSI."""
-    assert ThisMachine(root).sample() == Sample(64 * GIB, 40 * GIB, 0, 0)
+    assert ThisMachine(root).sample() == MemorySample(64 * GIB, 40 * GIB, 0, 0)
 
 
 def test_the_machine_without_cgroups(root: Path) -> None:
@@ -239,7 +241,7 @@ def test_the_machine_without_cgroups(root: Path) -> None:
         "full avg10=0.00 avg60=0.00 avg300=0.00 total=56\n",
     )
     put(root, "proc/self/cgroup", "0::/\n")
-    assert ThisMachine(root).sample() == Sample(64 * GIB, 40 * GIB, 1234, 56)
+    assert ThisMachine(root).sample() == MemorySample(64 * GIB, 40 * GIB, 1234, 56)
 
 
 def test_a_container_counts_what_it_may_have(root: Path) -> None:
@@ -253,12 +255,12 @@ def test_a_container_counts_what_it_may_have(root: Path) -> None:
     put(root, f"{tierd}/memory.current", str(9 * GIB))
     put(root, f"{tierd}/memory.stat", f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\n")
     machine = ThisMachine(root)
-    assert machine.sample() == Sample(10 * GIB, 4 * GIB, 7, 5)
+    assert machine.sample() == MemorySample(10 * GIB, 4 * GIB, 7, 5)
     # One further out may be tighter still.
     put(root, "sys/fs/cgroup/pod/memory.max", str(12 * GIB))
     put(root, "sys/fs/cgroup/pod/memory.current", str(12 * GIB))
     put(root, "sys/fs/cgroup/pod/memory.stat", f"active_file {3 * GIB}\n")
-    assert machine.sample() == Sample(10 * GIB, 3 * GIB, 7, 5)
+    assert machine.sample() == MemorySample(10 * GIB, 3 * GIB, 7, 5)
 
 
 def test_an_old_cgroup_counts(root: Path) -> None:
@@ -268,7 +270,7 @@ def test_an_old_cgroup_counts(root: Path) -> None:
     put(root, f"{group}/memory.limit_in_bytes", str(8 * GIB))
     put(root, f"{group}/memory.usage_in_bytes", str(7 * GIB))
     put(root, f"{group}/memory.stat", f"cache 5\nactive_file 1\ntotal_inactive_file {GIB}\n")
-    assert ThisMachine(root).sample() == Sample(8 * GIB, 2 * GIB, 0, 0)
+    assert ThisMachine(root).sample() == MemorySample(8 * GIB, 2 * GIB, 0, 0)
 
 
 # --- the arena --------------------------------------------------------------------------
@@ -362,7 +364,7 @@ def test_pins_give_way_to_the_machine() -> None:
     space.sessions = 1
     hashes = store(host, space, 16, "pinned")
     host.hints.quota_bytes = 16 * PAGE_BYTES
-    host.hint([space], hashes, Hint(pin_ms=60_000), 0)
+    host.hint([space], hashes, PrefixHint(pin_ms=60_000), 0)
     assert host.hints.kept_blocks == 16
     host.set_limit(8 * PAGE_BYTES)
     for _ in range(4):
@@ -376,7 +378,7 @@ def test_another_capacity_takes_its_budgets_along() -> None:
     """After a reload engines could pin, or reserve, more than there is."""
     host, (space,) = arena(64, "m")
     store(host, space, 64, "m")
-    host.hint([space], chain(16, "m")[0], Hint(pin_ms=60_000), 0)
+    host.hint([space], chain(16, "m")[0], PrefixHint(pin_ms=60_000), 0)
     assert host.hints.kept_blocks == 16
     host.set_capacity(32 * PAGE_BYTES, 0.25)
     assert host.hints.kept_bytes <= host.hints.quota_bytes == 8 * PAGE_BYTES
@@ -401,8 +403,8 @@ class Given:
     def __init__(self, available_bytes: int) -> None:
         self.available_bytes = available_bytes
 
-    def sample(self) -> Sample:
-        return Sample(64 * GIB, self.available_bytes, 0, 0)
+    def sample(self) -> MemorySample:
+        return MemorySample(64 * GIB, self.available_bytes, 0, 0)
 
 
 def node_on(machine: Given, min_bytes: int) -> Node:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.daemon.l3.read_scheduler import Lane, Turn, Turns
+from tierd.daemon.l3.read_scheduler import ReadLane, ReadScheduler, ReadTurn
 from tierd.testing.simulation.loop import SimulationLoop, run_simulation
 
 
@@ -18,7 +18,7 @@ from tierd.testing.simulation.loop import SimulationLoop, run_simulation
 class Reader:
     """One who takes a turn, and keeps it until told."""
 
-    turn: Turn
+    turn: ReadTurn
     task: asyncio.Task[None]
     enough: asyncio.Event
     rank: list[int]
@@ -33,15 +33,15 @@ class Rig:
     """Lanes with readers."""
 
     def __init__(self, counts: list[int], bytes_max: int) -> None:
-        self.lanes = [Lane(count) for count in counts]
+        self.lanes = [ReadLane(count) for count in counts]
         self.counts = counts
         self.bytes_max = bytes_max
-        self.turns = Turns(self.lanes, bytes_max)
+        self.turns = ReadScheduler(self.lanes, bytes_max)
         self.readers: list[Reader] = []
 
     async def begin(self, lane: int, size: int, rank: int) -> Reader:
         now = [rank, len(self.readers)]
-        turn = Turn(self.lanes[lane], size, lambda: (now[0], now[1]))
+        turn = ReadTurn(self.lanes[lane], size, lambda: (now[0], now[1]))
         enough = asyncio.Event()
 
         async def read() -> None:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from tests.support.tiers.bench import SPACE, Bench, config, run
 from tierd.config import WritePolicy
 from tierd.core.uses import Uses
-from tierd.core.writes import DEMAND_EARLY, Moment, Writes
+from tierd.core.writes import DEMAND_EARLY, WriteMoment, Writes
 from tierd.daemon.l3.learning import PAUSE_S
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import SLICE, Reuse
 
 
@@ -21,7 +21,7 @@ def chain(count: int, tag: object = 0) -> list[bytes]:
 
 
 def use(uses: Uses, book: Reuse, hashes: Sequence[bytes], request: int, now_s: float = 0) -> None:
-    book.use(Request(uses.new(book, hashes, request), now_s))
+    book.use(PrefixRequest(uses.new(book, hashes, request), now_s))
 
 
 def counts(book: Reuse, hashes: Sequence[bytes]) -> list[int]:
@@ -173,4 +173,9 @@ def test_a_used_block_is_wanted_by_a_selective_tier() -> None:
     tier = config("tier", write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE)
     writes = Writes(tier, 1 << 20)
     writes.budget.demand, writes.budget._first_steps = 2 * DEMAND_EARLY, 0
-    assert writes.choose(Moment.LEAVING, b"n" * 16, hashes, book, 4096, 2 * 10**9) == [0, 1, 2, 3]
+    assert writes.choose(WriteMoment.LEAVING, b"n" * 16, hashes, book, 4096, 2 * 10**9) == [
+        0,
+        1,
+        2,
+        3,
+    ]

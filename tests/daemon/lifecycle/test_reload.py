@@ -25,8 +25,8 @@ from tierd.backend import GetRequest
 from tierd.client import Client
 from tierd.clock import SystemClock
 from tierd.config import NOT_SCALARS, Config, StorageConfig, parse
-from tierd.core.hints import Hint
-from tierd.core.writes import Moment
+from tierd.core.hints import PrefixHint
+from tierd.core.writes import WriteMoment
 from tierd.daemon.lifecycle.reload import (
     LIVE,
     RESTART,
@@ -125,12 +125,12 @@ async def leased_for(scene: Scene) -> object:
 
 async def kept(scene: Scene) -> object:
     hashes = scene.bench.store(100)
-    scene.node.hint([scene.bench.space], hashes, Hint(pin_ms=100_000_000))
+    scene.node.hint([scene.bench.space], hashes, PrefixHint(pin_ms=100_000_000))
     return scene.node.host.hints.kept_bytes
 
 
 async def kept_until(scene: Scene) -> object:
-    scene.node.hint([scene.bench.space], scene.bench.store(1), Hint(pin_ms=100_000_000))
+    scene.node.hint([scene.bench.space], scene.bench.store(1), PrefixHint(pin_ms=100_000_000))
     return [*scene.node.host.hints.kept(scene.bench.space.digest).values()]
 
 
@@ -203,7 +203,7 @@ async def written_when_used(scene: Scene) -> object:
     writes = scene.queue.writes
     writes.budget.demand = 0.5
     known: Any = Known()
-    return writes.choose(Moment.USED, bytes(16), [bytes(HASH_BYTES)], known, PAGE, 0)
+    return writes.choose(WriteMoment.USED, bytes(16), [bytes(HASH_BYTES)], known, PAGE, 0)
 
 
 async def filled(scene: Scene) -> object:

@@ -13,7 +13,7 @@ from tests.support.tiers.bench import SPACE, Bench, run
 from tierd.core.host import HostTier
 from tierd.core.space import Space
 from tierd.daemon.http.metrics import scrape
-from tierd.daemon.session.demand import SEATS_MAX, Demand, Tally
+from tierd.daemon.session.demand import SEATS_MAX, Demand, DemandCounts
 
 TOKENS = SPACE.block_tokens
 
@@ -126,4 +126,4 @@ def test_a_namespace_that_is_gone_makes_room() -> None:
     spaces[1].chain.insert(0, bytes(32), blocks.ROOT)
     assert demand.of(spaces[0]) is demand.others, "its blocks may be asked for again"
     spaces[1].chain.remove(0)
-    assert demand.of(spaces[0]) == Tally(requested_tokens=7)
+    assert demand.of(spaces[0]) == DemandCounts(requested_tokens=7)

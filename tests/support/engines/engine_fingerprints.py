@@ -131,8 +131,8 @@ def _try(
     repository's name, unless the engine is to think that it is `online`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from tierd_connectors.vllm.identity.namespace import RefusedError, fingerprint_of
-    from tierd_connectors.vllm.identity.watch import Load, Weights
+    from tierd_connectors.vllm.identity.namespace import UnsupportedEngineError, fingerprint_of
+    from tierd_connectors.vllm.identity.watch import LoadedModel, Weights
     from tierd_connectors.vllm.identity.weights import files_state
     from tierd_connectors.vllm.options import parse
 
@@ -158,11 +158,11 @@ def _try(
     weights = Weights()
     if watched:
         weights.loads += [
-            Load(name, files_state(name), files_state(name), frozenset()) for name in models
+            LoadedModel(name, files_state(name), files_state(name), frozenset()) for name in models
         ]
     try:
         found = fingerprint_of(config, weights, parse(extra), os.environ | (variables or {}))
-    except RefusedError as error:
+    except UnsupportedEngineError as error:
         return f"refused: {error}"
     return found.weights
 

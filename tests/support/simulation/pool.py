@@ -15,7 +15,7 @@ from random import Random
 from tests.support.simulation.threads import pause
 from tierd.testing.simulation.world import World
 from tierd.types import FORMAT_VERSION, BlockKey, Namespace
-from tierd_connectors.vllm.worker.layout import Blocks, Stretch
+from tierd_connectors.vllm.worker.layout import BlockPages, Stretch
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 40
@@ -220,7 +220,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.bytes = bytearray(self.random.randbytes(self.count * BLOCK_BYTES))
-        self.blocks = Blocks((Stretch(0, BLOCK_BYTES),), BLOCK_BYTES, self.count)
+        self.blocks = BlockPages((Stretch(0, BLOCK_BYTES),), BLOCK_BYTES, self.count)
 
     def view(self, block: int) -> memoryview:
         return memoryview(self.bytes)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]

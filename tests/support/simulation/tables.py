@@ -13,7 +13,7 @@ from tests.support.simulation.engine import EngineProcess, Ways
 from tests.support.simulation.pool import BLOCK_TOKENS, WORDS, Model, Request
 from tests.support.simulation.threads import Process, pause, virtual_process
 from tierd.testing.simulation.run import simulate
-from tierd.testing.simulation.world import Account, Plan, World
+from tierd.testing.simulation.world import RunRecord, World, WorldPlan
 
 STEPS_MAX = 20_000
 """Steps of one process, beyond which its requests do not get on."""
@@ -28,12 +28,12 @@ PROMPTS_MAX = 8
 """Conversations that are remembered, of which the next requests continue one."""
 
 
-def simulate_everything(seed: int) -> Account:
+def simulate_everything(seed: int) -> RunRecord:
     """One world with all that is out for the worst. Raises as `simulate` does."""
     return simulate(seed, [run_tables], hostile=True)
 
 
-async def run_tables(world: World, plan: Plan) -> None:
+async def run_tables(world: World, plan: WorldPlan) -> None:
     """All engines with block tables of a world, one life after the other each."""
     # Of its own: what else happens in a world of this seed must not change by it.
     random = Random(f"tables of {world.seed}")

@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 from tierd.client import client as client_module
-from tierd.testing.simulation.connection import Connection
+from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.loop import SimulationLoop
 from tierd.testing.simulation.world import World
 
@@ -168,7 +168,7 @@ class SimulatedSocket:
 
     def __init__(self, *_: int) -> None:
         self._process = here().process
-        self._connection: Connection | None = None
+        self._connection: SimulatedConnection | None = None
         self._arrived: deque[tuple[bytes, list[int]]] = deque()
         self._over = False
         self._timeout_s: float | None = None

@@ -12,7 +12,7 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.client import by_source
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.epochs import Mark, pack_mark, scope_of
-from tierd.core.space import Effect, Evicted, Lease, Space
+from tierd.core.space import Effect, Evicted, SlotLease, Space
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.lifecycle.service import ServiceManager
 from tierd.daemon.node import Node
@@ -91,7 +91,7 @@ class Bench:
     tiers: list[StorageTier]
     raw: list[Tier]
     space: Space
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[SlotLease] = field(default_factory=list)
 
     def store(self, count: int, tag: object = 0, space: Space | None = None) -> list[bytes]:
         """Store a chain; its hashes."""
@@ -162,7 +162,7 @@ class Bench:
         return len(lease.parts[0][1])
 
     def load(
-        self, hashes: Sequence[bytes], lease: Lease | None, spaces: list[Space] | None = None
+        self, hashes: Sequence[bytes], lease: SlotLease | None, spaces: list[Space] | None = None
     ) -> None:
         """Say what an engine does that computes on from all of a lease."""
         count = 0 if lease is None else len(lease.parts[0][1])

@@ -17,18 +17,18 @@ from typing import Final
 from tierd.cli.bench.tier_speed import Result, measure
 from tierd.cli.common.break_even import (
     LENGTHS,
-    Load,
     Model,
-    Speed,
+    PrefillDemand,
+    TierSpeed,
     first_paying,
     learned_load,
     model_of,
     only_model,
 )
 from tierd.cli.common.digests import listed, of_status, resolve
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.operator import Operator, tables
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.cli.common.speed import copy_bytes_per_s
 from tierd.cli.common.text import latency, number, printable, size
 from tierd.cli.doctor.checks.engine import noise
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     entries = _chosen(config, args.tier)
     status = _status(args.socket or os.environ.get("TIERD_SOCKET") or config.socket)
     model = _model(args, status)
-    progress = Progress()
+    progress = ProgressLine()
     prefill = _prefill(args, status, progress)
     block_bytes = _block_bytes(args, model)
     progress.say("memory")
@@ -126,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"tierd: tier {name}: {printable(why)}", file=sys.stderr)
     table = None
     if model is not None and prefill is not None:
-        speeds = {"host memory": Speed(0.0, copy)}
+        speeds = {"host memory": TierSpeed(0.0, copy)}
         speeds |= {result.name: result.speed(block_bytes) for result in results}
-        table = _table(speeds, Load(model, prefill), config.prefetch.min_tokens)
+        table = _table(speeds, PrefillDemand(model, prefill), config.prefetch.min_tokens)
     if args.json:
         print(json.dumps(_as_json(copy, block_bytes, results, failed, table), indent=2))
     else:
@@ -192,7 +192,7 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
 
 
 def _prefill(
-    args: argparse.Namespace, status: Mapping[str, object] | None, progress: Progress
+    args: argparse.Namespace, status: Mapping[str, object] | None, progress: ProgressLine
 ) -> float | None:
     """Tokens a second, None if nobody knows. Raises ConfigError."""
     if args.prefill is not None and args.engine is not None:
@@ -202,7 +202,7 @@ def _prefill(
             raise ConfigError("--prefill must be more than 0")
         return float(args.prefill)
     if args.engine is not None:
-        engine = Engine(args.engine)
+        engine = EngineServer(args.engine)
         progress.say(f"prefill at {args.engine}")
         try:
             return prefill_tokens_per_s(engine)
@@ -212,7 +212,9 @@ def _prefill(
     return learned.prefill_tokens_per_s if learned is not None else None
 
 
-def prefill_tokens_per_s(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
+def prefill_tokens_per_s(
+    engine: EngineServer, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """How fast an engine computes prompts, by prompts of two lengths that nobody has sent.
 
     Raises EngineAwayError, EngineRefusedError, and ConfigError if more tokens take no longer.
@@ -254,14 +256,14 @@ def _block_bytes(args: argparse.Namespace, model: Model | None) -> int:
 class Table:
     """Milliseconds by prefix length: of each tier's load, and of computing."""
 
-    load: Load
+    load: PrefillDemand
     rows: Mapping[int, Mapping[str, float]]
     recompute_ms: Mapping[int, float]
     pays_from: Mapping[str, int | None]
     """Tokens from which a tier is faster, None if it never is."""
 
 
-def _table(speeds: Mapping[str, Speed], load: Load, min_tokens: int) -> Table:
+def _table(speeds: Mapping[str, TierSpeed], load: PrefillDemand, min_tokens: int) -> Table:
     return Table(
         load,
         {

@@ -17,9 +17,9 @@ from typing import Final
 
 import msgspec
 
-from tierd.cli.common.break_even import Speed
-from tierd.cli.common.progress import Progress
-from tierd.cli.common.speed import Blocks, DiskSpeed, disk_speed, get_all, put_all
+from tierd.cli.common.break_even import TierSpeed
+from tierd.cli.common.progress import ProgressLine
+from tierd.cli.common.speed import BenchBlocks, DiskSpeed, disk_speed, get_all, put_all
 from tierd.cli.common.text import size
 from tierd.config import StorageConfig
 from tierd.daemon.l3.backends import backend_class, make_backend, options_of
@@ -52,9 +52,9 @@ class Result:
     raw: DiskSpeed | None
     """What its disk did at the same time; None of a server's tier."""
 
-    def speed(self, block_bytes: int) -> Speed:
+    def speed(self, block_bytes: int) -> TierSpeed:
         """As the table has it: what one block takes more than its bytes do."""
-        return Speed(
+        return TierSpeed(
             max(0.0, self.one_get_s - block_bytes / self.get_bytes_per_s), self.get_bytes_per_s
         )
 
@@ -74,7 +74,7 @@ class Result:
         }
 
 
-async def measure(entry: StorageConfig, block_bytes: int, progress: Progress) -> Result:
+async def measure(entry: StorageConfig, block_bytes: int, progress: ProgressLine) -> Result:
     """One tier, and a tier's disk in turns with it.
 
     Raises BackendError, ConfigError and OSError, TimeoutError after TIER_S; nothing is left of
@@ -84,9 +84,9 @@ async def measure(entry: StorageConfig, block_bytes: int, progress: Progress) ->
         return await _measure(entry, block_bytes, progress)
 
 
-async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -> Result:
+async def _measure(entry: StorageConfig, block_bytes: int, progress: ProgressLine) -> Result:
     count = max(1, min(BLOCKS_MAX, ROUND_BYTES // block_bytes))
-    blocks = Blocks(count, block_bytes)
+    blocks = BenchBlocks(count, block_bytes)
     get_speeds, put_speeds, alone, raw = [], [], [], []
     namespace = hashlib.sha256(b"tierd bench" + secrets.token_bytes(16)).digest()[:SCOPE_BYTES]
     try:
@@ -128,7 +128,7 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: Progress) -
     )
 
 
-def _raw(entry: StorageConfig, directory: Path, blocks: Blocks) -> DiskSpeed:
+def _raw(entry: StorageConfig, directory: Path, blocks: BenchBlocks) -> DiskSpeed:
     """What the disk does with calls of the same size, as many at once as the tier has threads."""
     threads = getattr(options_of(entry), "threads", entry.read_batches)
     slot_bytes = slot_bytes_for(blocks.block_bytes)
@@ -155,7 +155,7 @@ def _beside(path: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def _scratch(
-    entry: StorageConfig, blocks: Blocks
+    entry: StorageConfig, blocks: BenchBlocks
 ) -> AsyncIterator[tuple[StorageConfig, Path | None]]:
     """The entry to measure: of a tier in a directory, one beside it that is removed afterwards."""
     if not backend_class(entry).checks_offline:

@@ -43,7 +43,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class TierSpeed:
     """How a tier gives blocks: what any load costs at least, and bytes a second beyond it."""
 
     latency_s: float
@@ -55,7 +55,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PrefillDemand:
     """What tiers have to keep up with: a model, and how fast its engine computes prompts."""
 
     model: Model
@@ -88,10 +88,10 @@ def only_model(status: Mapping[str, object]) -> Model | None:
     return None
 
 
-def learned_load(status: Mapping[str, object]) -> Load | None:
+def learned_load(status: Mapping[str, object]) -> PrefillDemand | None:
     """The most demanding of the engines that have told the daemon how fast they are."""
     loads = [
-        Load(model, whole(seat["prefill_tokens_per_s"]))
+        PrefillDemand(model, whole(seat["prefill_tokens_per_s"]))
         for seat in tables(status.get("demand", []))
         if seat.get("prefill_tokens_per_s")
         and (model := model_of(status, str(seat["namespace"]))) is not None
@@ -102,7 +102,7 @@ def learned_load(status: Mapping[str, object]) -> Load | None:
 
 
 def first_paying(
-    speed: Speed, model: Model, prefill_tokens_per_s: float, min_tokens: int = 0
+    speed: TierSpeed, model: Model, prefill_tokens_per_s: float, min_tokens: int = 0
 ) -> int | None:
     """The shortest prefix, in whole blocks, that is loaded sooner than computed; None: none is.
 

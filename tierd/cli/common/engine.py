@@ -37,7 +37,7 @@ class EngineRefusedError(TierdError):
     """The engine understood the request and does not do it; others may go well."""
 
 
-class Engine:
+class EngineServer:
     """The engine at a URL. Safe for several threads."""
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -11,7 +11,7 @@ from tierd.cli.common.text import duration, size
 BAR_CHARS: Final = 20
 
 
-class Progress:
+class ProgressLine:
     """One line on a terminal's stderr, rewritten; elsewhere a line every `lines_s`, if given."""
 
     def __init__(self, lines_s: float | None = None) -> None:

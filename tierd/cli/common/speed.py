@@ -123,7 +123,7 @@ def copy_bytes_per_s(size_bytes: int = 64 << 20, rounds: int = 5) -> float:
     return size_bytes / statistics.median(seconds)
 
 
-class Blocks:
+class BenchBlocks:
     """Blocks in shared memory, as a backend in another process wants them. Owns the memory."""
 
     def __init__(self, count: int, block_bytes: int) -> None:

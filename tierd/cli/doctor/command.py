@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tierd.cli.common.break_even import learned_load
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.doctor.checks import engine, machine, node, storage
 from tierd.cli.doctor.checks.finding import Check, Finding, Level, gather
 from tierd.client import DEFAULT_SOCKET
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         except KeyError:
             raise ConfigError(f"--user {args.user}: there is no such user") from None
     if args.engine is not None:
-        Engine(args.engine)
+        EngineServer(args.engine)
     findings = list(_examine(args))
     if args.json:
         print(json.dumps(_as_json(findings), indent=2))

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tierd.cli.common.engine import Engine, EngineAwayError, EngineRefusedError
+from tierd.cli.common.engine import EngineAwayError, EngineRefusedError, EngineServer
 from tierd.cli.common.namespaces import ADAPTER_MARK, Namespaces, Ranks, add_namespace
 from tierd.cli.common.operator import Operator, add_socket, table, tables
 from tierd.cli.common.prompts import LocalTokenizer, Prompt, Tokenizer, hashes_of, parse, tokens_of
@@ -187,7 +187,7 @@ def _ranks(args: argparse.Namespace, known: Namespaces) -> Ranks:
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     if args.tokenizer is not None:
         return LocalTokenizer(args.tokenizer)
-    return None if args.engine is None else Engine(args.engine)
+    return None if args.engine is None else EngineServer(args.engine)
 
 
 # --- what is answered -------------------------------------------------------------------

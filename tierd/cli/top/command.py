@@ -27,7 +27,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tierd.cli.common.text import duration, latency, number, percent, printable, size
-from tierd.cli.top.sample import NamespaceSample, Sample, Status, TierSample, sample
+from tierd.cli.top.sample import NamespaceSample, Status, StatusSample, TierSample, sample
 from tierd.client import DEFAULT_SOCKET, Client
 from tierd.errors import TierdError
 
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 # --- the daemon -----------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
+class TrendPoint(NamedTuple):
     """What the sparklines show of a sample."""
 
     hit_ratio: float | None
@@ -124,7 +124,7 @@ class Moment(NamedTuple):
     written_bytes_per_s: float | None
 
 
-NOTHING: Final = Moment(None, None, None, None)
+NOTHING: Final = TrendPoint(None, None, None, None)
 """While no daemon answers."""
 
 
@@ -132,10 +132,10 @@ class Watch:
     """Looks at a daemon again and again, whatever becomes of it. Owns its connection."""
 
     def __init__(self, path: str) -> None:
-        self.now: Sample | None = None
+        self.now: StatusSample | None = None
         self.problem = ""
         """Why the last look came to nothing; empty if it did not."""
-        self.history: deque[Moment] = deque(maxlen=HISTORY_MAX)
+        self.history: deque[TrendPoint] = deque(maxlen=HISTORY_MAX)
         self._path = path
         self._client: Client | None = None
         self._before: Status | None = None
@@ -171,8 +171,8 @@ class Watch:
             self._client = None
 
 
-def _moment(now: Sample) -> Moment:
-    return Moment(
+def _moment(now: StatusSample) -> TrendPoint:
+    return TrendPoint(
         now.hit_ratio,
         now.loaded_tokens_per_s,
         sum(tier.read_bytes_per_s for tier in now.tiers),
@@ -213,7 +213,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def draw(
-    now: Sample, history: Sequence[Moment], pen: Pen, height: int | None, problem: str = ""
+    now: StatusSample,
+    history: Sequence[TrendPoint],
+    pen: Pen,
+    height: int | None,
+    problem: str = "",
 ) -> list[Text]:
     """At most `height` lines of at most `pen.width` cells; what matters most comes first, and
     the namespaces have the lines that are left."""
@@ -232,7 +236,7 @@ def draw(
     return lines
 
 
-def _head(now: Sample, problem: str) -> list[Text]:
+def _head(now: StatusSample, problem: str) -> list[Text]:
     line = Text(f"tierd {now.version}", "bold")
     if problem:
         line.append(f"  waiting for tierd: {printable(problem)}", "bold red")
@@ -249,7 +253,7 @@ def _head(now: Sample, problem: str) -> list[Text]:
     ]
 
 
-def _host(now: Sample, pen: Pen) -> list[Text]:
+def _host(now: StatusSample, pen: Pen) -> list[Text]:
     capacity = now.host_capacity_bytes
     line = Text(
         f"host     {pen.bar(now.host_used_bytes / max(1, capacity), 10)} "
@@ -334,7 +338,7 @@ def _namespace_table(namespaces: Sequence[NamespaceSample]) -> list[Text]:
     return lines
 
 
-def _sparks(history: Sequence[Moment], pen: Pen) -> list[Text]:
+def _sparks(history: Sequence[TrendPoint], pen: Pen) -> list[Text]:
     last = history[-1]
     shows: tuple[Callable[[float], str], ...] = (percent, number, size, size)
     cells = max(10, min(60, pen.width - 20))

@@ -54,7 +54,7 @@ class NamespaceSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class StatusSample:
     """A daemon. Rates are a second, of the time between the statuses; ratios are of tokens."""
 
     version: str
@@ -85,7 +85,7 @@ class Sample:
     """Those that are asked most come first."""
 
 
-def sample(before: Status | None, now: Status) -> Sample:
+def sample(before: Status | None, now: Status) -> StatusSample:
     """Between two statuses of one daemon; without `before`, or if the daemon has started anew
     since, from its start on."""
     up_s = _number(now["uptime_s"])
@@ -96,7 +96,7 @@ def sample(before: Status | None, now: Status) -> Sample:
     grown = _growth(start, now)
     asked = grown("requested_tokens_total")
     tiers_before = {str(tier["name"]): tier for tier in _maps(start.get("storage", []))}
-    return Sample(
+    return StatusSample(
         version=str(now["version"]),
         uptime_s=up_s,
         seconds=seconds,

@@ -12,16 +12,16 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from tierd.cli.common.engine import Engine
+from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.namespaces import add_namespace
 from tierd.cli.common.operator import Operator, add_socket, table, tables, whole
-from tierd.cli.common.progress import Progress
+from tierd.cli.common.progress import ProgressLine
 from tierd.cli.common.prompts import LocalTokenizer
 from tierd.cli.warm.dry_run import Estimate, estimate
-from tierd.cli.warm.journal import Done, Journal, still_there
-from tierd.cli.warm.report import Report
-from tierd.cli.warm.run import Order, Replays, Warmer
-from tierd.cli.warm.sources import Sources, Want
+from tierd.cli.warm.journal import FinishedUnit, WarmJournal, still_there
+from tierd.cli.warm.report import WarmReport
+from tierd.cli.warm.run import Replays, Warmer, WarmOptions
+from tierd.cli.warm.sources import Sources, WantedBlocks
 from tierd.errors import ConfigError, TierdError
 from tierd.sizes import parse_size, parse_time
 
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         with _alarm(order.end_s), ExitStack() as stack:
             operator = stack.enter_context(Operator(args.socket, "tierd warm"))
             if args.resume and not args.dry_run:
-                journal = Journal(args.resume, args.to or HOST)
+                journal = WarmJournal(args.resume, args.to or HOST)
                 run_.journal = stack.enter_context(closing(journal))
             run_.warm(operator)
     except _DeadlineError:
@@ -156,11 +156,11 @@ def run(args: argparse.Namespace) -> int:
 class _Run:
     """One command, from its options to its exit status."""
 
-    def __init__(self, args: argparse.Namespace, order: Order) -> None:
+    def __init__(self, args: argparse.Namespace, order: WarmOptions) -> None:
         """Raises ConfigError for options that cannot be right, whatever the daemon says."""
-        self.report = Report()
-        self.progress = Progress(lines_s=LINES_S)
-        self.journal: Journal | None = None
+        self.report = WarmReport()
+        self.progress = ProgressLine(lines_s=LINES_S)
+        self.journal: WarmJournal | None = None
         self.over = False
         """It has come to its end; what the report lacks was not to be had."""
         self.failure: TierdError | None = None
@@ -168,7 +168,7 @@ class _Run:
         self._args = args
         self._order = order
         self._adapters = _adapters(args.lora)
-        self._engine = Engine(args.engine) if args.engine else None
+        self._engine = EngineServer(args.engine) if args.engine else None
         self._tokenizer = LocalTokenizer(args.tokenizer) if args.tokenizer else self._engine
         if args.size and not args.source:
             raise ConfigError("--size goes with --from")
@@ -176,7 +176,7 @@ class _Run:
         if args.concurrency < 1:
             raise ConfigError("--concurrency must be at least 1")
         self._warmer: Warmer | None = None
-        self._still: Mapping[str, Done] = {}
+        self._still: Mapping[str, FinishedUnit] = {}
         self._estimate: Estimate | None = None
         self._shown_s = 0.0
 
@@ -257,7 +257,7 @@ class _Run:
             print("\n".join(told))
         return ALL if report.whole else PARTLY
 
-    def _wants(self, sources: Sources, tiers: list[str]) -> Iterator[Want]:
+    def _wants(self, sources: Sources, tiers: list[str]) -> Iterator[WantedBlocks]:
         """Of all sources: hot sets first, since they bring along the namespaces of prompts."""
         args = self._args
         for name in (*args.hotset, *args.file):
@@ -274,11 +274,11 @@ class _Run:
         done = self._still.get(unit)
         return None if done is None else done.blocks
 
-    def _finished(self, want: Want) -> None:
+    def _finished(self, want: WantedBlocks) -> None:
         if self.journal is not None:
             last = want.hashes[-1] if want.hashes else b""
             digests = tuple(rank.digest for rank in want.ranks)
-            self.journal.finish(want.unit, Done(digests, last, len(want.hashes)))
+            self.journal.finish(want.unit, FinishedUnit(digests, last, len(want.hashes)))
 
     def _show(self, sources: Sources) -> None:
         now_s = time.monotonic()
@@ -321,12 +321,12 @@ def _alarm(end_s: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _order(args: argparse.Namespace) -> Order:
+def _order(args: argparse.Namespace) -> WarmOptions:
     deadline_s = parse_time(args.deadline) if args.deadline is not None else None
     rate = parse_size(args.rate.removesuffix("/s")) if args.rate else 0
     if args.rate and rate < 1:
         raise ConfigError("--rate must be more than 0")
-    return Order(
+    return WarmOptions(
         bytes_per_s=rate,
         pin_s=parse_time(args.pin) if args.pin else 0.0,
         verify=args.verify,

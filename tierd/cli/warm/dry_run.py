@@ -9,7 +9,7 @@ from itertools import islice
 
 from tierd.cli.common.operator import Operator, table, tables, whole
 from tierd.cli.common.text import duration, printable, size
-from tierd.cli.warm.sources import Want
+from tierd.cli.warm.sources import WantedBlocks
 from tierd.types import Namespace
 from tierd.wire.messages import EXPLAINED_MAX
 
@@ -68,7 +68,7 @@ class Estimate:
         }
 
 
-def estimate(operator: Operator, wants: Iterable[Want], target: int) -> Estimate:
+def estimate(operator: Operator, wants: Iterable[WantedBlocks], target: int) -> Estimate:
     """Ask where the blocks of all wants are. Raises what `wants` raises, and RefusedError."""
     status = operator.status()
     found = Estimate()

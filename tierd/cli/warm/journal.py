@@ -24,7 +24,7 @@ from tierd.wire.messages import EXPLAINED_MAX
 VERSION: Final = 2
 
 
-class Done(NamedTuple):
+class FinishedUnit(NamedTuple):
     """A finished unit: where its last block is, and how many it has (0: it has no last)."""
 
     digests: tuple[bytes, ...]
@@ -32,7 +32,7 @@ class Done(NamedTuple):
     blocks: int
 
 
-class Journal:
+class WarmJournal:
     """An open journal, which nobody else can have open."""
 
     def __init__(self, path: str, target: str) -> None:
@@ -41,7 +41,7 @@ class Journal:
         Raises ConfigError for a file that is no such journal, and changes nothing in it.
         """
         self.path = path
-        self.done: dict[str, Done] = {}
+        self.done: dict[str, FinishedUnit] = {}
         try:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115  # `close` does
         except OSError as error:
@@ -51,7 +51,7 @@ class Journal:
             self._claim(target)
             undo.pop_all()
 
-    def finish(self, unit: str, done: Done) -> None:
+    def finish(self, unit: str, done: FinishedUnit) -> None:
         """A unit is finished: it will not be forgotten if this process dies now."""
         record = {
             "unit": unit,
@@ -105,11 +105,11 @@ class Journal:
             f"{json.loads(ours)['to']!r}"
         )
 
-    def _records(self, lines: list[bytes]) -> Iterator[tuple[str, Done]]:
+    def _records(self, lines: list[bytes]) -> Iterator[tuple[str, FinishedUnit]]:
         for number, line in enumerate(lines, 2):
             try:
                 record = json.loads(line)
-                done = Done(
+                done = FinishedUnit(
                     tuple(bytes.fromhex(digest) for digest in record["digests"]),
                     bytes.fromhex(record["last"]),
                     record["blocks"],
@@ -136,7 +136,9 @@ class Journal:
             raise ConfigError(f"{self.path}: no space left for it")
 
 
-def still_there(journal: Journal, operator: Operator, target: int) -> Mapping[str, Done]:
+def still_there(
+    journal: WarmJournal, operator: Operator, target: int
+) -> Mapping[str, FinishedUnit]:
     """Finished units whose last block is still in L2 (`target` 0), or in the storage tier of
     number `target` - 1. Blocks go from the last one on, so the others are there too."""
     there = {unit: done for unit, done in journal.done.items() if not done.blocks}

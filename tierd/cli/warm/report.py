@@ -44,7 +44,7 @@ class Reason:
 
 
 @dataclass(slots=True)
-class Report:
+class WarmReport:
     """Counts of one run. A block that several prompts share counts for each."""
 
     units: int = 0

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from tierd.cli.common.engine import Engine, EngineAwayError, EngineRefusedError
+from tierd.cli.common.engine import EngineAwayError, EngineRefusedError, EngineServer
 from tierd.cli.common.operator import Operator, whole
-from tierd.cli.warm.report import COLD, Report
-from tierd.cli.warm.sources import Want
+from tierd.cli.warm.report import COLD, WarmReport
+from tierd.cli.warm.sources import WantedBlocks
 from tierd.errors import ConfigError
 from tierd.types import Namespace
 from tierd.wire.messages import Warmed, Warmth
@@ -54,7 +54,7 @@ ENGINE_LOOK_S: Final = 0.02
 
 
 @dataclass(slots=True)
-class Order:
+class WarmOptions:
     """How the command has its wants warmed."""
 
     target: int = 0
@@ -75,7 +75,7 @@ class Order:
 class _Unit:
     """A want under way."""
 
-    want: Want
+    want: WantedBlocks
     outcomes: bytearray
     asked: int
     """Blocks, from the first on, that the daemon is asked for; for the others there is no room."""
@@ -105,7 +105,7 @@ class _Call:
 class Replays:
     """An engine computing prompts, a few at a time."""
 
-    def __init__(self, engine: Engine, concurrency: int) -> None:
+    def __init__(self, engine: EngineServer, concurrency: int) -> None:
         self.pending = 0
         self._engine = engine
         self._todo: SimpleQueue[_Unit] = SimpleQueue()
@@ -145,12 +145,12 @@ class Warmer:
     """Warms wants."""
 
     operator: Operator
-    order: Order
-    report: Report
+    order: WarmOptions
+    report: WarmReport
     replays: Replays | None
     replays_max: int
     """Units that may wait for the engine or its stores; no more is read meanwhile."""
-    on_finished: Callable[[Want], None]
+    on_finished: Callable[[WantedBlocks], None]
     """A want is warm."""
     on_progress: Callable[[], None]
     wrong: ConfigError | None = None
@@ -166,7 +166,7 @@ class Warmer:
     _open: dict[int, _Unit] = field(default_factory=dict)
     """Units of which not all is known, by identity."""
 
-    def run(self, wants: Iterator[Want]) -> None:
+    def run(self, wants: Iterator[WantedBlocks]) -> None:
         """Warm all of them, or those before a wrong one, or until the deadline.
 
         Raises DisconnectedError and RefusedError, and whatever else `wants` does.
@@ -185,7 +185,7 @@ class Warmer:
             self._hear(0.0 if more and self._may_read() else self._patience_s())
             self.on_progress()
 
-    def _next(self, wants: Iterator[Want]) -> Want | None:
+    def _next(self, wants: Iterator[WantedBlocks]) -> WantedBlocks | None:
         try:
             return next(wants, None)
         except ConfigError as error:
@@ -215,7 +215,7 @@ class Warmer:
 
     # --- asking -------------------------------------------------------------------------
 
-    def _begin(self, want: Want) -> None:
+    def _begin(self, want: WantedBlocks) -> None:
         if want.done is not None:
             self._take_room(want, want.done)
             self.report.finished_before(want.done)
@@ -227,7 +227,7 @@ class Warmer:
             self._teach(want)
         self._ask(unit)
 
-    def _take_room(self, want: Want, blocks: int) -> int:
+    def _take_room(self, want: WantedBlocks, blocks: int) -> int:
         """For how many of the blocks there is room: of what is ordered by its worth, the last
         must not push out the first."""
         if not want.by_worth or self.order.room_bytes is None:
@@ -238,7 +238,7 @@ class Warmer:
         self.order.room_bytes -= fit * _slot_bytes(want)
         return fit
 
-    def _teach(self, want: Want) -> None:
+    def _teach(self, want: WantedBlocks) -> None:
         """What has been used elsewhere is worth room here. Ranks share what is known of uses."""
         count = len(want.hashes)
         handle = self._handle(want.ranks[0])
@@ -389,6 +389,6 @@ class Warmer:
             self.on_finished(unit.want)
 
 
-def _slot_bytes(want: Want) -> int:
+def _slot_bytes(want: WantedBlocks) -> int:
     """What a block takes in host memory, in all ranks."""
     return sum(rank.slot_bytes for rank in want.ranks)

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from tierd.cli.common.engine import Engine, EngineAwayError, EngineRefusedError
+from tierd.cli.common.engine import EngineAwayError, EngineRefusedError, EngineServer
 from tierd.cli.common.namespaces import ADAPTER_MARK, Namespaces, Ranks
 from tierd.cli.common.operator import Operator
 from tierd.cli.common.prompts import Prompt, Tokenizer, hashes_of, parse, tokens_of
 from tierd.cli.common.text import printable
-from tierd.cli.warm.report import Report
+from tierd.cli.warm.report import WarmReport
 from tierd.errors import ConfigError
 from tierd.hashing import Lora
 from tierd.hotset import Forest, HotSet
@@ -45,7 +45,7 @@ INTRODUCED_S: Final = 15.0
 _POLL_S: Final = 0.1
 
 
-class Want(NamedTuple):
+class WantedBlocks(NamedTuple):
     """Blocks that are to be warm."""
 
     label: str
@@ -72,12 +72,12 @@ class Sources:
     def __init__(
         self,
         operator: Operator,
-        report: Report,
+        report: WarmReport,
         *,
         namespaces: Sequence[str],
         adapters: Mapping[str, str],
         tokenizer: Tokenizer | None,
-        engine: Engine | None,
+        engine: EngineServer | None,
         skip_bad: bool,
         done: Callable[[str], int | None],
     ) -> None:
@@ -101,7 +101,7 @@ class Sources:
 
     # --- hot sets -----------------------------------------------------------------------
 
-    def hot_set(self, name: str) -> Iterator[Want]:
+    def hot_set(self, name: str) -> Iterator[WantedBlocks]:
         """The runs of a hot set, of a file or of another node."""
         try:
             yield from self._hot_set(name)
@@ -110,7 +110,7 @@ class Sources:
                 raise
             self._report.missing(printable(name), f"malformed: {error}")
 
-    def _hot_set(self, name: str) -> Iterator[Want]:
+    def _hot_set(self, name: str) -> Iterator[WantedBlocks]:
         try:
             with self._opened(name) as file:
                 found = HotSet(file, name)
@@ -120,7 +120,7 @@ class Sources:
                     self.namespaces.learn(found.namespaces.values())
                     unit = _unit(b"run", ranks, run.hashes[-1], len(run.hashes))
                     since_s = NEVER if run.age_s == NEVER else min(run.age_s + age_s, NEVER)
-                    yield Want(
+                    yield WantedBlocks(
                         f"{printable(name)}, run {number}",
                         ranks,
                         run.hashes,
@@ -136,7 +136,7 @@ class Sources:
 
     # --- a tier ---------------------------------------------------------------------------
 
-    def tier(self, name: str, number: int, size_bytes: int | None) -> Iterator[Want]:
+    def tier(self, name: str, number: int, size_bytes: int | None) -> Iterator[WantedBlocks]:
         """All that a tier, by its number in STATUS, has of the namespaces, most worth first."""
         ranks = self.default()
         forest = Forest(ranks[0].hash_root)
@@ -158,11 +158,11 @@ class Sources:
             self.share = 1 - min(left, whole) / whole
             unit = _unit(b"run", ranks, hashes[-1], len(hashes))
             label, done = f"{name}, run {count}", self._done(unit)
-            yield Want(label, ranks, hashes, unit, by_worth=True, done=done)
+            yield WantedBlocks(label, ranks, hashes, unit, by_worth=True, done=done)
 
     # --- prompts --------------------------------------------------------------------------
 
-    def prompts(self, name: str) -> Iterator[Want]:
+    def prompts(self, name: str) -> Iterator[WantedBlocks]:
         """The prompts of a file, or of stdin."""
         with self._opened(name) as file:
             shown = "stdin" if name == "-" else printable(name)
@@ -184,7 +184,7 @@ class Sources:
                     if want is not None:
                         yield want
 
-    def _prompt(self, where: str, line: bytes | None) -> Want | None:
+    def _prompt(self, where: str, line: bytes | None) -> WantedBlocks | None:
         if line is None:
             raise ConfigError(f"a line has at most {LINE_BYTES_MAX} bytes")
         if not line.strip():
@@ -193,7 +193,7 @@ class Sources:
         base = self._base(prompt)
         unit = _unit(line.strip(), base, *map(str.encode, prompt.lora or ()))
         if (done := self._done(unit)) is not None:
-            return Want(where, base, (), unit, done=done)
+            return WantedBlocks(where, base, (), unit, done=done)
         by_engine = "tokens" not in prompt.request and self._tokenizer is self._engine
         if by_engine and self._report.engine_away:
             raise EngineAwayError(self._report.engine_away)
@@ -204,7 +204,7 @@ class Sources:
             model = model or prompt.lora.name
             ranks = self._of_adapter(base, prompt.lora, tokens, prompt.salt)
         hashes = hashes_of(tokens, ranks[0], prompt.salt, prompt.lora)
-        return Want(where, ranks, hashes, unit, tokens, model, prompt.salt)
+        return WantedBlocks(where, ranks, hashes, unit, tokens, model, prompt.salt)
 
     def _base(self, prompt: Prompt) -> Ranks:
         if prompt.namespaces is not None:

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from tierd.clock import Clock
-from tierd.core.space import Reservation, Space
+from tierd.core.space import SlotReservation, Space
 from tierd.daemon.copies.copy_process import CopyProcess
 from tierd.daemon.l2.memory import HostMemory
 from tierd.device import frames
@@ -428,7 +428,7 @@ class SessionCopies:
         self._filling[reservation.reservation_id] = []
         self._copy(message, attachment, granted, partial(self._stored, reservation, message.call))
 
-    def _stored(self, reservation: Reservation, call: int, reply: Reply) -> None:
+    def _stored(self, reservation: SlotReservation, call: int, reply: Reply) -> None:
         self._copies.counters["copy_store_blocks_total"] += reply.value
         waiting = self._filling.pop(reservation.reservation_id)
         self._send(m.Copied(call, reply.value, reply.text))

@@ -21,7 +21,7 @@ Places = Callable[[Part], Iterable[tuple[Labels, Part]]]
 """Finds the parts of a status that have the same fields, with the labels that tell them apart."""
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """Types of the text format."""
 
     COUNTER = "counter"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One line: `suffix` follows the metric's name."""
 
     labels: Labels
@@ -43,15 +43,15 @@ class Metric:
 
     name: str
     help: str
-    read: Callable[[Part], Iterable[Sample]]
+    read: Callable[[Part], Iterable[MetricSample]]
     histogram: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MetricKind:
         """Its type."""
         if self.histogram:
-            return Kind.HISTOGRAM
-        return Kind.COUNTER if self.name.endswith("_total") else Kind.GAUGE
+            return MetricKind.HISTOGRAM
+        return MetricKind.COUNTER if self.name.endswith("_total") else MetricKind.GAUGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class Fields:
     paths: Mapping[str, Labels]
     counter: bool
 
-    def __call__(self, status: Part) -> Iterator[Sample]:
+    def __call__(self, status: Part) -> Iterator[MetricSample]:
         for labels, part in self.places(status):
             for path, more in self.paths.items():
                 value = number_at(part, path)
                 if value is None and self.counter:
                     value = 0
                 if value is not None:
-                    yield Sample((*labels, *more), value)
+                    yield MetricSample((*labels, *more), value)
 
 
 def number_at(part: Part, path: str) -> float | None:

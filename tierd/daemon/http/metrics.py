@@ -13,7 +13,15 @@ from itertools import accumulate
 from typing import Final
 
 from tierd.core.space import Evicted, NoRoom
-from tierd.daemon.http.exposition import Fields, Labels, Metric, Part, Sample, exposition, number_at
+from tierd.daemon.http.exposition import (
+    Fields,
+    Labels,
+    Metric,
+    MetricSample,
+    Part,
+    exposition,
+    number_at,
+)
 from tierd.daemon.l3.tier import TierState
 from tierd.daemon.session.demand import SEATS_MAX
 from tierd.storage.circuit import State
@@ -91,40 +99,40 @@ def _tier_counts(
 # --- readers for what is no plain number ------------------------------------------------
 
 
-def _build(status: Part) -> Iterator[Sample]:
-    yield Sample((("version", str(status["version"])),), 1)
+def _build(status: Part) -> Iterator[MetricSample]:
+    yield MetricSample((("version", str(status["version"])),), 1)
 
 
-def _ready(status: Part) -> Iterator[Sample]:
+def _ready(status: Part) -> Iterator[MetricSample]:
     if "phase" in status:  # Admin knows it, and STATUS is answered in one phase only.
-        yield Sample((), status["phase"] == "serving")
+        yield MetricSample((), status["phase"] == "serving")
 
 
-def _saved_prefill(status: Part) -> Iterator[Sample]:
-    yield Sample((), (number_at(status, _SAVED_US) or 0) / 1e6)
+def _saved_prefill(status: Part) -> Iterator[MetricSample]:
+    yield MetricSample((), (number_at(status, _SAVED_US) or 0) / 1e6)
 
 
-def _copy_seconds(status: Part) -> Iterator[Sample]:
+def _copy_seconds(status: Part) -> Iterator[MetricSample]:
     for way in _WAYS:
         taken_us = number_at(status, f"counters.copy_{way}_us_total") or 0
-        yield Sample((("direction", way),), taken_us / 1e6)
+        yield MetricSample((("direction", way),), taken_us / 1e6)
 
 
-def _tier_states(status: Part) -> Iterator[Sample]:
+def _tier_states(status: Part) -> Iterator[MetricSample]:
     for labels, tier in _tiers(status):
         for state in TierState:
-            yield Sample((*labels, ("state", state.value)), tier["state"] == state.value)
+            yield MetricSample((*labels, ("state", state.value)), tier["state"] == state.value)
 
 
-def _breaker_states(status: Part) -> Iterator[Sample]:
+def _breaker_states(status: Part) -> Iterator[MetricSample]:
     for labels, tier in _tiers(status):
         for what, circuit in _part(tier["circuits"]).items():
             for state in State:
                 told = (("direction", _DIRECTIONS[what]), ("state", state.value))
-                yield Sample((*labels, *told), _part(circuit)["state"] == state.value)
+                yield MetricSample((*labels, *told), _part(circuit)["state"] == state.value)
 
 
-def _durations(status: Part) -> Iterator[Sample]:
+def _durations(status: Part) -> Iterator[MetricSample]:
     bounds = [*map(repr, BOUNDS_S), "+Inf"]
     for tier_labels, tier in _tiers(status):
         for operation, spread in _part(tier["latency"]).items():
@@ -133,21 +141,21 @@ def _durations(status: Part) -> Iterator[Sample]:
             counts = found["buckets"]
             assert isinstance(counts, list)
             for bound, below in zip(bounds, accumulate(counts), strict=True):
-                yield Sample((*labels, ("le", bound)), below, "_bucket")
-            yield Sample(labels, _number(found["sum_s"]), "_sum")
-            yield Sample(labels, _number(found["count"]), "_count")
+                yield MetricSample((*labels, ("le", bound)), below, "_bucket")
+            yield MetricSample(labels, _number(found["sum_s"]), "_sum")
+            yield MetricSample(labels, _number(found["count"]), "_count")
 
 
-def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[Sample]]:
+def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[MetricSample]]:
     """Reads `size` of the largest namespaces, and of all others together."""
 
-    def read(status: Part) -> Iterator[Sample]:
+    def read(status: Part) -> Iterator[MetricSample]:
         spaces = sorted(_parts(status["namespaces"]), key=_bytes_of, reverse=True)
         for space in spaces[:NAMESPACES_SHOWN_MAX]:
             labels = (("namespace", str(space["digest"])), ("model", str(space["model"])))
-            yield Sample(labels, size(space))
+            yield MetricSample(labels, size(space))
         others = (("namespace", "other"), ("model", ""))
-        yield Sample(others, sum(size(space) for space in spaces[NAMESPACES_SHOWN_MAX:]))
+        yield MetricSample(others, sum(size(space) for space in spaces[NAMESPACES_SHOWN_MAX:]))
 
     return read
 
@@ -155,10 +163,10 @@ def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[Samp
 def _demand(name: str, field: str, about: str) -> Metric:
     """One number of each namespace that is counted by itself, and of the others."""
 
-    def read(status: Part) -> Iterator[Sample]:
+    def read(status: Part) -> Iterator[MetricSample]:
         for entry in _parts(status["demand"]):
             labels = tuple((label, str(entry[label])) for label in ("namespace", "model"))
-            yield Sample(labels, _number(entry[field]))
+            yield MetricSample(labels, _number(entry[field]))
 
     return Metric(f"tierd_namespace_{name}", about, read)
 
@@ -167,12 +175,12 @@ def _rest(name: str, about: str) -> Metric:
     """Counters that no row reads: of each tier, or of the node."""
     places = _tiers if name.startswith("tier_") else _whole
 
-    def read(status: Part) -> Iterator[Sample]:
+    def read(status: Part) -> Iterator[MetricSample]:
         for labels, part in places(status):
             for counter, value in _part(part["counters"]).items():
                 if f"counters.{counter}" not in _READ[places]:
                     event = ("event", counter.removesuffix("_total"))
-                    yield Sample((*labels, event), _number(value))
+                    yield MetricSample((*labels, event), _number(value))
 
     return Metric(f"tierd_{name}", about, read)
 

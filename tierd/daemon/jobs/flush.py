@@ -23,7 +23,7 @@ from typing import Final
 
 from tierd.core.epochs import EPOCH_VALID_S, Mark
 from tierd.core.space import Dropped, Space
-from tierd.core.writes import Moment
+from tierd.core.writes import WriteMoment
 from tierd.daemon.jobs.cleaning import Cleaning
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups, Covers, nobody
@@ -84,7 +84,7 @@ class TierFlush:
         }
 
 
-class Flush:
+class FlushJob:
     """One flush: of namespaces whose digest begins with `prefix`, in hex."""
 
     def __init__(self, prefix: str, *, host: bool, tiers: Sequence[StorageTier]) -> None:
@@ -148,8 +148,8 @@ class Flushes:
         self._risen: asyncio.Queue[tuple[StorageTier, News, tuple[str, ...]]] = asyncio.Queue()
         for tier in tiers:
             tier.epochs.on_news = partial(self.risen, tier)
-        self._current: Flush | None = None
-        self._latest: deque[Flush] = deque(maxlen=LATEST_MAX)
+        self._current: FlushJob | None = None
+        self._latest: deque[FlushJob] = deque(maxlen=LATEST_MAX)
 
     def latest(self, digest: bytes, tier: StorageTier) -> float | None:
         """When a flush that covers this last dropped blocks, on the loop's clock; None if none of
@@ -159,7 +159,7 @@ class Flushes:
                 return flush.began_s
         return None
 
-    def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> Flush:
+    def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> FlushJob:
         """A flush of L2, if `host`, and of tiers by their numbers; `run` carries it out.
 
         Raises RefusedError while another one is going on that is not complete yet. One that only
@@ -170,10 +170,10 @@ class Flushes:
                 raise RefusedError("a flush is going on already")
             self._current.yields.set()
         tiers = [self._tiers[number] for number in dict.fromkeys(numbers)]
-        self._current = Flush(prefix, host=host, tiers=tiers)
+        self._current = FlushJob(prefix, host=host, tiers=tiers)
         return self._current
 
-    async def run(self, flush: Flush) -> None:
+    async def run(self, flush: FlushJob) -> None:
         """Until nothing that was there can be served again, or a tier will not have it so, and
         what can be deleted is."""
         self._latest.append(flush)
@@ -196,7 +196,7 @@ class Flushes:
                 self._current = None
             flush.done.set()
 
-    async def _bar(self, flush: Flush) -> None:
+    async def _bar(self, flush: FlushJob) -> None:
         """Empty L2, and have marks in the tiers."""
         self._promotions.void(flush.covers)
         self._backups.give_up(flush.covers)
@@ -217,7 +217,7 @@ class Flushes:
                 for told in flush.tiers:
                     group.create_task(_mark(told, flush.prefix))
 
-    async def _clean(self, flush: Flush, told: TierFlush) -> None:
+    async def _clean(self, flush: FlushJob, told: TierFlush) -> None:
         def deleted(digest: bytes, count: int) -> None:
             told.blocks += count
             flush.by_namespace[digest.hex()] += count
@@ -283,7 +283,7 @@ class Flushes:
             if not bars:
                 self._backups.barred = self._promotions.barred = nobody
 
-    async def _drop_host(self, flush: Flush) -> None:
+    async def _drop_host(self, flush: FlushJob) -> None:
         for space in list(self._memory.host.spaces.values()):
             if flush.covers(space.digest):
                 # What is leaving L2 is what tiers were to get: all at once, since it may be
@@ -292,14 +292,14 @@ class Flushes:
                 self._drop(flush, space, leaving)
         await self._in_slices(flush.covers, lambda space, slots: self._drop(flush, space, slots))
 
-    def _drop(self, flush: Flush, space: Space, slots: Sequence[int]) -> None:
+    def _drop(self, flush: FlushJob, space: Space, slots: Sequence[int]) -> None:
         self._memory.drop(space, slots, Dropped.FLUSHED)
         flush.host_blocks += len(slots)
         flush.leased_blocks += len(space.dropped.intersection(slots))
         flush.by_namespace[space.digest.hex()] += len(slots)
 
     def _offer(self, space: Space, slots: Sequence[int]) -> None:
-        self._backups.offer(space, slots, Moment.STORED)
+        self._backups.offer(space, slots, WriteMoment.STORED)
 
     async def _in_slices(self, covers: Covers, take: Take) -> None:
         """Give `take` the blocks that L2 has now of the namespaces, as far as they are still

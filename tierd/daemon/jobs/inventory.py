@@ -46,7 +46,7 @@ def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[Blocks]:
         start += SLICE
 
 
-class Inventory:
+class InventoryListings:
     """The listings of one session, one at a time."""
 
     def __init__(

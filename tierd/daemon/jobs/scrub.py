@@ -19,7 +19,7 @@ from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups
-from tierd.daemon.l3.read_scheduler import LAST_NS, Turn, Turns
+from tierd.daemon.l3.read_scheduler import LAST_NS, ReadScheduler, ReadTurn
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, StorageTier
 from tierd.errors import BackendError, RefusedError
 from tierd.types import slot_bytes_for
@@ -73,7 +73,7 @@ class TierScrub:
         }
 
 
-class Scrub:
+class ScrubJob:
     """One scrub of some tiers, one after the other."""
 
     def __init__(self, tiers: Sequence[StorageTier], bytes_per_s: int) -> None:
@@ -99,11 +99,11 @@ class Scrubs:
         self,
         memory: HostMemory,
         backups: Backups,
-        turns: Turns,
+        turns: ReadScheduler,
         flushes: Flushes,
         tiers: Sequence[StorageTier],
     ) -> None:
-        self.current: Scrub | None = None
+        self.current: ScrubJob | None = None
         """The one that is going on."""
         self.memory = memory
         self.backups = backups
@@ -111,7 +111,7 @@ class Scrubs:
         self.flushes = flushes
         self.tiers = list(tiers)
 
-    def begin(self, numbers: Sequence[int], bytes_per_s: int) -> Scrub:
+    def begin(self, numbers: Sequence[int], bytes_per_s: int) -> ScrubJob:
         """A scrub of tiers by their numbers, of those that no other node uses if there are none.
 
         `run` carries it out. Raises RefusedError while another one is going on.
@@ -122,10 +122,10 @@ class Scrubs:
         chosen = chosen or [tier for tier in self.tiers if not tier.raw.shared]
         if not chosen:
             raise RefusedError("no tier is this node's own: name those that are to be read")
-        self.current = Scrub(chosen, bytes_per_s)
+        self.current = ScrubJob(chosen, bytes_per_s)
         return self.current
 
-    async def run(self, scrub: Scrub) -> None:
+    async def run(self, scrub: ScrubJob) -> None:
         """Until all is read, a tier will not be read, or `scrub.stop` is set."""
         assert scrub is self.current
         try:
@@ -137,7 +137,7 @@ class Scrubs:
             self.current = None
             scrub.done.set()
 
-    async def _read(self, scrub: Scrub, told: TierScrub) -> None:
+    async def _read(self, scrub: ScrubJob, told: TierScrub) -> None:
         with scratch_memory() as scratch:
             reading = _Reading(self, scrub, told, scratch)
             sweep = Sweep(told.tier, told.deleted)
@@ -154,7 +154,7 @@ class Scrubs:
 class _Reading:
     """The blocks of one tier, batch by batch."""
 
-    def __init__(self, scrubs: Scrubs, scrub: Scrub, told: TierScrub, scratch: Scratch) -> None:
+    def __init__(self, scrubs: Scrubs, scrub: ScrubJob, told: TierScrub, scratch: Scratch) -> None:
         self._scrubs = scrubs
         self._scrub = scrub
         self._told = told
@@ -204,7 +204,7 @@ class _Reading:
     async def _get(
         self, headers: Sequence[BlockHeader], views: Sequence[memoryview]
     ) -> list[GetResult]:
-        turn = Turn(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
+        turn = ReadTurn(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
         async with self._scrubs.turns.take(turn):
             requests = [
                 GetRequest(header.key.block_hash, view, header.length)

@@ -15,15 +15,15 @@ from typing import Final, NamedTuple
 
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.clock import Clock
-from tierd.core.hints import Hint, Priority
+from tierd.core.hints import PrefixHint, Priority
 from tierd.core.space import Space
 from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
 from tierd.daemon.l2.memory import HostMemory
-from tierd.daemon.l2.verification import Proofs
+from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.backup import Backups
 from tierd.daemon.l3.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.l3.read_scheduler import LAST_NS, Turn
+from tierd.daemon.l3.read_scheduler import LAST_NS, ReadTurn
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.wire.messages import Warmth
 
@@ -53,7 +53,7 @@ _FATES: Final = {
 """Of a block that a promotion failed to bring; all other outcomes mean a tier that is away."""
 
 
-class Want(NamedTuple):
+class WarmOrder(NamedTuple):
     """What an order wants done, and how."""
 
     target: int = 0
@@ -83,7 +83,7 @@ class Pace:
 class Warming:
     """What has become of the blocks of one order, and what it took."""
 
-    def __init__(self, space: Space, hashes: Sequence[bytes], want: Want, pace: Pace) -> None:
+    def __init__(self, space: Space, hashes: Sequence[bytes], want: WarmOrder, pace: Pace) -> None:
         self.space = space
         self.hashes = hashes
         self.want = want
@@ -132,7 +132,7 @@ class Warmings:
         memory: HostMemory,
         backups: Backups,
         promotions: Promotions,
-        proofs: Proofs,
+        proofs: Verification,
         flushes: Flushes,
         tiers: Sequence[StorageTier],
         clock: Clock,
@@ -172,7 +172,7 @@ class Warmings:
     def _pin(self, warming: Warming) -> None:
         hints = self._memory.host.hints
         before = hints.counters["pins_granted_blocks_total"]
-        hint = Hint(warming.want.pin_ms, 0, Priority.NORMAL, False)
+        hint = PrefixHint(warming.want.pin_ms, 0, Priority.NORMAL, False)
         hashes = warming.which(Warmth.HERE, Warmth.BROUGHT)
         self._memory.host.hint([warming.space], hashes, hint, self._clock.monotonic_ns())
         warming.pinned_blocks = hints.counters["pins_granted_blocks_total"] - before
@@ -397,7 +397,7 @@ class Warmings:
         space = warming.space
         views = scratch.views([space.slot_bytes] * len(batch))
         length = space.namespace.block_bytes
-        turn = Turn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
+        turn = ReadTurn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
         asked = [GetRequest(h, view, length) for h, view in zip(batch, views, strict=True)]
         async with self._promotions.turns.take(turn):
             results = await source.get(space.digest, asked)

@@ -24,11 +24,11 @@ import msgspec
 from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
-from tierd.core.space import Adopted, Lease
+from tierd.core.space import Adopted, SlotLease
 from tierd.daemon.l2.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
-from tierd.memory.past import Guard, LifePage, PastPage
+from tierd.memory.past import ArenaGuard, LifePage, PastPage
 from tierd.types import DIGEST_BYTES
 
 log = logging.getLogger("tierd")
@@ -38,7 +38,7 @@ _GUARD: Final = "guard-"
 _ARENA: Final = re.compile("[0-9a-f]{1,8}")
 
 
-class Lives:
+class Incarnations:
     """This life of the daemon, and what is left of those before."""
 
     def __init__(
@@ -50,10 +50,10 @@ class Lives:
         self._epoch = epoch
         self._tiers = _digest(tiers)
         self._page: LifePage | None = None
-        self._guard: Guard | None = None
+        self._guard: ArenaGuard | None = None
         self._hold = -1
         self._pages_before: dict[str, PastPage] = {}
-        self._guards_before: dict[str, Guard] = {}
+        self._guards_before: dict[str, ArenaGuard] = {}
         self._dropped: Counter[str] = Counter()
 
     # --- this life ------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Lives:
             with contextlib.ExitStack() as undo:
                 page = LifePage.create(self._tiers)
                 undo.callback(page.close)
-                guard = Guard.create()
+                guard = ArenaGuard.create()
                 undo.callback(guard.close)
                 self._hold = guard.hold()
                 undo.pop_all()
@@ -101,7 +101,7 @@ class Lives:
         """
         return None if self._guard is None else self._guard.hold(copies=True)
 
-    def leased(self, lease: Lease) -> None:
+    def leased(self, lease: SlotLease) -> None:
         """A lease is granted. Before its holder hears of it."""
         if self._page is not None:
             for space, slots in lease.parts:
@@ -198,7 +198,7 @@ class Lives:
 
     def _take_past(self, name: str, fd: int, now_ns: int) -> None:
         if name.startswith(_GUARD):
-            self._guards_before[name] = Guard(fd)
+            self._guards_before[name] = ArenaGuard(fd)
             return
         if name.startswith(_PAGE):
             page = self._pages_before[name] = PastPage(fd, now_ns)

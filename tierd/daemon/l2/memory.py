@@ -25,7 +25,7 @@ from tierd.core.space import (
     HollowSegment,
     Move,
     NewSegment,
-    Reservation,
+    SlotReservation,
     Space,
 )
 from tierd.daemon.lifecycle.service import ServiceManager
@@ -102,7 +102,7 @@ class HostMemory:
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
         worth: float | None = None,
-    ) -> Reservation:
+    ) -> SlotReservation:
         """Slots for new blocks, with memory behind them; `worth` as in HostTier.reserve."""
         reservation, effects = self.host.reserve(owner, space, hashes, parents, worth)
         self._apply(effects)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from tierd.clock import Clock
-from tierd.core.pressure import Pressure, Sample
+from tierd.core.pressure import MemorySample, Pressure
 from tierd.daemon.l2.memory import HostMemory
 from tierd.limits import memory_cgroups
 from tierd.sizes import about, change
@@ -31,7 +31,7 @@ PAUSE_SHARE: Final = 1.0
 class Machine(Protocol):
     """What the memory of L2 comes from."""
 
-    def sample(self) -> Sample:
+    def sample(self) -> MemorySample:
         """How it is now."""
 
 
@@ -71,7 +71,7 @@ class ThisMachine:
         self._stalls = [folder / "memory.pressure" for folder, _ in found]
         self._stalls.append(root / "proc/pressure/memory")
 
-    def sample(self) -> Sample:
+    def sample(self) -> MemorySample:
         """How it is now; a few files, 0.1 to 0.3 ms."""
         memory = _fields(self._root / "proc/meminfo")
         ram, available = memory[b"MemTotal:"] * 1024, memory[b"MemAvailable:"] * 1024
@@ -88,7 +88,7 @@ class ThisMachine:
             files = sum(counted.get(name, 0) for name in group.files)
             total = min(total, bound)
             available = min(available, max(0, bound - usage) + files)
-        return Sample(total, available, *self._stalled())
+        return MemorySample(total, available, *self._stalled())
 
     def _stalled(self) -> tuple[int, int]:
         """Microseconds of "some" and of "full"; 0 and 0 from a kernel that does not tell."""

@@ -24,7 +24,7 @@ PAUSE_S: Final = 0.01
 """Between two batches that nobody waits for: they take about half of a thread."""
 
 
-class Proofs:
+class Verification:
     """What is still to be proven of the arena."""
 
     def __init__(self, memory: HostMemory) -> None:

@@ -18,7 +18,7 @@ from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.config import TIERS_MAX
 from tierd.core.space import Space
-from tierd.core.writes import LAST, MISSED_MAX, Miss, Moment, Writes
+from tierd.core.writes import LAST, MISSED_MAX, Miss, WriteMoment, Writes
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.renewal import Covers as Covers
 from tierd.daemon.l3.renewal import Renewal, asked_bit
@@ -122,10 +122,10 @@ class WriteQueue:
             self.lacks(space, slots, why)
 
     def choose(
-        self, space: Space, lacking: Sequence[int], moment: Moment, now_ns: int
+        self, space: Space, lacking: Sequence[int], moment: WriteMoment, now_ns: int
     ) -> list[int]:
         """Those of the slots, all of which the tier lacks, that its policy wants now."""
-        if self.resting and moment is Moment.USED:
+        if self.resting and moment is WriteMoment.USED:
             lacking = [slot for slot in lacking if not self._rests(_key(space, slot))]
         hashes = [space.identity(slot)[0] for slot in lacking]
         places = self.writes.choose(
@@ -295,7 +295,7 @@ class Backups:
                 queue.asked(space, (h for h in hashes if h not in items))
         lacked = [slot for slot in dict.fromkeys(slots) if backed_up[slot] & every != every]
         if lacked:
-            self.offer(space, lacked, Moment.USED)
+            self.offer(space, lacked, WriteMoment.USED)
         if slots:
             for renewal in self.renewals:
                 renewal.used(space, slots)
@@ -306,7 +306,7 @@ class Backups:
         or a queue has no room for is what lies deepest."""
         every, upwards = self._every, slots[::-1]
         lacked = [slot for slot in upwards if space.backed_up[slot] & every != every]
-        held = self.offer(space, lacked, Moment.LEAVING, count_max) if lacked else ()
+        held = self.offer(space, lacked, WriteMoment.LEAVING, count_max) if lacked else ()
         if not self.barred(space.digest):
             for renewal in self.renewals:
                 held = {*held, *renewal.leaving(space, upwards, held, count_max - len(held))}
@@ -320,11 +320,11 @@ class Backups:
             queue.unflushed.extendleft(reversed(todo))
             return
         leaving = [slot for slot in slots if slot in space.leaving]
-        self.offer(space, [slot for slot in slots if slot not in space.leaving], Moment.USED)
-        self.offer(space, leaving, Moment.LEAVING)
+        self.offer(space, [slot for slot in slots if slot not in space.leaving], WriteMoment.USED)
+        self.offer(space, leaving, WriteMoment.LEAVING)
 
     def offer(
-        self, space: Space, slots: Sequence[int], moment: Moment, count_max: int | None = None
+        self, space: Space, slots: Sequence[int], moment: WriteMoment, count_max: int | None = None
     ) -> Collection[int]:
         """Queue slots for the tiers that lack them and want them, as far as these take more.
 
@@ -363,7 +363,7 @@ class Backups:
         return taken
 
     def _wanted(
-        self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: Moment
+        self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: WriteMoment
     ) -> list[int]:
         """Those of the slots that a tier lacks and that its policy wants now."""
         if self.barred(space.digest):
@@ -378,7 +378,7 @@ class Backups:
         if not lacking:
             return []
         if self.stopping:
-            moment = Moment.STOPPING
+            moment = WriteMoment.STOPPING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
     def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
@@ -418,7 +418,7 @@ class Backups:
                     queue.kept_back.setdefault(space, []).append(block)
                 # It may have moved since, or left.
                 elif (slot := space.chain.items.get(block_hash)) is not None:
-                    wanted = self._wanted(queue, space, [slot], Moment.STOPPING)
+                    wanted = self._wanted(queue, space, [slot], WriteMoment.STOPPING)
                     taken = self._take(queue, space, wanted, (), len(wanted))
                     self._begin(space, dict.fromkeys(taken, queue.bit))
         for queue, renewal in zip(self.queues, self.renewals, strict=True):
@@ -448,7 +448,7 @@ class Backups:
                 if resident is not None and backed_up[resident] & every != every:
                     again[resident] = None
         if again:
-            self.offer(space, list(again), Moment.USED)
+            self.offer(space, list(again), WriteMoment.USED)
 
     def promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
         """Note that tier number `source` had these blocks, and fill those above that want them.
@@ -471,7 +471,7 @@ class Backups:
             space.backed_up[slot] = bits & ~lacking
             self._memory.note_tiers(space, [slot], add=bits & ~lacking)
         if below or bits & self._every != self._every:
-            self.offer(space, slots, Moment.STORED)
+            self.offer(space, slots, WriteMoment.STORED)
 
     # --- what is not to be backed up any more ----------------------------------------
 

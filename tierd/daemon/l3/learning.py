@@ -17,7 +17,7 @@ from tierd.clock import Clock
 from tierd.core.host import HostTier
 from tierd.core.space import Space
 from tierd.daemon.l3.backup import Backups
-from tierd.eviction.policy import Request
+from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import SLICE, Reuse
 
 NS: Final = 1_000_000_000
@@ -120,17 +120,17 @@ class Learning:
             book = space.reuse
             if book not in new:
                 new[book] = self._host.uses.new(book, asked.hashes, asked.request)
-                await self._use(book, Request(new[book], asked.now_ns / NS))
+                await self._use(book, PrefixRequest(new[book], asked.now_ns / NS))
         for space in asked.spaces:
             for part in _slices(new[space.reuse]):
-                space.chain.use(Request(part, asked.now_ns / NS))
+                space.chain.use(PrefixRequest(part, asked.now_ns / NS))
                 await self._breathe(len(part))
             if self._backups.queues:
                 for part in _slices(asked.hashes):
                     self._backups.used(space, part)
                     await self._breathe(len(part))
 
-    async def _use(self, book: Reuse, request: Request) -> None:
+    async def _use(self, book: Reuse, request: PrefixRequest) -> None:
         if not request.hashes:
             return
         for _ in book.use_slices(request):

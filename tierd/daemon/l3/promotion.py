@@ -15,10 +15,10 @@ from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.core.host import HostTier
-from tierd.core.space import Lease, Refusal, Reservation, Space
+from tierd.core.space import Refusal, SlotLease, SlotReservation, Space
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
 from tierd.daemon.l3.backup import Backups, Covers, nobody
-from tierd.daemon.l3.read_scheduler import Rank, Turn, Turns
+from tierd.daemon.l3.read_scheduler import Rank, ReadScheduler, ReadTurn
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 
 Spawn = Callable[[Callable[[], Coroutine[object, object, None]], str], asyncio.Task[None]]
@@ -77,7 +77,7 @@ class Waiter:
 
     def conclude(
         self, host: HostTier, owner: int, hashes: Sequence[bytes], expires_ns: int
-    ) -> Lease | None:
+    ) -> SlotLease | None:
         """Lease the longest prefix that every space holds, and let go of the rest."""
         count = min(self.length(at, hashes) for at in range(len(self.spaces)))
         for space, held in zip(self.spaces, self.held, strict=True):
@@ -113,7 +113,7 @@ class Promotion:
     """The tier that it reads, or waits for its turn to read."""
     reading: StorageTier | None = None
     """The tier that is being read."""
-    turn: Turn | None = None
+    turn: ReadTurn | None = None
     """What it waits for, while it waits for a turn to read."""
     room: asyncio.Future[None] | None = None
     """What it waits for, while it waits for slots."""
@@ -176,7 +176,7 @@ class Promotions:
     ) -> None:
         """At most `bytes_max` bytes of slots are being read into at once."""
         self.under_way: dict[tuple[bytes, bytes], Promotion] = {}
-        self.turns = Turns([tier.reads for tier in tiers], bytes_max)
+        self.turns = ReadScheduler([tier.reads for tier in tiers], bytes_max)
         self.barred: Covers = nobody
         """Namespaces of which nothing is brought now."""
         self._memory = memory
@@ -288,7 +288,7 @@ class Promotions:
         """
         space, tier = batch.space, self._tiers[number]
         batch.source = tier
-        batch.turn = Turn(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
+        batch.turn = ReadTurn(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
         async with self.turns.take(batch.turn):
             batch.turn = None
             if not batch.waiters or batch.void:
@@ -333,7 +333,7 @@ class Promotions:
         self,
         batch: Promotion,
         number: int,
-        reservation: Reservation,
+        reservation: SlotReservation,
         granted: list[tuple[int, int]],
         results: Sequence[GetResult],
     ) -> None:

@@ -18,10 +18,10 @@ LAST_NS: Final = 1 << 63
 _SEQUENCE: Final = itertools.count()
 
 
-class Turn:
+class ReadTurn:
     """One who waits for a turn. Its rank is asked for when a turn gets free."""
 
-    def __init__(self, lane: Lane, size_bytes: int, rank: Callable[[], Rank]) -> None:
+    def __init__(self, lane: ReadLane, size_bytes: int, rank: Callable[[], Rank]) -> None:
         self.lane = lane
         self.size_bytes = size_bytes
         self.rank = rank
@@ -32,21 +32,21 @@ class Turn:
         self.lane.enter(self)
 
 
-class Lane:
+class ReadLane:
     """Who waits for one thing of which so many may be used at once."""
 
     def __init__(self, count: int) -> None:
         self.free = count
         """Turns that nobody has."""
-        self._waiting: list[tuple[Rank, int, Turn]] = []
+        self._waiting: list[tuple[Rank, int, ReadTurn]] = []
         """A heap. A turn is in it as often as it has become earlier; that it has become later
         shows when it comes first."""
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, turn: ReadTurn) -> None:
         """Have it wait where its rank now says."""
         heapq.heappush(self._waiting, (turn.rank(), next(_SEQUENCE), turn))
 
-    def first(self) -> tuple[Rank, int, Turn] | None:
+    def first(self) -> tuple[Rank, int, ReadTurn] | None:
         """Who comes first, if anybody waits."""
         waiting = self._waiting
         while waiting:
@@ -60,14 +60,14 @@ class Lane:
         return None
 
 
-class Turns:
+class ReadScheduler:
     """Hands out turns of some lanes, whose holders have at most `bytes_max` bytes together.
 
     One that alone is more gets its turn when nobody else has one. Nobody overtakes who waits
     for bytes: else many small ones would keep a large one waiting for ever.
     """
 
-    def __init__(self, lanes: Sequence[Lane], bytes_max: int) -> None:
+    def __init__(self, lanes: Sequence[ReadLane], bytes_max: int) -> None:
         self.bytes_in_flight = 0
         self._lanes = lanes
         self._bytes_max = bytes_max
@@ -77,7 +77,7 @@ class Turns:
         self._bytes_max = bytes_max
 
     @asynccontextmanager
-    async def take(self, turn: Turn) -> AsyncIterator[None]:
+    async def take(self, turn: ReadTurn) -> AsyncIterator[None]:
         """Around what needs the turn."""
         turn.lane.enter(turn)
         self._hand_out()
@@ -94,7 +94,7 @@ class Turns:
         finally:
             self._give_back(turn)
 
-    def _give_back(self, turn: Turn) -> None:
+    def _give_back(self, turn: ReadTurn) -> None:
         turn.lane.free += 1
         self.bytes_in_flight -= turn.size_bytes
         self._hand_out()

@@ -29,7 +29,7 @@ from tierd.config import StorageConfig
 from tierd.core.epochs import split_scope
 from tierd.core.space import Space
 from tierd.daemon.l3.epochs import TierEpochs, Times
-from tierd.daemon.l3.read_scheduler import Lane
+from tierd.daemon.l3.read_scheduler import ReadLane
 from tierd.errors import BackendError, ConfigError
 from tierd.eviction.policy import Ghosts
 from tierd.storage.breaker import BreakerBackend
@@ -97,7 +97,7 @@ class StorageTier:
         self.name = config.name
         self.raw = raw
         self.counters: Counter[str] = Counter()
-        self.reads = Lane(config.read_batches)
+        self.reads = ReadLane(config.read_batches)
         self.damaged = Ghosts(DAMAGED_MAX)
         """Keys of blocks that were not what they had been, and when it was seen, in seconds of the
         loop's clock."""

@@ -81,7 +81,7 @@ RESTART: Final = frozenset(
 ABSENT: Final = "absent"
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """A key whose value in the file is not the running one."""
 
     key: str
@@ -124,18 +124,18 @@ class Reloader:
         return ""
 
 
-def differences(running: Config, new: Config) -> list[Change]:
+def differences(running: Config, new: Config) -> list[KeyChange]:
     """What `new` has otherwise, in the order of the reference. Tiers are told apart by name."""
     before, after = ([tier.name for tier in config.storage] for config in (running, new))
     changes = []
     if before != after:
-        changes.append(Change("storage", False, ", ".join(before), ", ".join(after)))
+        changes.append(KeyChange("storage", False, ", ".join(before), ", ".join(after)))
     both = set(before) & set(after)
     old_values, new_values = values(running, both), values(new, both)
     for key in dict.fromkeys([*old_values, *new_values]):
         old, now = old_values.get(key, ABSENT), new_values.get(key, ABSENT)
         if old != now:
-            changes.append(Change(key, kind_of(key) in LIVE, _text(key, old), _text(key, now)))
+            changes.append(KeyChange(key, kind_of(key) in LIVE, _text(key, old), _text(key, now)))
     return changes
 
 

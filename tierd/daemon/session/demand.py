@@ -20,7 +20,7 @@ SEATS_MAX: Final = 20
 
 
 @dataclass(slots=True)
-class Tally:
+class DemandCounts:
     """What engines asked for and loaded, since the start."""
 
     requested_tokens: int = 0
@@ -44,19 +44,19 @@ class Demand:
     and none of its blocks is left."""
 
     def __init__(self) -> None:
-        self.others = Tally()
-        self._seated: dict[bytes, tuple[Space, Tally]] = {}
-        self._before: dict[bytes, Tally] = {}
+        self.others = DemandCounts()
+        self._seated: dict[bytes, tuple[Space, DemandCounts]] = {}
+        self._before: dict[bytes, DemandCounts] = {}
         """Of those that have lost their seat: with a new one they go on counting there."""
 
-    def of(self, space: Space) -> Tally:
+    def of(self, space: Space) -> DemandCounts:
         """Where to count what is asked of a namespace now."""
         seat = self._seated.get(space.digest)
         if seat is not None:
             return seat[1]
         if len(self._seated) >= SEATS_MAX and not self._unseat():
             return self.others
-        tally = self._before.pop(space.digest, None) or Tally()
+        tally = self._before.pop(space.digest, None) or DemandCounts()
         self._seated[space.digest] = (space, tally)
         return tally
 

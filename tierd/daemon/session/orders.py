@@ -13,9 +13,9 @@ from functools import partial
 from typing import Final
 
 from tierd.core.space import Space
-from tierd.daemon.jobs.flush import Flush
-from tierd.daemon.jobs.scrub import Scrub
-from tierd.daemon.jobs.warming import Pace, Want, Warming
+from tierd.daemon.jobs.flush import FlushJob
+from tierd.daemon.jobs.scrub import ScrubJob
+from tierd.daemon.jobs.warming import Pace, Warming, WarmOrder
 from tierd.daemon.node import Node
 from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.types import DIGEST_BYTES
@@ -101,7 +101,7 @@ class Orders:
         if len(self._warmings) >= WARMINGS_MAX:
             self._send(m.Error(message.call, f"{WARMINGS_MAX} WARMs of this session go on already"))
             return
-        want = Want(message.target, message.bytes_per_s, message.pin_ms, message.verify)
+        want = WarmOrder(message.target, message.bytes_per_s, message.pin_ms, message.verify)
         warming = Warming(space, m.split_hashes(message.hashes), want, self._pace)
         self._warmings[message.call] = warming
         run = partial(self._warm, message.call, warming, message.deadline_ms / 1000)
@@ -159,7 +159,7 @@ class Orders:
         if any(number >= len(self._node.tiers) for number in numbers):
             raise RemoteProtocolError(f"there are {len(self._node.tiers)} storage tiers")
 
-    def _follow(self, call: int, work: Flush | Scrub) -> None:
+    def _follow(self, call: int, work: FlushJob | ScrubJob) -> None:
         task = self._node.spawn(partial(self._tell, call, work), "order")
         self._following = task
         task.add_done_callback(self._followed)
@@ -167,7 +167,7 @@ class Orders:
     def _followed(self, _: asyncio.Task[None]) -> None:
         self._following = None
 
-    async def _tell(self, call: int, work: Flush | Scrub) -> None:
+    async def _tell(self, call: int, work: FlushJob | ScrubJob) -> None:
         while not work.done.is_set():
             self._send(m.Progress(call, work.status()))
             with suppress(TimeoutError):

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from typing import Final
 
-from tierd.core.space import NoRoom, Refusal, Reservation, Space
+from tierd.core.space import NoRoom, Refusal, SlotReservation, Space
 
 LINES_MAX: Final = 20
 LINES_S: Final = 60
@@ -39,7 +39,7 @@ class Refusals:
         self._lines = 0
         self._since_s = 0
 
-    def stored(self, space: Space, reservation: Reservation, now_s: int) -> None:
+    def stored(self, space: Space, reservation: SlotReservation, now_s: int) -> None:
         """A session's reservation has been answered."""
         why = reservation.refused
         if why is None:

@@ -18,10 +18,10 @@ from typing import Any, Final
 from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import PrefetchPolicy
-from tierd.core.hints import Hint, Priority
-from tierd.core.space import Lease, Refusal, Space
+from tierd.core.hints import PrefixHint, Priority
+from tierd.core.space import Refusal, SlotLease, Space
 from tierd.daemon.copies.copying import SessionCopies
-from tierd.daemon.jobs.inventory import Inventory
+from tierd.daemon.jobs.inventory import InventoryListings
 from tierd.daemon.lifecycle.listening import EngineSocket
 from tierd.daemon.node import Node, Patience
 from tierd.daemon.session.orders import Orders
@@ -77,7 +77,7 @@ class Session:
         self._lease_ttl_s = 0
         self._copies = SessionCopies(owner, node.copies, self._send)
         self._orders = Orders(node, self._send)
-        self._inventory = Inventory(node.host, node.tiers, clock, node.spawn, self._send)
+        self._inventory = InventoryListings(node.host, node.tiers, clock, node.spawn, self._send)
         self._engine: int | None = None
         self._guard: int | None = None
         # The session layer lets only these through; a dict costs less than a match.
@@ -203,7 +203,7 @@ class Session:
         if message.priority > max(Priority):
             raise RemoteProtocolError(f"HINT has a priority of {message.priority}")
         spaces = self._named(message.handles)
-        hint = Hint(
+        hint = PrefixHint(
             message.pin_ms, message.next_use_ms, Priority(message.priority), message.session_ended
         )
         self._node.hint(spaces, m.split_hashes(message.hashes), hint)
@@ -400,7 +400,9 @@ class Session:
         )
         task.add_done_callback(partial(self._acquire_over, call))
 
-    async def _acquire_slowly(self, call: int, ask: Callable[[], Awaitable[Lease | None]]) -> None:
+    async def _acquire_slowly(
+        self, call: int, ask: Callable[[], Awaitable[SlotLease | None]]
+    ) -> None:
         lease = await ask()
         if not self._over:
             self._acquired(call, lease)
@@ -415,7 +417,7 @@ class Session:
         if not self._over:
             self._acquired(call, None)
 
-    def _acquired(self, call: int, lease: Lease | None) -> None:
+    def _acquired(self, call: int, lease: SlotLease | None) -> None:
         self._acquires.pop(call, None)
         self._patience.pop(call, None)
         if lease is None:

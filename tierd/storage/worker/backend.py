@@ -28,7 +28,7 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.storage.worker.life import BackendBugError as BackendBugError
-from tierd.storage.worker.life import Life
+from tierd.storage.worker.life import WorkerIncarnation
 from tierd.storage.worker.wire import (
     BLOCKS_PER_CALL_MAX,
     HASHES_PER_CALL_MAX,
@@ -90,8 +90,8 @@ class WorkerBackend(Backend):
             "worker_restarts_total": 0,
         }
         self._past = dict(self.counters)
-        self._life: Life | None = None
-        self._spare: Life | None = None
+        self._life: WorkerIncarnation | None = None
+        self._spare: WorkerIncarnation | None = None
         """A process whose backend could not be opened, for the next attempt."""
         self._away = f"{cls.__name__} is not open"
         self._guard: asyncio.Task[None] | None = None
@@ -198,12 +198,12 @@ class WorkerBackend(Backend):
         """As of the last answer, or of at most a second ago."""
         return self._stats
 
-    def _serving(self) -> Life:
+    def _serving(self) -> WorkerIncarnation:
         if self._life is None:
             raise BackendError(self._away)
         return self._life
 
-    async def _begin(self) -> Life:
+    async def _begin(self) -> WorkerIncarnation:
         """A process with its backend open. Raises as open() does.
 
         The process of a backend that was away is kept for the next attempt: to start one costs
@@ -213,7 +213,9 @@ class WorkerBackend(Backend):
         self._past = dict(self.counters)
         if self._spare is not None and self._spare.dying:
             await self._end_spare()
-        life = self._spare or Life(self._target, self._take_report, lets_go_s=self._lets_go_s)
+        life = self._spare or WorkerIncarnation(
+            self._target, self._take_report, lets_go_s=self._lets_go_s
+        )
         self._spare = life
         try:
             await life.call(Open(self._options, logging.getLogger().getEffectiveLevel()))
@@ -235,7 +237,7 @@ class WorkerBackend(Backend):
         if life is not None:
             await life.end("could not open")
 
-    async def _keep_alive(self, life: Life) -> None:
+    async def _keep_alive(self, life: WorkerIncarnation) -> None:
         """Put another process in the place of each one that ends, until cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = 0.0
@@ -252,7 +254,7 @@ class WorkerBackend(Backend):
                 successor = await self._begin_again()
             self._life = life = successor
 
-    async def _begin_again(self) -> Life | None:
+    async def _begin_again(self) -> WorkerIncarnation | None:
         try:
             async with asyncio.timeout(OPEN_S_MAX):
                 life = await self._begin()
@@ -267,7 +269,7 @@ class WorkerBackend(Backend):
         log.warning("%s: %s", self._target, self._away)
         return None
 
-    def _note_death(self, life: Life) -> None:
+    def _note_death(self, life: WorkerIncarnation) -> None:
         self._life = None
         self._away = life.dying
         self.counters["worker_deaths_total"] += 1

@@ -22,7 +22,7 @@ import msgspec
 
 from tierd.child import Stream, start_child
 from tierd.errors import BackendError, ConfigError
-from tierd.shared_memory.mapping import Place, place_of
+from tierd.shared_memory.mapping import ViewPlace, place_of
 from tierd.storage.worker.wire import (
     Ask,
     Cancel,
@@ -60,7 +60,7 @@ class BackendBugError(RuntimeError):
     """
 
 
-class Life:
+class WorkerIncarnation:
     """A running worker process. All on one event loop, whose thread must outlive it."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Life:
             reply = await self._ask(ask)
         return _value(reply)
 
-    def place(self, views: Sequence[memoryview]) -> list[Place]:
+    def place(self, views: Sequence[memoryview]) -> list[ViewPlace]:
         """Where views of shared mappings lie; the process has the mappings by then.
 
         It keeps them until nobody here has a view of them. Raises BackendError if descriptors
@@ -196,7 +196,7 @@ class Life:
     def _say(self, number: int, ask: Ask, fd: int | None = None) -> None:
         self._stream.send(_encoder.encode(Request(number, ask)), fd)
 
-    def _share(self, place: Place, owner: object) -> None:
+    def _share(self, place: ViewPlace, owner: object) -> None:
         # The callback runs in whatever thread drops the last view.
         gone = partial(_note_gone, self._unshared, place.serial)
         try:

@@ -23,7 +23,7 @@ from tierd.backend import (
     PutRequest,
     Scanned,
 )
-from tierd.shared_memory.mapping import Place
+from tierd.shared_memory.mapping import ViewPlace
 from tierd.types import CHECKSUM_BYTES, HASH_BYTES, SCOPE_BYTES, BlockKey
 
 HASHES_PER_CALL_MAX: Final = 128 << 10
@@ -205,7 +205,7 @@ def unpack_hashes(packed: bytes) -> list[bytes]:
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
-def pack_gets(requests: Sequence[GetRequest], places: Sequence[Place]) -> bytes:
+def pack_gets(requests: Sequence[GetRequest], places: Sequence[ViewPlace]) -> bytes:
     """Requests with the places of their views."""
     assert all(len(r.block_hash) == HASH_BYTES for r in requests)
     return b"".join(
@@ -224,7 +224,7 @@ def unpack_gets(packed: bytes, mappings: Mapping[int, memoryview]) -> list[GetRe
     ]
 
 
-def pack_puts(requests: Sequence[PutRequest], places: Sequence[Place]) -> bytes:
+def pack_puts(requests: Sequence[PutRequest], places: Sequence[ViewPlace]) -> bytes:
     """Requests with the places of their views."""
     for request in requests:
         assert len(request.block_hash) == len(request.parent) == HASH_BYTES

@@ -118,7 +118,7 @@ class _Stream:
 class DaemonEnd:
     """A `tierd.daemon.session.transport.Transport`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection
         self._finishing = False
         self.closed = False
@@ -170,7 +170,7 @@ class DaemonEnd:
 class ClientEnd:
     """The client's end; `closed` says that no thread of the client touches a slot any more."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection
         self.closed = False
 
@@ -194,7 +194,7 @@ class ClientEnd:
             self._connection.to_client.pause(paused)
 
 
-class Connection:
+class SimulatedConnection:
     """Both ends and both streams. The callbacks are set before the first byte.
 
     `on_heard` gets what reaches the daemon, `on_said` each frame that the daemon sends,

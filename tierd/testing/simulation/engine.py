@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tierd.errors import RemoteProtocolError
 from tierd.shared_memory.mapping import SharedMapping
-from tierd.testing.simulation.connection import Connection
+from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.types import Namespace
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
@@ -48,10 +48,10 @@ class Habits:
     break_off: float = 0.2
 
 
-class Link:
+class SimulatedSession:
     """One session, from the client's end."""
 
-    def __init__(self, connection: Connection, world: World, random: Random) -> None:
+    def __init__(self, connection: SimulatedConnection, world: World, random: Random) -> None:
         self.end = connection.client
         self.ended = asyncio.Event()
         self.numbers: list[int] = []
@@ -169,7 +169,7 @@ class Link:
             future.set_result(message)
 
 
-class Engine:
+class SimulatedEngine:
     """Sessions one after the other, each with several requests at a time."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Engine:
             if connection is None:
                 await asyncio.sleep(0.05)
                 continue
-            link = Link(connection, self._world, random)
+            link = SimulatedSession(connection, self._world, random)
             if self._chance(self._habits.die):
                 link.frames_left = random.randint(1, 3 * requests)
             async with asyncio.TaskGroup() as group:
@@ -207,13 +207,13 @@ class Engine:
                 else:
                     link.close(torn=False)
 
-    async def _watch(self, link: Link) -> None:
+    async def _watch(self, link: SimulatedSession) -> None:
         """Close some time after the daemon has ended the session; until then threads write on."""
         await link.ended.wait()
         await asyncio.sleep(self._random.expovariate(1 / 0.01))
         link.close(torn=False)
 
-    async def _work(self, link: Link, requests: int) -> None:
+    async def _work(self, link: SimulatedSession, requests: int) -> None:
         random, habits = self._random, self._habits
         while requests > 0 and not link.end.closed:
             requests -= 1
@@ -238,7 +238,7 @@ class Engine:
             await asyncio.sleep(random.expovariate(1 / 0.2))
             link.close(torn=False)
 
-    async def _greet(self, link: Link) -> bool:
+    async def _greet(self, link: SimulatedSession) -> bool:
         """HELLO and a REGISTER a rank, sent ahead; whether all ranks are registered."""
         link.send(m.Hello(m.PROTOCOL_VERSION, self._name))
         if self._chance(0.1):
@@ -251,7 +251,7 @@ class Engine:
 
     # --- loading --------------------------------------------------------------------
 
-    async def _load(self, link: Link) -> None:
+    async def _load(self, link: SimulatedSession) -> None:
         """ACQUIRE a prefix, copy it out, keep what came in time, and give it back or forget."""
         random, world = self._random, self._world
         chain = random.choice(world.chains)
@@ -309,7 +309,7 @@ class Engine:
 
     # --- storing --------------------------------------------------------------------
 
-    async def _store(self, link: Link) -> None:
+    async def _store(self, link: SimulatedSession) -> None:
         """RESERVE a part of a chain under every rank, write it slowly, and COMMIT or not."""
         random = self._random
         chain = random.choice(self._world.chains)
@@ -321,7 +321,9 @@ class Engine:
             if not await self._store_rank(link, place, hashes):
                 return
 
-    async def _store_rank(self, link: Link, place: int, hashes: Sequence[bytes]) -> bool:
+    async def _store_rank(
+        self, link: SimulatedSession, place: int, hashes: Sequence[bytes]
+    ) -> bool:
         rank = self._ranks[place]
         parents = [self._world.parents[block_hash] for block_hash in hashes]
         handle = link.numbers[place]
@@ -362,7 +364,7 @@ class Engine:
         return True
 
     async def _write(
-        self, link: Link, rank: Namespace, block_hash: bytes, view: memoryview
+        self, link: SimulatedSession, rank: Namespace, block_hash: bytes, view: memoryview
     ) -> bool:
         """Fill a slot in steps, with noise first; False if this end closed in between."""
         random, payload = self._random, self._world.payload(rank, block_hash)
@@ -382,7 +384,7 @@ class Engine:
 
     # --- mischief -------------------------------------------------------------------
 
-    def _meddle(self, link: Link) -> None:
+    def _meddle(self, link: SimulatedSession) -> None:
         """Name leases, reservations and calls that belong to others, or to nobody."""
         random = self._random
         number = random.choice([*self._world.granted(), random.randint(1, 300)])
@@ -399,7 +401,7 @@ class Engine:
             )
         )
 
-    def _garbage(self, link: Link) -> None:
+    def _garbage(self, link: SimulatedSession) -> None:
         """End the session by breaking the protocol."""
         random = self._random
         call = link.next_call()

@@ -18,19 +18,19 @@ from typing import Final
 
 from tierd.config import PrefetchPolicy, WritePolicy
 from tierd.core.space import Space
-from tierd.daemon.jobs.warming import Pace, Want, Warming
+from tierd.daemon.jobs.warming import Pace, Warming, WarmOrder
 from tierd.daemon.l3.renewal import USED_AGAIN
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.node import Node
 from tierd.daemon.session.server import Session
 from tierd.errors import RemoteProtocolError
 from tierd.memory.arena import Segment
-from tierd.testing.faulty import NO_FAULTS, Fault
-from tierd.testing.simulation.connection import Connection
+from tierd.testing.faulty import NO_FAULTS, InjectedFault
+from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.keeper import Keeper
 from tierd.testing.simulation.late import LateBackend
 from tierd.testing.simulation.loop import VirtualClock
-from tierd.testing.simulation.world import Plan, World
+from tierd.testing.simulation.world import World, WorldPlan
 from tierd.types import BlockKey, Namespace
 from tierd.wire import messages as m
 from tierd.wire.frames import HEAD_BYTES, FrameDecoder
@@ -60,10 +60,10 @@ class _GrantedSlots:
     blocks: list[tuple[bytes, int]]
 
 
-class Life:
+class DaemonIncarnation:
     """One life of the daemon: production's Node and Sessions, on simulated connections."""
 
-    def __init__(self, world: World, plan: Plan, *, faulty: bool, apart: bool = False) -> None:
+    def __init__(self, world: World, plan: WorldPlan, *, faulty: bool, apart: bool = False) -> None:
         """`apart` is a node beside the one whose lives follow each other: it shares the tiers."""
         self.world = world
         self._apart = apart
@@ -192,7 +192,7 @@ class Life:
         self._stop.set()
         await self._task
 
-    def adopt(self, connection: Connection, name: str) -> None:
+    def adopt(self, connection: SimulatedConnection, name: str) -> None:
         """What `Server.adopt` does, with a referee in between."""
         self._owners += 1
         session = Session(self._owners, self.node, self.clock, name)
@@ -345,7 +345,11 @@ class Life:
         world.counts["complete_flushes" if complete else "other_flushes"] += 1
 
     async def warm(
-        self, ranks: Sequence[Namespace], hashes: Sequence[bytes], want: Want, deadline_s: float
+        self,
+        ranks: Sequence[Namespace],
+        hashes: Sequence[bytes],
+        want: WarmOrder,
+        deadline_s: float,
     ) -> None:
         """Warm a chain for those of the ranks that have come, until the deadline at most."""
         world, warmings = self.world, self.node.warmings
@@ -365,7 +369,7 @@ class Life:
 
     def check_back(self, number: int) -> None:
         """A tier whose outage is over, and that has no other faults, must be in use again."""
-        if not self.accepting or self.plans[number].faults.chances.keys() - {Fault.LINGER}:
+        if not self.accepting or self.plans[number].faults.chances.keys() - {InjectedFault.LINGER}:
             return
         tier = self.node.tiers[number]
         circuits = tier.status()["circuits"]
@@ -418,7 +422,9 @@ def _past(keeper: Keeper) -> list[str]:
 class Referee:
     """Hears both sides of one connection at the daemon's end, and keeps account."""
 
-    def __init__(self, life: Life, session: Session, connection: Connection) -> None:
+    def __init__(
+        self, life: DaemonIncarnation, session: Session, connection: SimulatedConnection
+    ) -> None:
         self.connection = connection
         self.over = False
         self._life = life

@@ -11,8 +11,8 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
-from tierd.testing.simulation.engine import Engine, Link
-from tierd.testing.simulation.world import Plan, World
+from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
+from tierd.testing.simulation.world import World, WorldPlan
 from tierd.wire import messages as m
 
 RESET_CHANCE: Final = 0.4
@@ -26,7 +26,7 @@ STEPS: Final = 400
 times as old: one that waits for a minute of its time is to end in seconds of ours."""
 
 
-async def run_resets(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def run_resets(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """Have engines that reset, in some of the worlds, as long as others live."""
     # Of its own: what else happens in a world of this seed must not change.
     random = Random(f"resets of {world.seed}")
@@ -39,10 +39,10 @@ async def run_resets(world: World, plan: Plan, over: asyncio.Event) -> None:
             group.create_task(engine.live(over))
 
 
-class Resetting(Engine):
+class Resetting(SimulatedEngine):
     """One of them."""
 
-    def __init__(self, world: World, plan: Plan, number: int, steps: int) -> None:
+    def __init__(self, world: World, plan: WorldPlan, number: int, steps: int) -> None:
         self._at_first = steps
         random = Random(f"resetting {number} of {world.seed}")
         self._base = random.choice(plan.engines)
@@ -56,7 +56,7 @@ class Resetting(Engine):
             connection = world.connect(self._name, random)
             if connection is None:
                 continue
-            link = Link(connection, world, random)
+            link = SimulatedSession(connection, world, random)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(link))
                 if await self._greet(link):
@@ -64,7 +64,7 @@ class Resetting(Engine):
                 if not link.end.closed:
                     link.close(torn=False)
 
-    async def _steps(self, link: Link, over: asyncio.Event) -> None:
+    async def _steps(self, link: SimulatedSession, over: asyncio.Event) -> None:
         random = self._random
         while not over.is_set() and not link.end.closed and random.random() > 0.02:
             pace_s = max(self._habits.pace_s, self._world.loop.elapsed_s / self._at_first)
@@ -78,7 +78,7 @@ class Resetting(Engine):
             else:
                 await self._load(link)
 
-    async def _reset(self, link: Link) -> bool:
+    async def _reset(self, link: SimulatedSession) -> bool:
         """Go on in another generation; whether that could be registered."""
         random, generation = self._random, self._random.randrange(GENERATIONS)
         self._world.counts["resets"] += 1

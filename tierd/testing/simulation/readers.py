@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from tierd.testing.simulation.engine import Engine, Habits, Link
-from tierd.testing.simulation.life import Life
-from tierd.testing.simulation.world import ROOT, Plan, World
+from tierd.testing.simulation.engine import Habits, SimulatedEngine, SimulatedSession
+from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.world import ROOT, World, WorldPlan
 from tierd.types import HASH_BYTES, Namespace
 from tierd.wire import messages as m
 
@@ -35,7 +35,7 @@ class _Held:
     view: memoryview
 
 
-class Reader(Engine):
+class Reader(SimulatedEngine):
     """Stores some, leases it at once, and keeps every lease to its end."""
 
     def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
@@ -49,7 +49,7 @@ class Reader(Engine):
             connection = self._world.connect(self._name, random)
             if connection is None:
                 continue
-            link = Link(connection, self._world, random)
+            link = SimulatedSession(connection, self._world, random)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(link))
                 if await self._greet(link):
@@ -61,7 +61,7 @@ class Reader(Engine):
                     await asyncio.sleep(0.05)
                 link.close(torn=False)
 
-    async def _lease(self, link: Link, group: asyncio.TaskGroup) -> None:
+    async def _lease(self, link: SimulatedSession, group: asyncio.TaskGroup) -> None:
         """Lease a prefix; what of it is not there yet is stored in the same breath."""
         random = self._random
         chain = random.choice(self._world.chains)
@@ -85,7 +85,7 @@ class Reader(Engine):
         self._world.counts["long_leases"] += 1
         group.create_task(self._hold(held, acquired.expires_ns))
 
-    async def _fill(self, link: Link, hashes: Sequence[bytes]) -> m.Commit | None:
+    async def _fill(self, link: SimulatedSession, hashes: Sequence[bytes]) -> m.Commit | None:
         """Reserve and write blocks of the first rank; the COMMIT that is left to send."""
         rank, handle = self._ranks[0], link.numbers[0]
         parents = [self._world.parents[block_hash] for block_hash in hashes]
@@ -120,7 +120,7 @@ class Reader(Engine):
             await asyncio.sleep(random.expovariate(1 / pause_s))
 
 
-class Filler(Engine):
+class Filler(SimulatedEngine):
     """Wants all the memory that there is, for blocks that nobody has seen before."""
 
     def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
@@ -133,7 +133,7 @@ class Filler(Engine):
         connection = world.connect(self._name, random)
         if connection is None:
             return
-        link = Link(connection, world, random)
+        link = SimulatedSession(connection, world, random)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(link))
             greeted = await self._greet(link)
@@ -147,17 +147,17 @@ class Filler(Engine):
             link.close(torn=False)
 
 
-class Asker(Engine):
+class Asker(SimulatedEngine):
     """Looks for everything that anybody may have stored."""
 
-    async def ask_all(self, rounds: int, life: Life | None = None) -> None:
+    async def ask_all(self, rounds: int, life: DaemonIncarnation | None = None) -> None:
         """Ask for each chain, so many times, as long as the daemon lives; another node's `life`
         is asked if it is given."""
         world, random = self._world, self._random
         connection = world.connect(self._name, random, life)
         if connection is None:
             return
-        link = Link(connection, world, random)
+        link = SimulatedSession(connection, world, random)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(link))
             greeted = await self._greet(link)
@@ -173,7 +173,7 @@ class Asker(Engine):
             link.close(torn=False)
 
 
-async def run_readers(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def run_readers(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """The readers of a world."""
     random = Random(f"readers of {world.seed}")
     async with asyncio.TaskGroup() as group:

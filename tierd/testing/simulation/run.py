@@ -18,26 +18,26 @@ from typing import Final
 
 from tierd.backend import verify_block
 from tierd.config import PrefetchConfig, PrefetchPolicy, Size, StorageConfig, WritePolicy
-from tierd.daemon.jobs.warming import Want
+from tierd.daemon.jobs.warming import WarmOrder
 from tierd.daemon.node import HOUSEKEEPING_S
 from tierd.eviction import POLICIES
 from tierd.testing.backend import StoredBlock
-from tierd.testing.faulty import Fault, FaultPlan
-from tierd.testing.simulation.engine import Engine, Habits, Link
+from tierd.testing.faulty import FaultPlan, InjectedFault
+from tierd.testing.simulation.engine import Habits, SimulatedEngine, SimulatedSession
 from tierd.testing.simulation.keeper import Keeper
-from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.life import DaemonIncarnation
 from tierd.testing.simulation.loop import SimulationLoop, run_simulation
 from tierd.testing.simulation.passing import run_resets
 from tierd.testing.simulation.readers import run_readers
 from tierd.testing.simulation.succession import next_life
 from tierd.testing.simulation.world import (
     ROOT,
-    Account,
     Hostility,
-    Plan,
+    RunRecord,
     TierPlan,
     Violation,
     World,
+    WorldPlan,
 )
 from tierd.testing.simulation.worst import (
     PATIENT_MS,
@@ -52,7 +52,7 @@ from tierd.wire import messages as m
 
 __all__ = ["Violation", "run_world", "simulate"]
 
-Lead = Callable[[World, Plan], Coroutine[object, object, None]]
+Lead = Callable[[World, WorldPlan], Coroutine[object, object, None]]
 """Somebody in a world who is waited for."""
 
 QUIET_S: Final = 5.0
@@ -71,12 +71,12 @@ WARM_CHANCE: Final = 0.3
 """Worlds in which an operator warms."""
 
 _ROT: Final = (
-    Fault.FLIP_PAYLOAD,
-    Fault.FLIP_HEADER,
-    Fault.SWAP,
-    Fault.TRUNCATE,
-    Fault.TORN_READ,
-    Fault.VANISH,
+    InjectedFault.FLIP_PAYLOAD,
+    InjectedFault.FLIP_HEADER,
+    InjectedFault.SWAP,
+    InjectedFault.TRUNCATE,
+    InjectedFault.TORN_READ,
+    InjectedFault.VANISH,
 )
 """What goes wrong on a disk whose calls all answer."""
 
@@ -84,7 +84,7 @@ _ROT: Final = (
 _KINDS: Final = ("sound", "slow", "away", "away", "faulty", "broken", "rotten", "rotten")
 
 
-def draw_plan(random: Random, world: World) -> Plan:
+def draw_plan(random: Random, world: World) -> WorldPlan:
     """A world: few slots and short chains, so that everything collides with everything."""
     slots = random.randint(12, 40)
     pages = random.choice((1, 1, 2, 4))
@@ -103,7 +103,7 @@ def draw_plan(random: Random, world: World) -> Plan:
     tiers = _draw_tiers(random, total)
     world.disks = [{} for _ in tiers]
     world.marks = [set() for _ in tiers]
-    return Plan(
+    return WorldPlan(
         capacity_bytes=total,
         segment_bytes=random.choice((1, 4, 8)) * pages * PAGE_BYTES,
         lease_ttl_ms=random.choice((50, 200, 2000)),
@@ -132,13 +132,13 @@ def _draw_tiers(random: Random, total_bytes: int) -> list[TierPlan]:
 
 
 def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: bool) -> TierPlan:
-    chances: dict[Fault, float] = {}
+    chances: dict[InjectedFault, float] = {}
     if kind in ("faulty", "broken", "rotten"):
-        for fault in _ROT if kind == "rotten" else Fault:
+        for fault in _ROT if kind == "rotten" else InjectedFault:
             if random.random() < 0.5:
                 chances[fault] = random.random() * (0.05 if kind == "faulty" else 0.3)
     elif random.random() < 0.5:
-        chances[Fault.LINGER] = 0.5
+        chances[InjectedFault.LINGER] = 0.5
     latency_s = random.choice((1e-4, 2e-3, 2e-2))
     if kind in ("sound", "away"):
         latency_s = random.choice((0.0, 1e-4))
@@ -230,7 +230,7 @@ def _namespace(model: int, rank: int, ranks: int, block_bytes: int) -> Namespace
 
 async def run_world(
     loop: SimulationLoop, seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False
-) -> Account:
+) -> RunRecord:
     """One world to its end. Raises Violation."""
     random = Random(f"world {seed}")
     world = World(loop, seed, random)
@@ -245,7 +245,7 @@ async def run_world(
     return world.account()
 
 
-async def _history(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
+async def _history(world: World, plan: WorldPlan, leads: Sequence[Lead]) -> None:
     world.keeper = Keeper() if plan.keeps else None
     try:
         await _lives(world, plan, leads)
@@ -254,8 +254,8 @@ async def _history(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
             world.keeper.close()
 
 
-async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
-    life = world.life = Life(world, plan, faulty=True)
+async def _lives(world: World, plan: WorldPlan, leads: Sequence[Lead]) -> None:
+    life = world.life = DaemonIncarnation(world, plan, faulty=True)
     while not life.accepting:
         await asyncio.sleep(0.001)
     async with asyncio.TaskGroup() as group:
@@ -275,7 +275,7 @@ async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
         async with asyncio.TaskGroup() as engines:
             for number, ranks in enumerate(plan.engines):
                 random = Random(f"engine {number} of {world.seed}")
-                engine = Engine(world, f"engine-{number}", ranks, plan.habits, random)
+                engine = SimulatedEngine(world, f"engine-{number}", ranks, plan.habits, random)
                 engines.create_task(engine.run(plan.sessions, plan.requests))
             if plan.hostility is Hostility.STORAGE:
                 engines.create_task(run_flushes(world, plan))
@@ -286,7 +286,7 @@ async def _lives(world: World, plan: Plan, leads: Sequence[Lead]) -> None:
     await _audit(world, plan)
 
 
-async def _restart(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def _restart(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """Stop or kill the daemon now and then, and start another one on the same disks."""
     for _ in range(plan.restarts):
         await asyncio.sleep(world.random.expovariate(1 / 0.1))
@@ -314,7 +314,7 @@ async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Even
             world.life.check_back(number)
 
 
-async def _flushes(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def _flushes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """Flush a namespace, or all, now and then, in some of the worlds."""
     # Of its own: what else happens in a world of this seed must not change.
     random = Random(f"flushes of {world.seed}")
@@ -328,7 +328,7 @@ async def _flushes(world: World, plan: Plan, over: asyncio.Event) -> None:
             await life.flush(digest.hex() if random.random() < 0.7 else "")
 
 
-async def _warms(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def _warms(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """Warm what engines have computed, into L2 or a tier, in some of the worlds."""
     random = Random(f"warms of {world.seed}")
     if random.random() > WARM_CHANCE:
@@ -338,7 +338,7 @@ async def _warms(world: World, plan: Plan, over: asyncio.Event) -> None:
         life = world.life
         if life is not None and life.accepting and world.chains:
             ranks, chain = random.choice(plan.engines), random.choice(world.chains)
-            want = Want(random.randint(0, len(plan.tiers)), verify=random.random() < 0.3)
+            want = WarmOrder(random.randint(0, len(plan.tiers)), verify=random.random() < 0.3)
             await life.warm(ranks, chain, want, random.expovariate(1 / 0.5))
 
 
@@ -348,7 +348,7 @@ async def _sleep_until(over: asyncio.Event, seconds: float) -> None:
             await over.wait()
 
 
-async def _settle(world: World, plan: Plan) -> None:
+async def _settle(world: World, plan: WorldPlan) -> None:
     """With all clients gone and the disks well, nothing may be left of them."""
     while world.life is None or not world.life.accepting:
         await asyncio.sleep(0.01)
@@ -361,7 +361,7 @@ async def _settle(world: World, plan: Plan) -> None:
     world.life.check_quiet()
 
 
-async def _audit(world: World, plan: Plan) -> None:
+async def _audit(world: World, plan: WorldPlan) -> None:
     """What lies sound on the disks is found by the next life, and is right."""
     _rot(world)
     if world.keeper is not None:
@@ -391,7 +391,7 @@ def _rot(world: World) -> None:
 async def _audit_rank(world: World, rank: Namespace) -> None:
     connection = world.connect("auditor", world.random)
     assert connection is not None
-    link = Link(connection, world, world.random)
+    link = SimulatedSession(connection, world, world.random)
     link.send(m.Hello(m.PROTOCOL_VERSION, "auditor"))
     registered = await link.answer(
         link.ask(m.Register(link.next_call(), rank.to_fields(), True)), m.Registered
@@ -421,7 +421,9 @@ async def _audit_rank(world: World, rank: Namespace) -> None:
     await asyncio.sleep(1.0)
 
 
-async def _audit_chain(world: World, link: Link, rank: Namespace, chain: Sequence[bytes]) -> int:
+async def _audit_chain(
+    world: World, link: SimulatedSession, rank: Namespace, chain: Sequence[bytes]
+) -> int:
     """How many blocks of a chain the daemon finds; they are verified."""
     handle = link.numbers[0]
     asked = link.ask(m.Acquire(link.next_call(), [handle], b"".join(chain), 10_000, 0, 0, 0))
@@ -478,7 +480,7 @@ def _log_kept() -> Iterator[list[str]]:
         log.propagate = propagate
 
 
-def simulate(seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False) -> Account:
+def simulate(seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False) -> RunRecord:
     """Run one world. Raises Violation, or whatever else went wrong, noted with the seed.
 
     A world lasts until its engines and the `leads` have ended. A `hostile` one has readers whose

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from tierd.testing.simulation.life import Life
-from tierd.testing.simulation.world import Plan, World
+from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.world import World, WorldPlan
 
 
-def forget_some(world: World, plan: Plan, life: Life, random: Random) -> None:
+def forget_some(world: World, plan: WorldPlan, life: DaemonIncarnation, random: Random) -> None:
     """Forgetful tiers drop some of what they have, or all."""
     for number, tier in enumerate(plan.tiers):
         if tier.forgets and random.random() < 0.5:
@@ -19,7 +19,7 @@ def forget_some(world: World, plan: Plan, life: Life, random: Random) -> None:
             world.counts["forgotten_blocks"] += len(keys)
 
 
-async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> None:
+async def next_life(world: World, plan: WorldPlan, *, faulty: bool, kill: bool) -> None:
     """Stop the daemon, or kill it, and start another one."""
     life = world.life
     assert life is not None
@@ -33,6 +33,6 @@ async def next_life(world: World, plan: Plan, *, faulty: bool, kill: bool) -> No
         world.check_promises()
     # What was still on its way to the disks is lost.
     world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
-    world.life = Life(world, plan, faulty=faulty)
+    world.life = DaemonIncarnation(world, plan, faulty=faulty)
     while not world.life.accepting:
         await asyncio.sleep(0.001)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Final
 from tierd.config import PrefetchConfig, StorageConfig
 from tierd.core.epochs import Epochs, scope_of, split_scope, unpack_mark
 from tierd.testing.backend import StoredBlock
-from tierd.testing.faulty import Fault, FaultPlan
-from tierd.testing.simulation.connection import Connection
+from tierd.testing.faulty import FaultPlan, InjectedFault
+from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.engine import Habits
 from tierd.testing.simulation.keeper import Keeper
 from tierd.testing.simulation.loop import SimulationLoop
 from tierd.types import DIGEST_BYTES, BlockKey, Namespace
 
 if TYPE_CHECKING:
-    from tierd.testing.simulation.life import Life
+    from tierd.testing.simulation.life import DaemonIncarnation
 
 ROOT: Final = hashlib.sha256(b"simulation").digest()
 
@@ -55,7 +55,7 @@ class Hostility(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class RunRecord:
     """What a run did, to see that it did something, and that a seed repeats."""
 
     digest: str
@@ -93,7 +93,7 @@ class TierPlan:
     @property
     def sound(self) -> bool:
         """Whether it answers, has room, and only forgets, if at all."""
-        harmful = set(self.faults.chances) - {Fault.LINGER}
+        harmful = set(self.faults.chances) - {InjectedFault.LINGER}
         sound = not harmful and not self.outages and not self.late and not self.hides
         return self.disk_bytes is None and sound
 
@@ -104,7 +104,7 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorldPlan:
     """One world, drawn from its seed."""
 
     capacity_bytes: int
@@ -158,7 +158,7 @@ class World:
     """Blocks that a complete flush had dropped when they landed, or came back."""
     lossless: bool = False
     network_s: float = 0.0
-    life: Life | None = None
+    life: DaemonIncarnation | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     withheld: list[set[BlockKey]] = field(default_factory=list)
@@ -212,13 +212,15 @@ class World:
         """Be told the right bytes for a key by whoever computes it."""
         self._payloads[key] = payload
 
-    def connect(self, name: str, random: Random, life: Life | None = None) -> Connection | None:
+    def connect(
+        self, name: str, random: Random, life: DaemonIncarnation | None = None
+    ) -> SimulatedConnection | None:
         """A connection to this daemon, or to the one that runs now, if one does."""
         life = life or self.life
         if life is None or not life.accepting:
             return None
         self.connections += 1
-        connection = Connection(self.loop, Random(random.random()), self.network_s)
+        connection = SimulatedConnection(self.loop, Random(random.random()), self.network_s)
         life.adopt(connection, name)
         return connection
 
@@ -287,6 +289,6 @@ class World:
                 violation.add_note(remark)
             raise violation
 
-    def account(self) -> Account:
+    def account(self) -> RunRecord:
         """For the record."""
-        return Account(self._digest.hexdigest(), self.counts)
+        return RunRecord(self._digest.hexdigest(), self.counts)

@@ -15,10 +15,10 @@ from tierd.config import WritePolicy
 from tierd.errors import RefusedError
 from tierd.testing.faulty import FaultPlan
 from tierd.testing.simulation.engine import Habits
-from tierd.testing.simulation.life import Life
+from tierd.testing.simulation.life import DaemonIncarnation
 from tierd.testing.simulation.readers import Asker, Filler
 from tierd.testing.simulation.succession import forget_some, next_life
-from tierd.testing.simulation.world import Hostility, Plan, TierPlan, World
+from tierd.testing.simulation.world import Hostility, TierPlan, World, WorldPlan
 
 FORGET_CHANCE: Final = 0.5
 """Worlds with tiers that drop blocks by themselves."""
@@ -34,7 +34,7 @@ LOOK_S: Final = 0.0003
 """How long and how often it is looked for a moment that is bad enough."""
 
 
-def make_hostile(plan: Plan, seed: int) -> Plan:
+def make_hostile(plan: WorldPlan, seed: int) -> WorldPlan:
     """The same world, smaller, and with something in it that is out for the worst."""
     random = Random(f"hostility of {seed}")
     unit = max(rank.slot_bytes for ranks in plan.engines for rank in ranks)
@@ -77,13 +77,15 @@ def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
     return hostile
 
 
-async def run_crashes(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def run_crashes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """SIGKILL when leases have most to lose, and again while they last."""
     async with asyncio.TaskGroup() as group:
         await _crash(world, plan, over, group)
 
 
-async def _crash(world: World, plan: Plan, over: asyncio.Event, group: asyncio.TaskGroup) -> None:
+async def _crash(
+    world: World, plan: WorldPlan, over: asyncio.Event, group: asyncio.TaskGroup
+) -> None:
     random = Random(f"crashes of {world.seed}")
     for _ in range(random.randint(1, 4)):
         await asyncio.sleep(random.expovariate(1 / 0.1))
@@ -121,7 +123,7 @@ async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
     return True
 
 
-def _unrecorded(life: Life) -> bool:
+def _unrecorded(life: DaemonIncarnation) -> bool:
     """Whether a block is leased whose checksum is not known yet."""
     return any(
         space.checksums[slot] is None and slot not in space.unproven
@@ -130,7 +132,7 @@ def _unrecorded(life: Life) -> bool:
     )
 
 
-async def _flush_leased(life: Life, random: Random) -> None:
+async def _flush_leased(life: DaemonIncarnation, random: Random) -> None:
     """Begin a flush under the leases, and give it a moment."""
     life.world.counts["crashes_flushed"] += 1
     task = life.world.loop.create_task(_flush(life, ""), name="flush before a crash")
@@ -151,7 +153,7 @@ async def _squeeze(world: World, random: Random) -> None:
         host.set_limit(host.capacity_bytes)
 
 
-def make_forgetful(plan: Plan, seed: int) -> Plan:
+def make_forgetful(plan: WorldPlan, seed: int) -> WorldPlan:
     """The same world, or one whose tiers drop blocks by themselves, and mostly do nothing else."""
     random = Random(f"forgetting of {seed}")
     if random.random() > FORGET_CHANCE:
@@ -168,7 +170,7 @@ def _sound(tier: TierPlan) -> TierPlan:
     return replace(tier, disk_bytes=None, faults=calm, outages=[], config=patient)
 
 
-async def run_forgetting(world: World, plan: Plan, over: asyncio.Event) -> None:
+async def run_forgetting(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
     """Have tiers lose some of what they have, or all, without a word. Not during a stop: what goes
     after the daemon has asked for the last time is nobody's fault."""
     random = Random(f"what is forgotten of {world.seed}")
@@ -178,13 +180,13 @@ async def run_forgetting(world: World, plan: Plan, over: asyncio.Event) -> None:
             forget_some(world, plan, world.life, random)
 
 
-async def run_flushes(world: World, plan: Plan) -> None:
+async def run_flushes(world: World, plan: WorldPlan) -> None:
     """Flush while uploads that were given up are on their way, or a part of a tier is away, and
     have all that there was looked up, also in the next life and by another node."""
     random = Random(f"worst flushes of {world.seed}")
     other = None
     if any(tier.shared for tier in plan.tiers):
-        other = Life(world, plan, faulty=False, apart=True)
+        other = DaemonIncarnation(world, plan, faulty=False, apart=True)
     for number in range(random.randint(1, 5)):
         await asyncio.sleep(random.expovariate(1 / 0.1))
         if random.random() < 0.5:
@@ -209,7 +211,7 @@ async def run_flushes(world: World, plan: Plan) -> None:
         await other.stop(drain_s=1.0)
 
 
-async def _flush(life: Life, prefix: str) -> None:
+async def _flush(life: DaemonIncarnation, prefix: str) -> None:
     # If another one is going on, that will do.
     with suppress(RefusedError):
         await life.flush(prefix)

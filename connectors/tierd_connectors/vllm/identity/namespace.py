@@ -28,7 +28,7 @@ from tierd_connectors.vllm.identity.settings import (
     variables_of,
 )
 from tierd_connectors.vllm.identity.weights import ModelFacts, UnknownWeightsError, identify
-from tierd_connectors.vllm.worker.layout import Blocks, LayoutError, TensorView, blocks_of
+from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, TensorView, blocks_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ _PLAIN_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs whose blocks live as long as their request; windows and states drop them earlier."""
 
 
-class RefusedError(ValueError):
+class UnsupportedEngineError(ValueError):
     """This engine cannot use tierd; the message says why, and what to change if anything."""
 
 
@@ -60,28 +60,36 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
     """Raise RefusedError unless every block is a whole prefix-cached block of one group."""
     cache = config.cache_config
     if not cache.enable_prefix_caching:
-        raise RefusedError("prefix caching is off: start vLLM with --enable-prefix-caching")
+        raise UnsupportedEngineError(
+            "prefix caching is off: start vLLM with --enable-prefix-caching"
+        )
     if cache.prefix_caching_hash_algo != HASH_ALGORITHM:
-        raise RefusedError(
+        raise UnsupportedEngineError(
             f"block hashes are made by {cache.prefix_caching_hash_algo!r}, which nothing else "
             f"can reproduce: start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}"
         )
     if len(kv.kv_cache_groups) != 1:
-        raise RefusedError(
+        raise UnsupportedEngineError(
             f"the model has {len(kv.kv_cache_groups)} KV cache groups (hybrid attention); "
             "this connector handles one"
         )
     spec = kv.kv_cache_groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in _PLAIN_SPECS:
-        raise RefusedError(f"KV cache of kind {kind}; this connector handles full attention")
+        raise UnsupportedEngineError(
+            f"KV cache of kind {kind}; this connector handles full attention"
+        )
     if getattr(spec, "non_causal", False):
-        raise RefusedError("the model attends to later tokens, so a prefix has no KV of its own")
+        raise UnsupportedEngineError(
+            "the model attends to later tokens, so a prefix has no KV of its own"
+        )
     if getattr(config.model_config, "is_diffusion", False):
-        raise RefusedError("a diffusion model rewrites the KV of its tokens")
+        raise UnsupportedEngineError("a diffusion model rewrites the KV of its tokens")
     hash_tokens = getattr(kv, "hash_block_size", None)
     if hash_tokens not in (None, spec.block_size):
-        raise RefusedError(f"block hashes cover {hash_tokens} tokens, blocks {spec.block_size}")
+        raise UnsupportedEngineError(
+            f"block hashes cover {hash_tokens} tokens, blocks {spec.block_size}"
+        )
 
 
 def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[TensorView]:
@@ -90,9 +98,11 @@ def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[T
     for name in kv.kv_cache_groups[0].layer_names:
         tensor = kv_caches.get(name)
         if tensor is None or not hasattr(tensor, "data_ptr"):
-            raise RefusedError(f"layer {name} has no plain KV tensor")
+            raise UnsupportedEngineError(f"layer {name} has no plain KV tensor")
         if tensor.device.type not in ("cpu", "cuda"):
-            raise RefusedError(f"KV tensors are on {tensor.device}: no GPU of NVIDIA's, no CPU")
+            raise UnsupportedEngineError(
+                f"KV tensors are on {tensor.device}: no GPU of NVIDIA's, no CPU"
+            )
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
         allocation = tensor.untyped_storage().data_ptr()
@@ -100,16 +110,16 @@ def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[T
             TensorView(tensor.data_ptr(), allocation, tuple(tensor.shape), strides, size, tensor)
         )
     if len({str(kv_caches[name].device) for name in kv.kv_cache_groups[0].layer_names}) > 1:
-        raise RefusedError("the KV tensors of a worker are on several devices")
+        raise UnsupportedEngineError("the KV tensors of a worker are on several devices")
     return views
 
 
-def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> Blocks:
+def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> BlockPages:
     """Where the blocks lie in these tensors. Raises RefusedError."""
     try:
         return blocks_of(views, kv.num_blocks)
     except LayoutError as error:
-        raise RefusedError(str(error)) from error
+        raise UnsupportedEngineError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,7 @@ def fingerprint_of(
     draft = getattr(speculative, "draft_model_config", None)
     envs = importlib.import_module("vllm.envs")
     if weights.moved:
-        raise RefusedError(f"{weights.moved} while it started: restart it")
+        raise UnsupportedEngineError(f"{weights.moved} while it started: restart it")
     try:
         settings = settings_of(config) | {"max_model_len": _rope_length(model)}
         variables = variables_of(environ, envs.environment_variables)
@@ -143,7 +153,7 @@ def fingerprint_of(
             facts = _facts(draft, load, weights, setting="draft_weights")
             sources.append(identify(facts, options.draft_weights).weights)
     except (UnknownWeightsError, SettingError) as error:
-        raise RefusedError(str(error)) from error
+        raise UnsupportedEngineError(str(error)) from error
     software = {
         name: str(importlib.import_module(name).__version__)
         for name in ("vllm", "torch", "transformers")
@@ -163,7 +173,7 @@ def fingerprint_of(
 def namespace_of(
     config: VllmConfig,
     kv: KVCacheConfig,
-    blocks: Blocks,
+    blocks: BlockPages,
     fingerprint: Fingerprint,
     *,
     rank: tuple[int, int],
@@ -175,7 +185,7 @@ def namespace_of(
         config.cache_config, "kv_cache_layout", None
     )
     if layout is None:
-        raise RefusedError("this vLLM does not tell its physical KV layout")
+        raise UnsupportedEngineError("this vLLM does not tell its physical KV layout")
     # Which layers a stage holds follows from neither its rank nor how many it holds.
     layers = hashlib.sha256("\n".join(group.layer_names).encode()).hexdigest()[:16]
     namespace = Namespace(
@@ -214,7 +224,7 @@ def hash_scheme() -> str:
         return HASH_SCHEME_TAGGED
     if keys == ("salt",):
         return HASH_SCHEME_UNTAGGED
-    raise RefusedError(f"this vLLM hashes extra keys in an unknown way: {keys!r}")
+    raise UnsupportedEngineError(f"this vLLM hashes extra keys in an unknown way: {keys!r}")
 
 
 def hash_root() -> bytes:
@@ -294,9 +304,11 @@ def _platform(config: VllmConfig, layer: str) -> str:
         return f"cuda-sm{capability.as_version_str()}-{machine}:{backend}"
     if not platform.is_cpu():
         # AMD's chips, for one, have two kinds of fp8 by the same name.
-        raise RefusedError(f"the platform is {platform.device_name!r}: no GPU of NVIDIA's, no CPU")
+        raise UnsupportedEngineError(
+            f"the platform is {platform.device_name!r}: no GPU of NVIDIA's, no CPU"
+        )
     isa = getattr(attention, "isa", None)
     if isa is None:
-        raise RefusedError("the CPU attention backend does not tell how it packs a page")
+        raise UnsupportedEngineError("the CPU attention backend does not tell how it packs a page")
     capability = importlib.import_module("torch").backends.cpu.get_cpu_capability()
     return f"cpu-{machine}-{capability}:{backend}:{isa}"

@@ -44,7 +44,7 @@ _CODE_MAX_BYTES = 1 << 24
 """Of one source file; beyond it it is no code."""
 
 
-class Load(NamedTuple):
+class LoadedModel(NamedTuple):
     """One model as it was loaded: where from, the states of its files, and its own code."""
 
     model: str
@@ -57,7 +57,7 @@ class Load(NamedTuple):
 class Weights:
     """What one engine of this process loaded. `moved` says why that is no longer what it runs."""
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadedModel] = field(default_factory=list)
     moved: str = ""
     taken: bool = False
 
@@ -117,7 +117,7 @@ def _watching(load_model: Callable[..., object]) -> Callable[..., object]:
         weights, model = _current, str(getattr(model_config, "model", ""))
         before = files_state(model)
         loaded = load_model(self, vllm_config, model_config, *more, **named)
-        weights.loads.append(Load(model, before, files_state(model), code_of(type(loaded))))
+        weights.loads.append(LoadedModel(model, before, files_state(model), code_of(type(loaded))))
         _watch_model(loaded, weights)
         _watch_workers()
         return loaded

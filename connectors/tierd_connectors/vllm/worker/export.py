@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierd.device.api import CannotOpenError
-from tierd.device.engine_cuda import Counters, Events, Exports, Span
+from tierd.device.engine_cuda import Counters, Events, Exports, MemorySpan
 from tierd.device.engine_host import HostExport
 from tierd.shared_memory.exports import Export, PageLayout, layout_error
-from tierd_connectors.vllm.worker.layout import Blocks, LayoutError, Stretch
-from tierd_connectors.vllm.worker.queues import HostOrder, Order
+from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, Stretch
+from tierd_connectors.vllm.worker.queues import DeviceOrder, HostOrder
 from tierd_connectors.vllm.worker.torch import StreamOrder
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
     exports: Sequence[Export]
     layout: PageLayout
     events: Sequence[bytes]
-    order: Order
+    order: DeviceOrder
     """Marks the engine's work by these events."""
     owner: object
     """Keeps memory, events and descriptors as they are while this is used."""
@@ -79,7 +79,7 @@ class HostPool:
         self.memory = HostExport(size_bytes)
         return torch.frombuffer(self.memory.view, dtype=torch.int8)
 
-    def show(self, blocks: Blocks) -> Shown:
+    def show(self, blocks: BlockPages) -> Shown:
         """What was allocated. Raises LayoutError if it is not the blocks' memory."""
         if self.memory is None:
             raise LayoutError(
@@ -90,11 +90,11 @@ class HostPool:
         return Shown([export], layout, [], HostOrder(), self)
 
 
-def show_cuda(tensors: Sequence[torch.Tensor], blocks: Blocks) -> Iterator[Shown]:
+def show_cuda(tensors: Sequence[torch.Tensor], blocks: BlockPages) -> Iterator[Shown]:
     """The ways to show KV on a GPU, the best first. Raises CannotOpenError or LayoutError."""
     ordinal = tensors[0].device.index
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-    spans = [Span(address, size_bytes) for address, size_bytes in storages.items()]
+    spans = [MemorySpan(address, size_bytes) for address, size_bytes in storages.items()]
     try:
         events = Events(ordinal)
     except CannotOpenError as error:
@@ -114,7 +114,7 @@ def show_cuda(tensors: Sequence[torch.Tensor], blocks: Blocks) -> Iterator[Shown
     yield Shown(exports.exports, layout, handles, StreamOrder(counters), (exports, counters))
 
 
-def _allocations(exports: Exports, spans: Sequence[Span]) -> list[Stretch]:
+def _allocations(exports: Exports, spans: Sequence[MemorySpan]) -> list[Stretch]:
     """Where the exports lie in this process."""
     bases = {
         place.export: span.address - place.offset
@@ -125,7 +125,7 @@ def _allocations(exports: Exports, spans: Sequence[Span]) -> list[Stretch]:
     ]
 
 
-def _within(blocks: Blocks, allocations: Sequence[Stretch]) -> PageLayout:
+def _within(blocks: BlockPages, allocations: Sequence[Stretch]) -> PageLayout:
     layout = blocks.within(allocations)
     sizes = [allocation.length for allocation in allocations]
     error = layout_error(layout, sizes, blocks.block_bytes)

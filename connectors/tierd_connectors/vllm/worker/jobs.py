@@ -18,7 +18,7 @@ from tierd.client.attaching import PendingCopy
 from tierd.shared_memory.gate import GATE_JOBS, Gate, make_gate
 from tierd_connectors.vllm.work import Load
 from tierd_connectors.vllm.worker.export import Shown
-from tierd_connectors.vllm.worker.queues import Chunk, Mark
+from tierd_connectors.vllm.worker.queues import Chunk, StreamPoint
 
 if TYPE_CHECKING:
     from tierd.client import Attachment, Client, Handle, Reservation
@@ -44,7 +44,7 @@ class LoadUnderWay(NamedTuple):
     """A load that the daemon has been asked for."""
 
     load: Load
-    mark: Mark
+    mark: StreamPoint
     job: int
     copy: PendingCopy
     began_s: float
@@ -63,7 +63,7 @@ class EndedLoad(NamedTuple):
     """A load that nobody writes any more. `filled` says that its blocks are in place."""
 
     load: Load
-    mark: Mark
+    mark: StreamPoint
     job: int
     began_s: float
     filled: bool
@@ -180,7 +180,9 @@ class Jobs:
     def room_for_store(self) -> bool:
         return len(self.stores) < STORES_MAX
 
-    def begin_load(self, handle: Handle, load: Load, slots: Sequence[int], mark: Mark) -> None:
+    def begin_load(
+        self, handle: Handle, load: Load, slots: Sequence[int], mark: StreamPoint
+    ) -> None:
         """Ask for a load; `ended_loads` tells its end. There must be room for it."""
         assert self._gate is not None
         # Never a number again, lest a daemon that was stopped finds the message of a load that

@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tierd_connectors.vllm.work import Load
-from tierd_connectors.vllm.worker.layout import Blocks, LayoutError, TensorView, layer_spans
-from tierd_connectors.vllm.worker.queues import Mark
+from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, TensorView, layer_spans
+from tierd_connectors.vllm.worker.queues import StreamPoint
 
 logger = logging.getLogger("vllm.tierd")
 
@@ -47,7 +47,9 @@ class LayerGroups(NamedTuple):
     group_of: Mapping[str, int]
 
 
-def layer_groups(names: Sequence[str], views: Sequence[TensorView], blocks: Blocks) -> LayerGroups:
+def layer_groups(
+    names: Sequence[str], views: Sequence[TensorView], blocks: BlockPages
+) -> LayerGroups:
     """Groups of 1, 1, 2, 4, ... layers in the order of a slot's bytes, of all these layers.
 
     Raises LayoutError if a slot does not have one layer after the other.
@@ -80,7 +82,7 @@ class Finishing:
     def __init__(
         self,
         load: Load,
-        mark: Mark,
+        mark: StreamPoint,
         views: Sequence[memoryview],
         progress: Callable[[], int],
     ) -> None:

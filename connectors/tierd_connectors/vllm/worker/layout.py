@@ -6,7 +6,7 @@ order of their addresses; allocations follow each other in the order of their fi
 where they lie differs from one process to the next. Nothing inside a run is interpreted: a
 page's inside differs between attention kernels, so only whole pages are ever copied.
 
-`Blocks` says where they lie, for whoever copies: `PageMap` here for memory that this process
+`BlockPages` says where they lie, for whoever copies: `PageMap` here for memory that this process
 can address, `worker.torch` for a GPU's, the daemon by a PageLayout. All have the same slots.
 
 It refuses to know engines, daemons and what a block means.
@@ -57,7 +57,7 @@ class Stretch(NamedTuple):
     length: int
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """A piece of a slot, from one offset to another."""
 
     start: int
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockPages:
     """Where block 0 lies, in the order of a slot's bytes; block b's are `stride * b` further on."""
 
     runs: tuple[Stretch, ...]
@@ -106,7 +106,7 @@ class Pages(Protocol):
     gathered is the caller's to know; nobody may read one while it is scattered.
     """
 
-    blocks: Blocks
+    blocks: BlockPages
 
     def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
         """Copy several blocks of the tensors into as many slots."""
@@ -118,7 +118,7 @@ class Pages(Protocol):
 class PageMap:
     """`Pages` of tensors in host memory. They stay the engine's, and live as long as this."""
 
-    def __init__(self, blocks: Blocks, owners: Sequence[object]) -> None:
+    def __init__(self, blocks: BlockPages, owners: Sequence[object]) -> None:
         """`owners` are whatever keeps the memory alive."""
         self.blocks = blocks
         self._owners = list(owners)
@@ -152,7 +152,7 @@ class PageMap:
             self.scatter(slot, block)
 
 
-def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
+def blocks_of(views: Sequence[TensorView], block_count: int) -> BlockPages:
     """Where the blocks of these layers lie. Raises LayoutError for what is not whole blocks."""
     if not views:
         raise LayoutError("no KV tensor was registered")
@@ -168,10 +168,10 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> Blocks:
     if len(block_strides) != 1:
         raise LayoutError(f"KV tensors differ in block stride: {sorted(block_strides)} bytes")
     merged = [run for runs in found.values() for run in _merged(runs)]
-    return Blocks(tuple(merged), block_strides.pop(), block_count)
+    return BlockPages(tuple(merged), block_strides.pop(), block_count)
 
 
-def layer_spans(views: Sequence[TensorView], blocks: Blocks) -> list[Span]:
+def layer_spans(views: Sequence[TensorView], blocks: BlockPages) -> list[SlotSpan]:
     """Where in a slot the bytes of each layer lie. Raises LayoutError if others are among them."""
     offsets = [0, *accumulate(run.length for run in blocks.runs)][:-1]
     starts = sorted((run.address, offset) for run, offset in zip(blocks.runs, offsets, strict=True))
@@ -183,7 +183,7 @@ def layer_spans(views: Sequence[TensorView], blocks: Blocks) -> list[Span]:
         for run in runs:
             address, offset = starts[bisect_right(addresses, run.address) - 1]
             places.append(offset + run.address - address)
-        span = Span(min(places), max(p + r.length for p, r in zip(places, runs, strict=True)))
+        span = SlotSpan(min(places), max(p + r.length for p, r in zip(places, runs, strict=True)))
         if span.end - span.start != sum(run.length for run in runs):
             raise LayoutError("layers are not copied one after the other in this KV layout")
         spans.append(span)

@@ -27,7 +27,7 @@ from tierd_connectors.vllm.worker.export import Shown
 from tierd_connectors.vllm.worker.jobs import SETTLE_S, EndedLoad, Jobs
 from tierd_connectors.vllm.worker.layerwise import Finishing, Layerwise
 from tierd_connectors.vllm.worker.layout import LayoutError, Pages
-from tierd_connectors.vllm.worker.queues import Chunk, Mark, Order, Queues
+from tierd_connectors.vllm.worker.queues import Chunk, DeviceOrder, Queues, StreamPoint
 
 if TYPE_CHECKING:
     from tierd.client import Client, Handle, Reservation
@@ -68,7 +68,7 @@ class Mover(Queues):
         pages: Pages,
         rank: int,
         boundary: Boundary,
-        order: Order,
+        order: DeviceOrder,
         layerwise: Layerwise | None = None,
         loras: Mapping[str, str] | None = None,
     ) -> None:
@@ -348,7 +348,7 @@ class Mover(Queues):
         return True
 
     @guarded(lambda: False)
-    def _ask_load(self, jobs: Jobs | None, load: Load, mark: Mark) -> bool | None:
+    def _ask_load(self, jobs: Jobs | None, load: Load, mark: StreamPoint) -> bool | None:
         """Ask for a load, or else make it here; then whether its blocks are filled."""
         handle = self._handle(load.adapter)
         if jobs is None or not jobs.ready_for(handle):
@@ -357,7 +357,7 @@ class Mover(Queues):
         return None
 
     @guarded(lambda: False)
-    def _copy_in(self, load: Load, mark: Mark) -> bool:
+    def _copy_in(self, load: Load, mark: StreamPoint) -> bool:
         """Fill the load's blocks here; False if any byte of them is in doubt."""
         slots = load.slots[self._rank]
         give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
@@ -372,7 +372,7 @@ class Mover(Queues):
         return self._scatter(load, mark, views)
 
     @guarded(lambda: False)
-    def _scatter(self, load: Load, mark: Mark, views: Sequence[memoryview]) -> bool:
+    def _scatter(self, load: Load, mark: StreamPoint, views: Sequence[memoryview]) -> bool:
         """Fill the load's blocks from its slots; False if any byte of them is in doubt."""
         began_s = time.monotonic()
         mark.wait()

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from tierd.shared_memory.exports import NO_EVENT
 from tierd.types import Namespace
-from tierd_connectors.vllm.work import Load, StoreItem, Tally
+from tierd_connectors.vllm.work import DrainedCounters, Load, StoreItem
 
 CHUNK_BLOCKS_MAX = 32
 """Blocks a reservation: at 16 the two waits of a store cost under 5 % of the copy."""
@@ -31,7 +31,7 @@ STORES_MAX = 32_768
 """Blocks that wait to be stored; the queue holds references, and what overflows is dropped."""
 
 
-class Mark(NamedTuple):
+class StreamPoint(NamedTuple):
     """A point in the work of the engine's device that a copy must come after."""
 
     event: int = NO_EVENT
@@ -41,18 +41,18 @@ class Mark(NamedTuple):
     """For a copy in this process: returns once the device has come so far."""
 
 
-class Order(Protocol):
+class DeviceOrder(Protocol):
     """Marks what the engine's device has been given so far."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamPoint:
         """Everything that the calling thread has put on the stream that runs the model."""
 
 
 class HostOrder:
-    """`Order` of an engine on CPUs, whose work is done when its call has returned."""
+    """`DeviceOrder` of an engine on CPUs, whose work is done when its call has returned."""
 
-    def mark(self) -> Mark:
-        return Mark()
+    def mark(self) -> StreamPoint:
+        return StreamPoint()
 
 
 class Submitted:
@@ -63,7 +63,7 @@ class Submitted:
 
     __slots__ = ("at_work", "failed", "load", "mark")
 
-    def __init__(self, load: Load, mark: Mark) -> None:
+    def __init__(self, load: Load, mark: StreamPoint) -> None:
         self.load = load
         self.mark = mark
         self.at_work = False
@@ -90,7 +90,7 @@ class Chunk:
 
     __slots__ = ("adapter", "fenced", "items", "mark")
 
-    def __init__(self, adapter: str, items: list[StoreItem], mark: Mark) -> None:
+    def __init__(self, adapter: str, items: list[StoreItem], mark: StreamPoint) -> None:
         self.adapter = adapter
         self.items = items
         self.mark = mark
@@ -100,8 +100,8 @@ class Chunk:
 class Queues:
     """The engine's side has the public methods, the mover's thread the others."""
 
-    def __init__(self, order: Order) -> None:
-        self.tally = Tally()
+    def __init__(self, order: DeviceOrder) -> None:
+        self.tally = DrainedCounters()
         self._order = order
         # Never closed: an engine may call in until its process ends.
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -109,7 +109,7 @@ class Queues:
         # All below is guarded by _cond.
         self._namespace: Namespace | None = None
         self._loads: dict[str, Submitted] = {}
-        self._stores: dict[int, tuple[StoreItem, Mark]] = {}
+        self._stores: dict[int, tuple[StoreItem, StreamPoint]] = {}
         self._chunks: list[Chunk] = []
         self._stop_at_s: float | None = None
 

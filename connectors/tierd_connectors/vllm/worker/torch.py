@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierd.client import copy
 from tierd.shared_memory.exports import NO_EVENT
-from tierd_connectors.vllm.worker.layout import Blocks, Stretch, regular
-from tierd_connectors.vllm.worker.queues import Mark
+from tierd_connectors.vllm.worker.layout import BlockPages, Stretch, regular
+from tierd_connectors.vllm.worker.queues import StreamPoint
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class TorchPages:
     The tensors stay the engine's, and live as long as this. One thread at a time.
     """
 
-    def __init__(self, blocks: Blocks, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, blocks: BlockPages, tensors: Sequence[torch.Tensor]) -> None:
         """Raises LayoutError for blocks that do not lie in these tensors' storages."""
         self._torch = importlib.import_module("torch")
         self.blocks = blocks
@@ -135,7 +135,7 @@ class StreamOrder:
         self._cuda = importlib.import_module("torch").cuda
         self._recorder = recorder
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamPoint:
         stream = self._cuda.current_stream()
         event, value = NO_EVENT, 0
         if self._recorder is not None:
@@ -143,4 +143,4 @@ class StreamOrder:
         # Blocking: the mover's thread would spin otherwise, with a core of the engine's.
         here = self._cuda.Event(blocking=True)
         here.record(stream)
-        return Mark(event, value, here.synchronize)
+        return StreamPoint(event, value, here.synchronize)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from tierd.cli.common.engine import Engine, EngineAwayError, EngineRefusedError
+from tierd.cli.common.engine import EngineAwayError, EngineRefusedError, EngineServer
 from tierd.cli.common.namespaces import ADAPTER_MARK
 from tierd.cli.common.operator import Operator, table, tables, whole
 from tierd.cli.doctor.checks.finding import Finding, Level
@@ -41,7 +41,7 @@ _COUNTER: Final = re.compile(r"^vllm:tierd_(\w+)_total(?:\{[^}]*\})? ([0-9.e+]+)
 
 def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -> Iterator[Finding]:
     """The findings of the engine at `url`. Computes, and stores, one short prompt of noise."""
-    engine = Engine(url, ENGINE_S)
+    engine = EngineServer(url, ENGINE_S)
     try:
         version = engine.version()
         models = engine.models()
@@ -88,7 +88,7 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
         )
 
 
-def _health(engine: Engine) -> Iterator[Finding]:
+def _health(engine: EngineServer) -> Iterator[Finding]:
     try:
         engine.text("/health")
     except (EngineAwayError, EngineRefusedError) as error:
@@ -160,7 +160,7 @@ def _policy(status: Mapping[str, object]) -> Iterator[Finding]:
 
 
 def _probe(
-    engine: Engine, model: str, socket: str, status: Mapping[str, object]
+    engine: EngineServer, model: str, socket: str, status: Mapping[str, object]
 ) -> Iterator[Finding]:
     """Whether a prompt's first block is stored under the hash that tierd computes for it."""
     spaces = [

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tierd.backend import Backend
-from tierd.cli.common.break_even import Load, Speed, first_paying
-from tierd.cli.common.speed import SPEED_TURN, Blocks, disk_speed, get_all, put_all
+from tierd.cli.common.break_even import PrefillDemand, TierSpeed, first_paying
+from tierd.cli.common.speed import SPEED_TURN, BenchBlocks, disk_speed, get_all, put_all
 from tierd.cli.common.text import latency, number, size
 from tierd.cli.doctor.checks.finding import Finding, Level
 from tierd.config import StorageConfig
@@ -43,7 +43,7 @@ SKEW_S: Final = 300.0
 """From here on S3 refuses a signature is 15 min; a third of that is already a clock nobody sets."""
 
 
-def look_at_tier(entry: StorageConfig, load: Load | None) -> list[Finding]:
+def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Finding]:
     """The findings of one tier. Nothing of what it holds is touched."""
     subject = f"tier {entry.name}"
     try:
@@ -80,7 +80,7 @@ def look_at_tier(entry: StorageConfig, load: Load | None) -> list[Finding]:
 
 
 def _directory(
-    entry: StorageConfig, subject: str, options: msgspec.Struct, load: Load | None
+    entry: StorageConfig, subject: str, options: msgspec.Struct, load: PrefillDemand | None
 ) -> Iterator[Finding]:
     path = Path(str(getattr(options, "path", ""))).expanduser()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -144,7 +144,7 @@ def _free_space(
 
 
 def _disk_speed(
-    entry: StorageConfig, subject: str, there: Path, load: Load | None
+    entry: StorageConfig, subject: str, there: Path, load: PrefillDemand | None
 ) -> Iterator[Finding]:
     try:
         found = os.statvfs(there)
@@ -183,12 +183,12 @@ def _disk_speed(
     yield _pays(subject, told, speed.read_bytes_per_s, load)
 
 
-def _pays(subject: str, told: str, bytes_per_s: float, load: Load | None) -> Finding:
+def _pays(subject: str, told: str, bytes_per_s: float, load: PrefillDemand | None) -> Finding:
     """Whether a load at this speed beats computing."""
     if load is None:
         told += "; whether that beats computing, `tierd bench` tells for a model"
         return Finding(Level.OK, subject, "tier_speed", told)
-    paying = first_paying(Speed(0.0, bytes_per_s), load.model, load.prefill_tokens_per_s)
+    paying = first_paying(TierSpeed(0.0, bytes_per_s), load.model, load.prefill_tokens_per_s)
     needed = load.model.bytes_per_token * load.prefill_tokens_per_s
     told += f"; the engine computes as fast as {size(needed)}/s of KV"
     if paying is not None:
@@ -251,7 +251,7 @@ async def _trip(backend: Backend) -> dict[str, float]:
     """
     namespace = hashlib.sha256(b"tierd doctor" + secrets.token_bytes(16)).digest()[:SCOPE_BYTES]
     took_s: dict[str, float] = {}
-    blocks = Blocks(1, PROBE_BYTES)
+    blocks = BenchBlocks(1, PROBE_BYTES)
     hashes = blocks.hashes(0)
     try:
         async with asyncio.timeout(CALL_S):
