@@ -1,4 +1,4 @@
-"""Options of the S3 tier, and what is wrong with them before anything is opened."""
+"""Options of the S3 tier, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tierd_backends.common.shared_capacity import Capacity, capacity_problems
 from tierd_backends.s3.failure import ARCHIVED
 
 CONNECTIONS_MAX = 256
-"""More would only wait for this process's GIL; a typing error should not start thousands."""
+"""More would only wait for this process's GIL; a typing error must not start thousands."""
 
 TIMEOUT_MS_MAX = 60_000
-"""A silence longer than the daemon waits for any call."""
+"""Longer than the daemon waits for any call."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9_~.-]+(?:/[A-Za-z0-9_~.-]+)*", re.ASCII)
@@ -32,54 +32,56 @@ _VISIBLE = re.compile(r"[!-~]*", re.ASCII)
 class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Keys of a `[[storage]]` table of type "s3"."""
 
-    bucket: Annotated[str, Meta(description="Bucket that the blocks are in; it must exist.")]
+    bucket: Annotated[str, Meta(description="Bucket for the blocks; it must exist.")]
     endpoint: Annotated[
-        str, Meta(description="URL of the S3 server, such as http://10.0.0.5:8333; empty is AWS.")
+        str, Meta(description="URL of the S3 server, such as http://10.0.0.5:8333; empty: AWS.")
     ] = ""
     region: Annotated[
-        str, Meta(description="Region; empty is that of the AWS configuration, or us-east-1.")
+        str, Meta(description="Region; empty: from the AWS configuration, or us-east-1.")
     ] = ""
     prefix: Annotated[
-        str, Meta(description="Names of objects begin with this; slashes make folders.")
+        str, Meta(description="First part of every object's name; slashes make folders.")
     ] = "tierd"
     capacity: Capacity = 0
     style: Annotated[
         Literal["auto", "path", "virtual"],
-        Meta(description="Where the bucket stands in URLs; auto: the path, for AWS the host."),
+        Meta(description="Place of the bucket in URLs; auto: the host for AWS, else the path."),
     ] = "auto"
     access_key: Annotated[
-        str, Meta(description="Access key; empty is the usual AWS environment, files or role.")
+        str, Meta(description="Access key; empty: from the AWS environment, files or role.")
     ] = ""
     secret_key: Annotated[str, Meta(description="Secret key of access_key.")] = ""
     key_file: Annotated[
         str,
         Meta(
             description="File with the access key, the secret key and, if there is one, the "
-            "session token, each on a line, that other users may not read; read again when keys "
-            "are denied, and at a reload."
+            "session token, one per line; other users must not be able to read it. Read again "
+            "when keys are denied, and at a reload."
         ),
     ] = ""
     profile: Annotated[str, Meta(description="Profile of the AWS configuration to use.")] = ""
     sse: Annotated[
         Literal["none", "AES256", "aws:kms"],
-        Meta(description="Encryption that the server is asked for; none: the bucket's default."),
+        Meta(description="Encryption to request from the server; none: the bucket's default."),
     ] = "none"
     kms_key: Annotated[
-        str, Meta(description="Key for aws:kms; empty is the account's default key.")
+        str, Meta(description="Key for aws:kms; empty: the account's default key.")
     ] = ""
     storage_class: Annotated[
-        str, Meta(description="Storage class of new objects; empty is the bucket's default.")
+        str, Meta(description="Storage class of new objects; empty: the bucket's default.")
     ] = ""
     tls_ca: Annotated[
-        str, Meta(description="PEM file of the authority to trust in place of the system's.")
+        str, Meta(description="PEM file of the CAs to trust; empty: the system's CAs.")
     ] = ""
-    connections: Annotated[int, Meta(description="Connections to read, and as many to write.")] = 8
+    connections: Annotated[
+        int, Meta(description="Connections for reads; writes get as many more.")
+    ] = 8
     timeout_ms: Annotated[
-        int, Meta(description="Longest silence of the server before a request is given up.")
+        int, Meta(description="Longest silence of the server before a request fails.")
     ] = 1000
 
     def check(self) -> None:
-        """Raise ConfigError for all options that cannot be right."""
+        """Raise ConfigError with every malformed option."""
         if problems := [*self._problems()]:
             raise ConfigError(*problems)
 
@@ -124,8 +126,8 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         if not self.endpoint:
             return
         if "@" in self.endpoint:
-            # Not shown: what stands before it is a secret.
-            yield "endpoint has an @; keys belong into access_key and secret_key"
+            # Do not show it: the part before the @ is a secret.
+            yield "endpoint has an @; put keys into access_key and secret_key"
             return
         try:
             url = urlsplit(self.endpoint)
@@ -143,7 +145,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
 
     @property
     def put_headers(self) -> dict[str, str]:
-        """Headers that every new object is sent with."""
+        """Headers of every put of a block."""
         headers = {
             "x-amz-server-side-encryption": "" if self.sse == "none" else self.sse,
             "x-amz-server-side-encryption-aws-kms-key-id": self.kms_key,
