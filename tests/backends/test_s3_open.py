@@ -28,7 +28,7 @@ LENGTH = 1000
     [
         (error(403, "AccessDenied"), "permissions; they must allow s3:ListBucket"),
         (error(403, "InvalidAccessKeyId"), "does not know this access key"),
-        (error(403, "SignatureDoesNotMatch"), "secret key is not that of the access key"),
+        (error(403, "SignatureDoesNotMatch"), "secret key does not belong to the access key"),
         (error(403, "RequestTimeTooSkewed"), "set this machine's clock"),
         (error(400, "ExpiredToken"), "credentials have expired"),
         (error(404, "NoSuchBucket"), "bucket does not exist: create it"),

@@ -271,7 +271,7 @@ def no_direct(path: Path) -> str:
 
 
 def _in_use(path: Path, holder: str) -> str:
-    return f"{path} is in use by process {holder}; each tierd needs a directory of its own"
+    return f"{path} is in use by process {holder}; each tierd needs its own directory"
 
 
 def _other_format(path: Path, found: bytes) -> str:

@@ -84,7 +84,7 @@ def check_store(path: Path, *, threads: int, repair: bool, quick: bool, tell: Te
 
 
 def _give_to_owner(path: Path, names: Iterable[str]) -> None:
-    """Give files that root has just made here to tierd's own user, who could not start without."""
+    """Give files that root has just made to the directory's owner, so that tierd can start."""
     if os.geteuid() == 0:
         owner = path.stat()
         for name in names:

@@ -44,7 +44,7 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
             if slab is not None and shelf is not None and shelf.slot_bytes != slab.slot_bytes:
                 # The namespace fixes the block size, so one of the two slabs is damaged.
                 _log.warning(
-                    "%s/%08d.slab has another slot size than its namespace: left alone",
+                    "%s/%08d.slab has another slot size than its namespace and is left alone",
                     folder,
                     number,
                 )
@@ -92,7 +92,7 @@ def _open_slab(
         counters["lost_slabs_total"] += 1
         counters["io_errors_total"] += 1
         space.unread.append(f"{folder.name}/{number:08d}.slab: {error.strerror or error}")
-        _log.warning("%s/%08d.slab cannot be opened: left alone: %s", folder, number, error)
+        _log.warning("%s/%08d.slab cannot be used and is left alone: %s", folder, number, error)
         return None
     return slab
 
@@ -123,7 +123,7 @@ async def _read_shelf(
         _note_damage(slab, survey, counters)
         free[slab.number] = set(range(slab.records)) - {entry.record for entry in survey.entries}
         found.extend((slab, entry) for entry in survey.entries)
-        # In a thread: sorting a million blocks would hold up the event loop for too long.
+    # In a thread: sorting a million blocks would hold up the event loop for too long.
     await threads.result(threads.readers, partial(found.sort, key=lambda pair: pair[1].last_use))
     for slab, entry in await _enter(shelf, space, found):
         # An outdated copy must not come back after its block is deleted.

@@ -138,7 +138,7 @@ class Slab:
         # Whether a record's index entry may be other than zeros.
         self._written = bytearray(records)
         self.unlinked = False
-        """Whether its files were removed from outside. Set by find_unlinked()."""
+        """Whether another process removed its files. Set by find_unlinked()."""
         self._data_fd = data_fd
         self._index_fd = index_fd
 

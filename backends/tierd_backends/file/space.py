@@ -100,7 +100,7 @@ class DiskSpace:
 
     @property
     def broken(self) -> bool:
-        """Whether the last attempt to add a slab failed for a reason other than lack of room."""
+        """Whether adding a slab failed lately for a reason other than lack of room."""
         return self._broken and asyncio.get_running_loop().time() < self._grow_after
 
     async def check_ours(self) -> None:
@@ -150,7 +150,7 @@ class DiskSpace:
                 pass
 
     async def drop_unlinked(self, shelf: Shelf) -> None:
-        """Drop slabs whose files were removed from outside, so that the disk gets their bytes."""
+        """Drop slabs whose files another process removed: only closing them frees their bytes."""
         async with self._growing:
             for slab in list(shelf.slabs.values()):
                 if slab.unlinked and not slab.pins and not self._closed:

@@ -424,7 +424,7 @@ class Link:
                         self._note(reply)
             except (MemoryError, TypeError) as error:
                 # hiredis allocates an array before it arrives, and makes dicts of RESP3's maps.
-                raise WireError("the server sends what no command asks for") from error
+                raise WireError("the server sent data that no command asked for") from error
             if len(replies) == count:
                 if self._reader.has_data():
                     raise WireError("the server sent more than it was asked for")
@@ -434,7 +434,7 @@ class Link:
             received = self._stream.some([memoryview(buffer)])
             budget -= received
             if budget < 0:
-                raise _TooMuchError("the server sends without end")
+                raise _TooMuchError("the server sent more than any command asks for")
             self._reader.feed(buffer, 0, received)  # type: ignore[arg-type]  # any buffer will do
 
     def _note(self, reply: ErrorReply) -> None:

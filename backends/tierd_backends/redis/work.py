@@ -232,7 +232,7 @@ class Work:
             if job.header is not None:
                 job.outcome = Outcome.HIT
             elif job.fault is DamageSite.TRANSIT:
-                job.why = "two reads of it were damaged, each in another way"
+                job.why = "two reads of it were damaged in different ways"
             else:
                 job.outcome = Outcome.CORRUPT
                 dropped = link.unlink_watched(job.key)

@@ -36,7 +36,7 @@ _DENIED: Final = frozenset(
 _REMEDIES: Final = {
     "RequestTimeTooSkewed": "set this machine's clock (NTP)",
     "InvalidAccessKeyId": "the server does not know this access key",
-    "SignatureDoesNotMatch": "the secret key is not that of the access key",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "ExpiredToken": "the credentials have expired",
 }
 
