@@ -146,8 +146,8 @@ async def test_renewed_credentials(fake, monkeypatch, tmp_path):
     [
         ({"bucket": "A"}, "bucket is 'A'"),
         ({"endpoint": "localhost:9000"}, "endpoint is"),
-        ({"endpoint": "http://user:pw@host"}, "keys belong into access_key"),
-        ({"endpoint": "http://:pw@host"}, "keys belong into access_key"),
+        ({"endpoint": "http://user:pw@host"}, "put keys into access_key"),
+        ({"endpoint": "http://:pw@host"}, "put keys into access_key"),
         ({"endpoint": "http://host:99999"}, "endpoint is"),
         ({"prefix": "/a"}, "prefix is"),
         ({"prefix": "a b"}, "prefix is"),

@@ -9,7 +9,7 @@ With `noeviction` a full server refuses blocks. `capacity` only decides when to 
 common/shared_capacity.py. The server's LRU sees reads, and TOUCH reports uses in host memory to it.
 With `ttl_s`, PEXPIRE renews a block's time at each use that the daemon reports. Reads do not renew
 it: they stay reads, which replicas and append-only files never see. A use is reported at most once
-per quarter of `ttl_s`, and at least every minute.
+per quarter of `ttl_s`, or once per minute if that is shorter.
 
 The address must lead to a master. If a server replies that it is another one (READONLY, for
 example), its links are closed and the address is resolved again. Marks are read and written only
@@ -18,7 +18,7 @@ than the old links do.
 
 A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
 prefix's keys, and +multi +exec; in a cluster also +cluster|slots, +cluster|nodes and +asking.
-Without +touch and +pexpire the server does not learn of uses. It then drops blocks in use; tierd
+Without +touch and +pexpire the server does not learn of uses. It may then drop blocks in use; tierd
 still notices that they are missing, and writes them again.
 """
 

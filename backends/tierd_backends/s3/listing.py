@@ -52,6 +52,6 @@ def parse_page(body: bytes, ours: re.Pattern[str]) -> Page:
     truncated = root.findtext(f"{_ANY}IsTruncated")
     token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated == "true" else ""
     if truncated not in ("true", "false") or (truncated == "true" and not token):
-        text = "its listing is cut without a token to go on: does it know ListObjectsV2?"
+        text = "it does not say where its listing continues: does it know ListObjectsV2?"
         raise S3Error(FailureKind.PEER, text)
     return Page(objects, names, last, token)
