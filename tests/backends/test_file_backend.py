@@ -297,7 +297,7 @@ async def test_files_vanish_while_open(tmp_path, caplog):
         await backend.delete_many(NAMESPACE, [block.key.block_hash for block in blocks[1:]])
         more = make_chain("more", 8, BLOCK_BYTES)
         assert Outcome.ERROR in await put(backend, more)
-        assert ".slab was removed beside tierd" in backend.stats().trouble
+        assert ".slab was removed by another process" in backend.stats().trouble
         assert f"{backend.stats().trouble}: its blocks are lost" in caplog.text
         # Each failing put lets go of the slabs that it met; there are two.
         for _ in range(2):

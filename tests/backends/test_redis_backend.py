@@ -870,7 +870,7 @@ async def test_unanswered_connect(monkeypatch):
         ({"url": "redis://host", "tls_ca": "ca.pem"}, "rediss://"),
         ({"url": "rediss://host", "tls_key": "key.pem"}, "needs tls_cert"),
         ({"url": "redis://host/1", "cluster": True}, "has no databases"),
-        ({"url": "unix:///sock", "cluster": True}, "not reached by a unix socket"),
+        ({"url": "unix:///sock", "cluster": True}, "cannot be reached by a unix socket"),
         ({"url": "redis://host", "prefix": "a{b}"}, "prefix is 'a{b}'"),
         ({"url": "redis://host", "prefix": ""}, "prefix is ''"),
     ],

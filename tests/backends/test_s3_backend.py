@@ -241,7 +241,7 @@ async def test_bucket_deleted(rclone):
     ("wrong", "words"),
     [
         ({"bucket": "no-such-bucket"}, "bucket does not exist: create it"),
-        ({"secret_key": "wrong"}, "access denied .*secret key is not that of the access key"),
+        ({"secret_key": "wrong"}, "access denied .*secret key does not belong to the access key"),
         ({"access_key": "wrong"}, "access denied .*does not know this access key"),
     ],
 )

@@ -157,7 +157,7 @@ async def test_denials_read_keys_now_and_then(fake: FakeS3, tmp_path: Path) -> N
         ("AK\nSECRET\n", 0o644, "every user of this machine may use key_file .*: chmod o="),
         ("AK\n", 0o600, "does not hold an access key and a secret key"),
         ("AK\nSECRET\nTOKEN\nmore\n", 0o600, "does not hold"),
-        ("AK\nS\u00e4\n", 0o600, "cannot be read: it is no text"),
+        ("AK\nS\u00e4\n", 0o600, "cannot be read: it is not a text file"),
     ],
     ids=["missing", "for everybody", "one key", "too much", "no text"],
 )

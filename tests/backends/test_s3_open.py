@@ -28,7 +28,7 @@ LENGTH = 1000
     [
         (error(403, "AccessDenied"), "permissions; they must allow s3:ListBucket"),
         (error(403, "InvalidAccessKeyId"), "does not know this access key"),
-        (error(403, "SignatureDoesNotMatch"), "secret key is not that of the access key"),
+        (error(403, "SignatureDoesNotMatch"), "secret key does not belong to the access key"),
         (error(403, "RequestTimeTooSkewed"), "set this machine's clock"),
         (error(400, "ExpiredToken"), "credentials have expired"),
         (error(404, "NoSuchBucket"), "bucket does not exist: create it"),
@@ -146,8 +146,8 @@ async def test_renewed_credentials(fake, monkeypatch, tmp_path):
     [
         ({"bucket": "A"}, "bucket is 'A'"),
         ({"endpoint": "localhost:9000"}, "endpoint is"),
-        ({"endpoint": "http://user:pw@host"}, "keys belong into access_key"),
-        ({"endpoint": "http://:pw@host"}, "keys belong into access_key"),
+        ({"endpoint": "http://user:pw@host"}, "put keys into access_key"),
+        ({"endpoint": "http://:pw@host"}, "put keys into access_key"),
         ({"endpoint": "http://host:99999"}, "endpoint is"),
         ({"prefix": "/a"}, "prefix is"),
         ({"prefix": "a b"}, "prefix is"),

@@ -1,25 +1,26 @@
-"""Threads that run batches over a network: who may touch a caller's memory, and until when.
+"""Threads that run batches over a network; decides which thread may touch a caller's memory, and
+until when.
 
-What a tier does for a batch is a function that takes one job after another on a thread:
+A tier handles a batch with a function that takes one job after another on a thread:
 
-    def work(turn: Turn[Job]) -> None:
+    def work(turn: CallTurn[Job]) -> None:
         while (job := turn.take()) is not None:
             connection = self._connect(job)            # may hang; the job's view is not touched
             try:
                 with turn.using(connection.sock):      # from here on the view may be touched
                     job.outcome = connection.get(job)
-            except OSError:                            # nobody reads the job if it is cancelled
-                connection.close()                     # never reuse what was cut in mid-reply
+            except OSError:                            # the outcome is not read after a cancel
+                connection.close()                     # never reuse a half-read connection
             else:
                 keep(connection) if not turn.cancelled else connection.close()
 
     await threads.run(work, jobs)
 
-A batch costs one hop a thread, not one a block. A call that is cancelled shuts the sockets
-in use for it, so that its threads come back at once however silent the peer is, and returns
-when none of them is inside `using`. A thread that is still connecting is left to itself: it
-finds the call gone when it enters `using`. Calls share the threads by turns, so that a
-lookup waits for one block of a large batch and not for all of it.
+A batch costs one hop per thread, not one per block. Cancelling a call shuts down its sockets, so
+its threads return at once even if the peer is silent. The call returns when no thread is inside
+`using`. A thread that is still connecting is not waited for: `using` raises when it gets there.
+Calls share the threads in turns: a lookup waits for one block of a large batch, not for the
+whole batch.
 
 This module knows neither protocols nor connections.
 """
@@ -38,17 +39,17 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 EXIT_S_MAX = 1.0
-"""Longest wait for threads to end: one may sit in a name lookup that nothing can interrupt."""
+"""Longest wait for threads to end: a thread may be in a name lookup that cannot be interrupted."""
 
 _Job = TypeVar("_Job")
 
 
 class CalledOffError(Exception):
-    """Raised by Turn.using: the call was cancelled and its memory belongs to somebody else."""
+    """Raised by CallTurn.using: the call was cancelled and its caller has its memory back."""
 
 
 class _Gate:
-    """Who is inside a call: guarded by `lock`, which nobody holds while waiting for a peer."""
+    """The threads inside a call. `lock` guards all fields; no thread waits for a peer under it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers: int) -> None:
         self.lock = threading.Lock()
@@ -60,14 +61,14 @@ class _Gate:
         self._is_settled = False
 
     def settle_if_idle(self) -> None:
-        """Tell the coroutine, once, that no thread touches its views; `lock` is held."""
+        """Notify the coroutine, once, that no thread touches its views; `lock` is held."""
         idle = not self.sockets and (self.cancelled or not self.workers)
         if idle and not self._is_settled:
             self._is_settled = True
             self._loop.call_soon_threadsafe(self.settled.set_result, None)
 
     def call_off(self) -> None:
-        """Wake whoever blocks on a socket, and let nobody in any more."""
+        """Wake the threads that block on a socket, and let no thread in from now on."""
         with self.lock:
             self.cancelled = True
             for sock in self.sockets:
@@ -78,7 +79,7 @@ class _Gate:
 
 
 class _Use:
-    """The context of Turn.using."""
+    """The context manager that CallTurn.using returns."""
 
     __slots__ = ("_gate", "_sock")
 
@@ -120,7 +121,7 @@ class _Call(_Gate, Generic[_Job]):
         self._work = work
 
     def serve(self, alone: Callable[[], bool]) -> bool:
-        """In a thread: take a turn. True if this thread's share has to wait for another one."""
+        """In a thread: take a turn. Returns True if jobs are left for a later turn."""
         try:
             self._work(CallTurn(self, alone))
         except CalledOffError:
@@ -137,7 +138,7 @@ class _Call(_Gate, Generic[_Job]):
 
 
 class CallTurn(Generic[_Job]):
-    """One thread's turn at a call. Used by that thread only."""
+    """One thread's turn at a call. Only that thread uses it."""
 
     __slots__ = ("_alone", "_call", "_taken")
 
@@ -148,11 +149,11 @@ class CallTurn(Generic[_Job]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the call was called off: then errors are its doing, not the peer's."""
+        """Whether the call was called off; if so, that caused any error, not the peer."""
         return self._call.cancelled
 
     def take(self) -> _Job | None:
-        """The next job; None ends the turn: nothing is left, or another call is due."""
+        """Return the next job. None ends the turn: no job is left, or another call is waiting."""
         if self._call.cancelled or (self._taken and not self._alone()):
             return None
         self._taken = True
@@ -162,11 +163,12 @@ class CallTurn(Generic[_Job]):
             return None
 
     def using(self, sock: socket.socket) -> AbstractContextManager[None]:
-        """Lets the thread touch its jobs' views, and use `sock`, inside `with`.
+        """Return a context in which the thread may touch its jobs' views and use `sock`.
 
-        Raises CalledOffError on entry if the call is gone. A cancellation meanwhile shuts `sock`
-        down, so that what blocks on it returns or fails. Close the socket after leaving, and
-        do so whenever `cancelled` is set by then: it may have been shut after the last byte.
+        Entering raises CalledOffError if the call was cancelled. A later cancellation shuts down
+        `sock`, so that a blocked operation on it returns or fails. Close the socket only after
+        leaving the context, and always close it if `cancelled` is set by then: it may have been
+        shut down after the last byte.
         """
         return _Use(self._call, sock)
 
@@ -185,10 +187,10 @@ class CallThreads:
             thread.start()
 
     async def run(self, work: Callable[[CallTurn[_Job]], None], jobs: Sequence[_Job]) -> None:
-        """Have `work` do all jobs; what it learns it leaves in them.
+        """Have `work` do all jobs. `work` leaves its results in the jobs.
 
-        Raises what `work` raises, once no thread is at the call any more. A cancellation is
-        raised as soon as no thread is inside `using`; some jobs are then undone.
+        Raises what `work` raises, once no thread works on the call. Raises a cancellation as soon
+        as no thread is inside `using`; some jobs are then undone.
         """
         if not jobs:
             return
@@ -211,12 +213,12 @@ class CallThreads:
             raise call.error
 
     def interrupt(self) -> None:
-        """Call off every call in flight: it returns soon, with jobs undone."""
+        """Call off every call in flight. Each returns soon, with jobs undone."""
         for call in self._calls:
             call.call_off()
 
     async def close(self) -> None:
-        """End the threads. No call may be in flight, or be made any more."""
+        """End the threads. No call may be in flight, and none may follow."""
         for _ in self._threads:
             self._queue.put(None)
         loop = asyncio.get_running_loop()

@@ -1,9 +1,10 @@
-"""Whether a store that nodes share may take another block, and when to count it again.
+"""Decide whether a store that nodes share may take another block, and when to count it again.
 
-A node knows what it counted last and what it stored and dropped since; what others did
-shows at its next count. So the lid is kept to within what they store between two counts, and
-once a node has counted: until then blocks are stored, since a count may take many minutes.
-Room is made by the server alone, by its eviction, expiry or lifecycle rules: a count finds it.
+A node knows its last count, and the bytes that it has stored and dropped since. It sees the
+changes of other nodes at its next count. So the store may exceed its capacity by as much as the
+other nodes write between two counts. A node enforces the capacity only after its first count,
+which may take many minutes; until then it stores blocks. Only the server makes room, by its
+eviction, expiry or lifecycle rules; a count finds that room.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tierd.errors import ConfigError
 from tierd.sizes import about, parse_size
 
 COUNT_PAUSE_S: Final = 300.0
-"""Shortest wait between two counts: what a fleet writes meanwhile may be over the lid."""
+"""Shortest wait between two counts. The fleet's writes in between may exceed the capacity."""
 
 COUNT_SHARE_MAX: Final = 1 / 50
-"""Longest part of the time that is spent counting. Of a bucket, 10 pages a second in a count
-are then at most 17,000 LIST requests a day, 0.09 USD at AWS, however many objects there are."""
+"""Largest share of time spent counting. A count of a bucket lists 10 pages a second, so this is
+at most 17,000 LIST requests a day (0.09 USD at AWS), for any number of objects."""
 
 Capacity = Annotated[
     int | str,
@@ -32,13 +33,13 @@ Capacity = Annotated[
         'and then; no block is stored beyond it. Such as "400GiB"; 0: no limit.'
     ),
 ]
-"""The option of such a tier."""
+"""The `capacity` option of a tier that nodes share."""
 
 _log = logging.getLogger("tierd_backends")
 
 
 def capacity_problems(capacity: int | str) -> Iterator[str]:
-    """What is wrong with the option."""
+    """Yield what is wrong with the `capacity` option."""
     try:
         parse_size(capacity)
     except ConfigError as error:
@@ -46,11 +47,10 @@ def capacity_problems(capacity: int | str) -> Iterator[str]:
 
 
 class SharedCapacity:
-    """The capacity of a tier. Belongs to the event loop."""
+    """The shared capacity of one tier. Belongs to the event loop."""
 
     def __init__(self, capacity: int | str, what: str) -> None:
-        """`capacity` as configured, sound and 0 for none, of the tier that is called `what` in the
-        log."""
+        """`capacity` as configured and checked (0: no limit); `what` names the tier in the log."""
         self.capacity_bytes = parse_size(capacity)
         self._what = what
         self._writing_bytes = 0
@@ -58,9 +58,9 @@ class SharedCapacity:
 
     @contextmanager
     def admit(self, used_bytes: int, sizes_bytes: Sequence[int]) -> Iterator[int]:
-        """How many blocks of these sizes, from the first on, may be stored inside `with`.
+        """Yield how many of these blocks, from the first on, may be stored inside `with`.
 
-        `used_bytes` is what the tier holds, without what is being stored.
+        `used_bytes` is the tier's content without blocks that are being stored.
         """
         if not self.capacity_bytes:
             yield len(sizes_bytes)
@@ -81,7 +81,7 @@ class SharedCapacity:
             self._writing_bytes -= admitted_bytes
 
     def pause_s(self, count_took_s: float) -> float | None:
-        """How long to wait until the next count; None if nothing is decided by it."""
+        """Seconds until the next count; None if no limit is set, so that no count is needed."""
         if not self.capacity_bytes:
             return None
         return max(COUNT_PAUSE_S, count_took_s / COUNT_SHARE_MAX)

@@ -1,9 +1,9 @@
 """The file tier: blocks in preallocated slabs on a local disk.
 
-This module follows a batch through the tier. How a slab lies on disk is slab.py's, who
-gets room space.py's, which record a block takes and what is evicted shelf.py's.
-Everything in memory belongs to the event loop; a record is pinned from before a thread
-gets it until after the thread is done with it, whoever gave up waiting.
+This module takes a batch through the tier. slab.py defines how a slab lies on disk, space.py
+which namespace gets room, shelf.py which record a block takes and which block is evicted.
+All state in memory belongs to the event loop. A record is pinned from before a thread gets it
+until the thread is done with it, even if the caller was cancelled.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from tierd_backends.file.space import DiskSpace
 from tierd_backends.file.threads import DiskThreads, FileJob
 
 SLABS_MAX = 2048
-"""Slabs grow with the capacity so that there are about this many: each holds two open files."""
+"""Slabs grow with the capacity to keep their number near this: each has two open files."""
 
 SLABS_MIN = 8
-"""A small tier has smaller slabs, so that it can still be shared by the slab."""
+"""A small tier gets smaller slabs, so that namespaces can still take slabs from each other."""
 
 THREADS_MAX = 64
-"""Far above what a device gains from; a typing error should not start thousands."""
+"""Far more threads than any device gains from: a typing error must not start thousands."""
 
 FILES_BESIDE = 256
-"""Descriptors for all else that a process has open."""
+"""Descriptors left for everything else that the process opens."""
 
 INDEXING_STEP_S = 0.1
-"""How long one step of a scan waits until the indexes have been read."""
+"""Longest wait of one scan step while the indexes are being read."""
 
 _log = logging.getLogger("tierd_backends.file")
 _T = TypeVar("_T")
@@ -114,17 +114,17 @@ class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
 
 
 class FileBackend(Backend):
-    """Blocks in slabs of equal records under one directory."""
+    """Blocks in slabs of equal records, under one directory."""
 
     Options: ClassVar[type[msgspec.Struct]] = FileOptions
     in_worker: ClassVar[bool] = True
     checks_offline: ClassVar[bool] = True
     lets_go_s: ClassVar[float] = 30.0
-    """A disk that stands still for seconds comes back, as a rule; the index would have to be read
+    """A disk that hangs for seconds usually comes back. Giving up on it means reading the index
     from it again."""
 
     def __init__(self, options: FileOptions) -> None:
-        """Raises ConfigError for options of a wrong form, all of them; touches nothing."""
+        """Raises ConfigError with every malformed option. Touches nothing on disk."""
         problems = []
         if not 1 <= options.threads <= THREADS_MAX:
             problems.append(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
@@ -178,7 +178,7 @@ class FileBackend(Backend):
 
     @property
     def direct(self) -> bool:
-        """Whether slabs are open with O_DIRECT; once open."""
+        """Whether slabs are opened with O_DIRECT. Valid once the tier is open."""
         return self._space.direct
 
     @property
@@ -239,7 +239,7 @@ class FileBackend(Backend):
         return [block_hash in shelf.index for block_hash in hashes]
 
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """Before the index is complete, what is not known yet may be there."""
+        """Until the index is complete, an unknown block counts as present."""
         self._check_open()
         shelf = self._space.shelves.get(namespace)
         if shelf is None:
@@ -281,7 +281,7 @@ class FileBackend(Backend):
         return results
 
     def _was_read(self, shelf: Shelf, job: FileJob) -> Outcome:
-        """How a block fared; what is not to be found again is forgotten."""
+        """Return a read's outcome. Forget a block that must not be found again."""
         if job.dropped:
             shelf.retire(job.item, job.block_hash)
         if job.header is not None:
@@ -289,7 +289,7 @@ class FileBackend(Backend):
                 job.slab.mark_used(job.item, job.use)
             return Outcome.HIT
         if not job.done:
-            return Outcome.MISS  # The call was called off before.
+            return Outcome.MISS  # The call was called off before this read.
         return Outcome.CORRUPT if job.fault is DamageSite.STORED else Outcome.ERROR
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
@@ -304,7 +304,7 @@ class FileBackend(Backend):
             slot_bytes = slot_bytes_for(len(requests[0].view))
             shelf = Shelf(namespace, slot_bytes, self._options.eviction)
             self._space.shelves[namespace] = shelf
-        # No room is made by evicting what this batch names or is chained to.
+        # Make no room by evicting blocks that this batch names or whose children it names.
         needed = [h for request in requests for h in (request.block_hash, request.parent)]
         shelf.need(needed)
         try:
@@ -316,7 +316,7 @@ class FileBackend(Backend):
         finally:
             shelf.unneed(needed)
         for position, leader in leaders.items():
-            # Somebody else was writing this block, or this batch names it twice.
+            # Another call writes this block, or this batch names it twice.
             await asyncio.wait([leader])
             outcome = leader.result()
             if outcome is None:
@@ -361,7 +361,7 @@ class FileBackend(Backend):
     async def scan(self) -> AsyncIterator[Scanned]:
         self._check_open()
         while not self._indexing.done():
-            # A step is to be short, and reading the indexes of a large tier is not.
+            # A scan step must be short, and reading the indexes of a large tier takes long.
             await asyncio.wait([self._indexing], timeout=INDEXING_STEP_S)
             yield Scanned()
         await self._indexed()
@@ -402,7 +402,7 @@ class FileBackend(Backend):
         self._check_open()
 
         def at_home() -> _T:
-            # Marks in another directory would say nothing of the blocks in this one.
+            # Marks in another directory say nothing about the blocks in this one.
             self._directory.check_ours()
             return call()
 
@@ -431,7 +431,7 @@ class FileBackend(Backend):
         view: memoryview,
         length: int,
     ) -> FileJob:
-        """A job with its record pinned; unpin it when the threads are done."""
+        """Return a job with its record pinned. Unpin it when the threads are done."""
         self._space.uses += 1
         slab = shelf.slab_of(item)
         job = FileJob(
@@ -450,7 +450,10 @@ class FileBackend(Backend):
     async def _put_new(
         self, shelf: Shelf, requests: Sequence[PutRequest]
     ) -> tuple[list[Outcome], dict[int, asyncio.Future[Outcome | None]]]:
-        """Write what the shelf lacks; outcomes, and by position whose write decides one."""
+        """Write the blocks that the shelf lacks.
+
+        Returns all outcomes, and by position the writes whose result decides an outcome.
+        """
         outcomes = [Outcome.REFUSED] * len(requests)
         fresh: dict[bytes, int] = {}
         again: list[tuple[int, bytes]] = []
@@ -474,7 +477,7 @@ class FileBackend(Backend):
         else:
             self.counters["refused_no_space_total"] += len(fresh) - len(items)
         jobs: list[FileJob] = []
-        # In order, so that a prefix lies in neighbouring records and moves in few calls.
+        # In order: a prefix then lies in neighbouring records, and few calls move it.
         for item, position in zip(sorted(items), fresh.values(), strict=False):
             block_hash, parent, digest, view, length = requests[position]
             job = self._job(shelf, item, position, block_hash, view, length)
@@ -498,7 +501,7 @@ class FileBackend(Backend):
     def _was_written(
         self, shelf: Shelf, job: FileJob, parent: bytes, outcomes: list[Outcome]
     ) -> None:
-        """Let go of the record of a write, which holds its block now or is free."""
+        """Unpin the record of a finished write. The record now holds its block, or is free."""
         outcome: Outcome | None = None
         try:
             if job.error is not None or job.slab.unlinked:
@@ -513,7 +516,7 @@ class FileBackend(Backend):
             shelf.writing.pop(job.block_hash).set_result(outcome)
 
     def _note_errors(self, action: str, jobs: Sequence[FileJob]) -> list[OSError]:
-        """Count a batch's errors, with one line in the log."""
+        """Count a batch's errors, and log one line for them. Returns the errors."""
         failed = [job for job in jobs if job.error is not None]
         errors = [job.error for job in failed if job.error is not None]
         for error in errors:
@@ -524,11 +527,11 @@ class FileBackend(Backend):
         return errors
 
     def _note_faults(self, jobs: Sequence[FileJob]) -> None:
-        """Count the blocks of a batch that were read damaged, with one line in the log a kind."""
+        """Count the damaged reads of a batch, and log one line for each kind."""
         told = {
-            DamageSite.STORED: "are not the blocks that they were, and are dropped",
-            DamageSite.TRANSIT: "were read damaged, but not twice alike: look at cables and memory",
-            DamageSite.UNKNOWN: "were read damaged, and could not be read again: they are kept",
+            DamageSite.STORED: "are damaged on disk (two reads gave the same wrong bytes): dropped",
+            DamageSite.TRANSIT: "were damaged in reading, not on disk: check cables and memory",
+            DamageSite.UNKNOWN: "were read damaged, and could not be read again: kept",
         }
         for fault, what in told.items():
             hit = [job for job in jobs if job.fault is fault]
@@ -546,11 +549,11 @@ class FileBackend(Backend):
                 )
 
     def _slabs_max(self) -> int:
-        """Files that may be open at once, two a slab."""
+        """Number of files that may be open at once, two per slab."""
         return 2 * (self._capacity_bytes // max(1, self._slab_bytes) + SLABS_MIN)
 
     def _open_files(self) -> None:
-        """In a thread, before anything else runs."""
+        """Open the directory and its slabs. Runs in a thread, before anything else runs."""
         directory, space = self._directory, self._space
         directory.open()
         if directory.read_only:
@@ -657,7 +660,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _too_many_files(count: int, opened: int) -> str:
-    """Why so many more files cannot be opened, if they cannot."""
+    """Return why `count` more files cannot be opened, or "" if they can."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= opened + count + FILES_BESIDE:
         return ""

@@ -1,13 +1,13 @@
-"""The directory of a file tier: whose it is, which version wrote it, what lies in it.
+"""The directory of a file tier: its owner, its format version, and its contents.
 
     LOCK                    held by flock while a process owns the directory; holds its pid
     FORMAT                  name and version of this layout
-    marks/                  empty files, whose names are the tier's marks
-    <namespace hex>/        one folder a namespace, which is a scope
+    marks/                  empty files; each name is one of the tier's marks
+    <namespace hex>/        one folder per namespace; a namespace is a scope
         00000001.slab       records; see slab.py
         00000001.index
 
-Anything else is left alone.
+Other entries are left alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tierd.locks import holder_of
 from tierd.types import PAGE_BYTES, SCOPE_BYTES
 
 _UNBOUNDED_BYTES = 1 << 62
-"""Free space of a file system that, like ramfs, has no size."""
+"""Free space to assume where a file system, such as ramfs, reports no size."""
 
 LOCK_S = 1.0
-"""How long to wait for a directory that another process has: the worker of a daemon that was
-killed ends after it, once its mappings of the arena are taken apart."""
+"""How long to wait for a directory that another process owns. The worker of a killed daemon
+outlives the daemon by the time that unmapping the arena takes."""
 
 _LOCK_TRY_S = 0.01
 _FORMAT = "tierd file store 2\n"
@@ -42,32 +42,33 @@ _SLAB_FILE = re.compile(r"(\d{8,})\.(?:slab|index)", re.ASCII)
 
 
 class InUseError(ConfigError):
-    """Another process has the directory."""
+    """Another process owns the directory."""
 
     def __init__(self, problem: str, holder: str) -> None:
         super().__init__(problem)
         self.holder = holder or "unknown"
-        """Its id."""
+        """Process id of the owner, or "unknown"."""
 
 
 class StoreDirectory:
-    """An owned directory. Calls are blocking and belong into a thread."""
+    """An owned directory. All calls block: make them in a thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.read_only = False
-        """The file system refuses writes; found out by open()."""
+        """Whether the file system refuses writes. Set by open()."""
         self.formatted = False
-        """It has a FORMAT file; found out by open()."""
+        """Whether the directory has a FORMAT file. Set by open()."""
         self.foreign: list[str] = []
-        """What is not tierd's; found out by folders()."""
+        """Entries that are not tierd's. Set by folders()."""
         self._lock_fd = -1
 
     def open(self, *, make: bool = True) -> None:
-        """Take the directory, made if missing; ConfigError if another process has it or
-        another version wrote it. OSError as it comes. Nothing stays held after a raise.
+        """Take ownership of the directory, and make it if missing.
 
-        Without `make` it must be there, and a FORMAT file that it lacks is not written.
+        Raises ConfigError if another process owns it or another version wrote it, and OSError
+        unchanged. After a raise nothing stays held. With `make=False` the directory must exist,
+        and a missing FORMAT file is not written.
         """
         assert self._lock_fd < 0
         if make:
@@ -84,14 +85,14 @@ class StoreDirectory:
             raise
 
     def refusals(self, is_own: Callable[[int], bool], *, direct: bool) -> Iterator[str]:
-        """Why open() would raise ConfigError, or O_DIRECT not work if it is asked for. Nothing is
-        changed."""
+        """Yield why open() would raise ConfigError, or why O_DIRECT fails where `direct` asks for
+        it. Changes nothing."""
         there = next(p for p in (self.path, *self.path.absolute().parents) if os.path.lexists(p))
         needed = os.R_OK | os.W_OK | os.X_OK
         try:
             mode = there.stat().st_mode
         except OSError:
-            return  # A disk that is away: open() tries again.
+            return  # The disk does not answer now; open() tries again.
         if not stat.S_ISDIR(mode):
             yield f"{self.path} cannot be used: {there} is not a directory"
             return
@@ -109,30 +110,30 @@ class StoreDirectory:
             yield no_direct(self.path)
 
     def close(self) -> None:
-        """Give the directory up; idempotent."""
+        """Give up ownership; idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def check_ours(self) -> None:
-        """Raise BackendError if the path leads to another directory by now, or to none, or somebody
-        has removed the lock: what is kept there would not be found again, or be another's."""
+        """Raise BackendError if the path is gone, leads to another directory, or has lost its lock
+        file. Blocks written then would not be found again, or would lie in another directory."""
         try:
             found = os.stat(self.path / "LOCK")
         except (FileNotFoundError, NotADirectoryError):
             what = "was moved or removed, or its disk is not mounted"
         except OSError:
-            return  # What is tried there will tell.
+            return  # The next operation there reports the error.
         else:
             if os.path.samestat(found, os.fstat(self._lock_fd)):
                 return
             what = "is another directory than the one that tierd opened"
         raise BackendError(
-            f"{self.path} {what}: bring it back, or restart tierd to begin anew there"
+            f"{self.path} {what}: bring it back, or restart tierd to start empty there"
         )
 
     def folders(self) -> dict[Path, list[int]]:
-        """Slab numbers by namespace folder, of whole and of half slabs."""
+        """Return the slab numbers by namespace folder, of complete and incomplete slabs."""
         found: dict[Path, list[int]] = {}
         foreign = self.foreign = []
         with os.scandir(self.path) as entries:
@@ -153,22 +154,22 @@ class StoreDirectory:
         return found
 
     def folder(self, namespace: bytes) -> Path:
-        """Where a namespace's slabs lie; may not exist yet."""
+        """Return the folder of a namespace's slabs; it may not exist yet."""
         return self.path / namespace.hex()
 
     def marks(self) -> list[str]:
-        """The tier's marks. Raises OSError."""
+        """Return the tier's marks. Raises OSError."""
         try:
             return os.listdir(self.path / _MARKS)
         except FileNotFoundError:
             return []
 
     def add_mark(self, mark: str) -> None:
-        """Keep a mark, on the disk when this returns. Raises OSError."""
+        """Keep a mark; it is on disk when this returns. Raises OSError."""
         folder = self.path / _MARKS
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        # Each time: whoever made the folder may have been killed before this.
+        # Sync every time: the process that made the folder may have died before its sync.
         _sync(self.path)
         fd = os.open(folder / mark, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -178,24 +179,24 @@ class StoreDirectory:
         _sync(folder)
 
     def drop_marks(self, marks: Iterable[str]) -> None:
-        """Forget marks. Raises OSError."""
+        """Delete marks. Raises OSError."""
         for mark in marks:
             (self.path / _MARKS / mark).unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
-        """What the file system lets an unprivileged writer still allocate."""
+        """Bytes that an unprivileged writer can still allocate on the file system."""
         found = os.statvfs(self.path)
         if not found.f_blocks:
             return _UNBOUNDED_BYTES
         return found.f_bavail * found.f_frsize
 
     def total_bytes(self) -> int:
-        """Size of the file system."""
+        """Size of the file system in bytes."""
         found = os.statvfs(self.path)
         return found.f_blocks * found.f_frsize
 
     def takes_direct(self) -> bool:
-        """Whether O_DIRECT works here, tried on the FORMAT file: open and read can refuse it."""
+        """Whether O_DIRECT works here. Tried on the FORMAT file: open or read may refuse it."""
         try:
             fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
@@ -245,7 +246,7 @@ class StoreDirectory:
         except FileNotFoundError:
             if not make:
                 return
-            # A lost FORMAT is written anew: each index file carries its version as well.
+            # A lost FORMAT file can be written again: each index file has the version as well.
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 os.write(fd, _FORMAT.encode())
@@ -265,12 +266,12 @@ class StoreDirectory:
 
 
 def no_direct(path: Path) -> str:
-    """What to say where O_DIRECT is asked for and does not work."""
+    """Error text for `direct = "on"` where O_DIRECT does not work."""
     return f"{path} does not take O_DIRECT; set direct to 'auto'"
 
 
 def _in_use(path: Path, holder: str) -> str:
-    return f"{path} is in use by process {holder}; each tierd needs a directory of its own"
+    return f"{path} is in use by process {holder}; each tierd needs its own directory"
 
 
 def _other_format(path: Path, found: bytes) -> str:
@@ -281,7 +282,7 @@ def _other_format(path: Path, found: bytes) -> str:
 
 
 def _takes_direct(folder: Path) -> bool:
-    """Whether O_DIRECT works in a directory, tried on a file without a name."""
+    """Whether O_DIRECT works in a directory. Tried on an unnamed file."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
     except OSError as error:
@@ -298,7 +299,7 @@ def _takes_direct(folder: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a directory on the disk."""
+    """Flush a directory's entries to disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,10 +1,10 @@
-"""Check of a file tier that nobody has open: what on its disk is not what it says to be.
+"""Offline check of a file tier: finds where its files contradict themselves or their index.
 
-Slabs are read by some threads, each one slab after the other in large pieces. Memory: some
-48 bytes a block of the largest namespace, and a piece of CHUNK_BYTES, or one record, a thread.
-Repair makes free what would be found damaged later, and removes slabs that cannot be used;
-it adds nothing, and touches nothing that is not a tier's. A record is read again before it is
-called damaged: what only one of two reads finds is kept, and told.
+Each thread reads one slab after another, in large pieces. Memory: about 48 bytes per block of the
+largest namespace, and per thread one piece of CHUNK_BYTES, or one record if that is larger.
+Repair frees the records whose blocks would be found damaged later, and removes unusable slabs.
+It adds nothing, and touches only tierd's files. A record is read again before it is called
+damaged: if only one of two reads is damaged, the record is kept and reported.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tierd_backends.file.slab import Slab, data_path, remove_files
 from tierd_backends.file.slab_index import Entry
 
 CHUNK_BYTES: Final = 4 << 20
-"""Read by one call: a disk is at its best, and the threads' pieces stay in the cache."""
+"""Bytes per read: large enough for a disk's full rate, and the threads' pieces stay in cache."""
 
 TELL_S: Final = 0.2
-"""How often progress is told."""
+"""How often progress is reported, in seconds."""
 
 NO_FORMAT: Final = "the FORMAT file is missing"
 UNUSABLE: Final = "a slab is not whole"
@@ -59,7 +59,8 @@ class _Seen(NamedTuple):
 
 
 def check_store(path: Path, *, threads: int, repair: bool, quick: bool, tell: Tell) -> CheckReport:
-    """Check the tier at `path`. Raises ConfigError if there is none, or somebody has it."""
+    """Check the tier at `path`. Raises ConfigError if there is no tier, or another process has it
+    open."""
     if not any((path / name).is_file() for name in ("LOCK", "FORMAT")):
         raise ConfigError(f"{path} is not the directory of a file tier")
     directory = StoreDirectory(path)
@@ -83,7 +84,7 @@ def check_store(path: Path, *, threads: int, repair: bool, quick: bool, tell: Te
 
 
 def _give_to_owner(path: Path, names: Iterable[str]) -> None:
-    """What root has just made here must not keep tierd's own user from starting."""
+    """Give files that root has just made to the directory's owner, so that tierd can start."""
     if os.geteuid() == 0:
         owner = path.stat()
         for name in names:
@@ -92,7 +93,7 @@ def _give_to_owner(path: Path, names: Iterable[str]) -> None:
 
 
 class _Check:
-    """One check. `_slab` and what it calls run in threads; the rest in the caller's."""
+    """One check. `_slab` and its callees run in threads, the other methods in the caller's."""
 
     def __init__(
         self, directory: StoreDirectory, threads: int, repair: bool, quick: bool, tell: Tell
@@ -110,7 +111,7 @@ class _Check:
         self._stop = False
 
     def run(self, *, unformatted: bool) -> CheckReport:
-        """The whole directory, which had no FORMAT file if `unformatted`. Raises OSError."""
+        """Check the whole directory; `unformatted`: it had no FORMAT file. Raises OSError."""
         if unformatted:
             self._found(NO_FORMAT, "FORMAT", repaired=self._directory.formatted)
         folders = self._directory.folders()
@@ -136,7 +137,7 @@ class _Check:
             self._tell(min(self._looked_at, self._size_bytes), self._size_bytes)
         seen = [found for future in futures if (found := future.result()) is not None]
         for slab in seen:
-            # As the tier does: the first one says what the namespace's slots are.
+            # As in the tier: the first slab decides the slot size of the namespace.
             if slab.slot_bytes != seen[0].slot_bytes:
                 self._found(
                     OTHER_SLOTS,
@@ -148,7 +149,7 @@ class _Check:
         self._twice(folder, seen)
 
     def _twice(self, folder: Path, seen: Sequence[_Seen]) -> None:
-        """Drop all but the copy that was used last of each block, as the tier does at start."""
+        """Drop all but the last used copy of each block, as the tier does at start."""
         places = [(slab.number, record) for slab in seen for record in slab.records]
         if not places:
             return
@@ -176,7 +177,7 @@ class _Check:
     # --- in threads -----------------------------------------------------------------
 
     def _slab(self, folder: Path, number: int) -> _Seen | None:
-        """Check a slab; its sound blocks, None if it is not to be used at all."""
+        """Check a slab. Returns its sound blocks, or None if the slab is unusable."""
         where = _name(folder, number)
         slab: Slab | None = None
         try:
@@ -219,7 +220,7 @@ class _Check:
         )
 
     def _records(self, slab: Slab, entries: Sequence[Entry]) -> list[Entry]:
-        """Read the records that the index tells of; those that are what it says."""
+        """Read the records that the index lists. Returns the entries whose record matches."""
         most = 1 if self._quick else max(1, CHUNK_BYTES // slab.record_bytes)
         buffer = memoryview(mmap.mmap(-1, PAGE_BYTES if self._quick else most * slab.record_bytes))
         sound: list[Entry] = []
@@ -239,7 +240,7 @@ class _Check:
             got = slab.read_raw(run[0].record, buffer[: len(run) * each])
         except OSError as error:
             if len(run) > 1:
-                # Which of them the disk does not give shows one by one.
+                # Read the records one by one to find out which ones cannot be read.
                 return [entry for one in run for entry in self._run(slab, [one], buffer)]
             return [run[0]] if self._sound_again(slab, run[0], error, buffer[:each]) else []
         with self._lock:
@@ -260,7 +261,8 @@ class _Check:
     def _sound_again(
         self, slab: Slab, entry: Entry, first: bytes | OSError, buffer: memoryview
     ) -> bool:
-        """Read a record once more of which a read gave bytes of checksum `first`, or failed."""
+        """Read a record again after a read that failed, or gave damaged bytes; `first` is that
+        read's error, or the checksum of its bytes. Returns whether the second read is sound."""
         slab.forget_cached(entry.record)
         second: bytes | OSError
         kind: str | None = UNREADABLE
@@ -279,7 +281,7 @@ class _Check:
         return kind is None
 
     def _judge(self, raw: memoryview, header: BlockHeader) -> str | None:
-        """What is wrong with a record of which the index says `header`."""
+        """Return how a record differs from `header`, its index entry; None if it does not."""
         if unpack_header(raw) != header:
             return BAD_HEADER
         if self._quick or checksum(raw[PAGE_BYTES : PAGE_BYTES + header.length]) == header.checksum:
@@ -287,13 +289,13 @@ class _Check:
         return BAD_PAYLOAD
 
     def _damaged(self, slab: Slab, record: int, kind: str, more: str = "") -> None:
-        """A record whose block cannot be served: repaired, it is free."""
+        """Report a record whose block cannot be served. Repair frees the record."""
         mended = self._mend(partial(slab.clear, record))
         place = f"{_name(slab.folder, slab.number)}, record {record}{more}"
         self._found(kind, place, repaired=mended)
 
     def _mend(self, action: Callable[[], None]) -> bool:
-        """Do what repairs a finding, if that is wanted; whether it is repaired."""
+        """Run a repair if repair is wanted. Returns whether it was done."""
         if not self._repair:
             return False
         try:
@@ -312,7 +314,7 @@ class _Check:
 
 
 def _runs(entries: Sequence[Entry], most: int) -> Iterable[list[Entry]]:
-    """Entries in order, neighbours together, at most so many."""
+    """Yield runs of neighbouring entries, in order, of at most `most` entries each."""
     run: list[Entry] = []
     for entry in entries:
         if run and (entry.record != run[-1].record + 1 or len(run) == most):
@@ -327,7 +329,7 @@ def _resize(path: Path, size_bytes: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
     try:
         os.ftruncate(fd, size_bytes)
-        # A tier's files have their room from the start, so that no write fails for want of it.
+        # Allocate at once: a tier's files own their space, so no later write fails for lack of it.
         os.posix_fallocate(fd, 0, size_bytes)
     finally:
         os.close(fd)

@@ -1,9 +1,9 @@
 """How a file tier finds its blocks again at start.
 
-Opening the slabs is quick and fixes what the tier occupies. Reading their indexes goes
-on in the background: blocks become known namespace by namespace, and until a namespace
-is whole nothing of it is evicted. A block that is put meanwhile and turns out to lie on
-disk already is there twice: the newer copy wins, the other record becomes free.
+Opening the slabs is quick and settles how many bytes the tier occupies. Their indexes are read
+in the background, one namespace after another. Until all of a namespace is indexed, nothing of
+it is evicted. A block may be put before its old copy is found on disk: then the newer copy
+wins, and the other record becomes free.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tierd_backends.file.space import DiskSpace
 from tierd_backends.file.threads import DiskThreads
 
 ENTERED_AT_ONCE = 256
-"""Blocks entered between two turns of the event loop: under 1 ms."""
+"""Blocks entered between two yields to the event loop: under 1 ms."""
 
 _log = logging.getLogger("tierd_backends.file")
 
 
 def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, int]) -> None:
-    """In a thread, before the tier is used: put what lies in `directory` into `space`."""
+    """Add the slabs in `directory` to `space`. Runs in a thread, before the tier is used."""
     folders = directory.folders()
     if directory.foreign:
         _log.warning(
@@ -42,8 +42,12 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
             slab = _open_slab(directory, folder, number, space, counters, unusable)
             shelf = space.shelves.get(bytes.fromhex(folder.name))
             if slab is not None and shelf is not None and shelf.slot_bytes != slab.slot_bytes:
-                # Block bytes are part of a namespace, so one of the two slabs is damaged.
-                _log.warning("%s/%08d.slab has other slots, left alone", folder, number)
+                # The namespace fixes the block size, so one of the two slabs is damaged.
+                _log.warning(
+                    "%s/%08d.slab has another slot size than its namespace and is left alone",
+                    folder,
+                    number,
+                )
                 counters["lost_slabs_total"] += 1
                 slab.close()
                 slab = None
@@ -60,7 +64,7 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
             space.used_bytes += slab.size_bytes
     if unusable:
         _log.warning(
-            "%s: %d slabs are damaged, or of another version's layout, and are dropped, such as %s",
+            "%s: drops %d slabs that are damaged or have another version's layout, such as %s",
             directory.path,
             len(unusable),
             unusable[0],
@@ -84,17 +88,17 @@ def _open_slab(
             if not read_only:
                 remove_files(folder, number)
     except OSError as error:
-        # Nothing is known about what lies there: it stays, and its bytes count.
+        # The contents are unknown, so the files stay and their bytes count.
         counters["lost_slabs_total"] += 1
         counters["io_errors_total"] += 1
         space.unread.append(f"{folder.name}/{number:08d}.slab: {error.strerror or error}")
-        _log.warning("%s/%08d.slab cannot be used, left alone: %s", folder, number, error)
+        _log.warning("%s/%08d.slab cannot be used and is left alone: %s", folder, number, error)
         return None
     return slab
 
 
 async def read_indexes(space: DiskSpace, threads: DiskThreads, counters: dict[str, int]) -> None:
-    """Enter every block found at start; then keep the capacity."""
+    """Enter every block found at start; then enforce the capacity."""
     for shelf in list(space.shelves.values()):
         if not shelf.indexed:
             await _read_shelf(shelf, space, threads, counters)
@@ -119,10 +123,10 @@ async def _read_shelf(
         _note_damage(slab, survey, counters)
         free[slab.number] = set(range(slab.records)) - {entry.record for entry in survey.entries}
         found.extend((slab, entry) for entry in survey.entries)
-    # Sorting a million blocks takes longer than the event loop may be held up.
+    # In a thread: sorting a million blocks would hold up the event loop for too long.
     await threads.result(threads.readers, partial(found.sort, key=lambda pair: pair[1].last_use))
     for slab, entry in await _enter(shelf, space, found):
-        # A copy that lost must not come back after its block is deleted.
+        # An outdated copy must not come back after its block is deleted.
         await threads.result(threads.writers, partial(_clear, slab, entry.record))
         free[slab.number].add(entry.record)
     for slab in slabs:
@@ -131,24 +135,24 @@ async def _read_shelf(
 
 
 def _note_damage(slab: Slab, survey: Survey, counters: dict[str, int]) -> None:
-    """Count what is damaged in an index, with one line in the log."""
+    """Count the damage in an index, and log one line for it."""
     damaged = len(survey.unsound) + len(survey.beyond) + (not survey.uses_sound)
     counters["index_damage_total"] += damaged
     if damaged:
         _log.warning(
-            "%s/%08d.index: %d entries are damaged, %d are of blocks that the slab has lost%s",
+            "%s/%08d.index: %d entries are damaged; %d blocks lie beyond the end of the slab%s",
             slab.folder,
             slab.number,
             len(survey.unsound),
             len(survey.beyond),
-            "" if survey.uses_sound else "; which blocks were hit is damaged, and forgotten",
+            "" if survey.uses_sound else "; the table of uses is damaged, and is ignored",
         )
 
 
 async def _enter(
     shelf: Shelf, space: DiskSpace, found: list[tuple[Slab, Entry]]
 ) -> list[tuple[Slab, Entry]]:
-    """Enter blocks, least recently used first; returns the copies that a newer one replaces."""
+    """Enter blocks, least recently used first. Returns the copies that a newer one replaces."""
     newest = {entry.header.key.block_hash: entry for _, entry in found}
     losers = []
     for count, (slab, entry) in enumerate(found):

@@ -1,8 +1,8 @@
-"""One namespace of the file tier in memory: which record holds what, and which may be reused.
+"""One namespace of the file tier in memory: which record holds which block, which is reusable.
 
 Pure state of the event loop: no I/O, no await, no clock. An item is a record's number
 across all slabs of the namespace. A record is free, taken (pinned by a write), resident
-(in the index), or retired: out of the index, and free once the last pin is gone.
+(in the index), or retired: out of the index, and free after its last unpin.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Shelf:
         self.slabs: dict[int, Slab] = {}
         self.next_number = 1
         self.indexed = True
-        """False until every slab found at start has been read; nothing is evicted before."""
+        """False until every slab found at start has been read; until then nothing is evicted."""
         self.writing: dict[bytes, asyncio.Future[Outcome | None]] = {}
-        """Blocks on their way to disk, and how they end; None if the write was called off."""
+        """Blocks being written, and the outcome of each write; None if it was called off."""
         self._free: deque[int] = deque()
         self._pins: dict[int, int] = {}
         self._retired: set[int] = set()
@@ -40,24 +40,24 @@ class Shelf:
 
     @property
     def free_records(self) -> int:
-        """Records that a write can have without evicting."""
+        """Number of records that a write can take without an eviction."""
         return len(self._free)
 
     @property
     def idle(self) -> bool:
-        """Whether it has no block, and nobody is about to put one."""
+        """Whether the namespace is indexed, has no block, and no call is about to put one."""
         return self.indexed and not (len(self.index) or self.writing or self._needed)
 
     def slab_of(self, item: int) -> Slab:
-        """The slab in which an item's record lies."""
+        """Return the slab of an item's record."""
         return self.slabs[item // RECORDS_MAX]
 
     def find(self, block_hash: bytes) -> int | None:
-        """The item that holds a block, or None."""
+        """Return the item that holds a block, or None."""
         return self.index.items.get(block_hash)
 
     def pin(self, item: int) -> None:
-        """Keep a record from being evicted and reused until unpin()."""
+        """Protect a record from eviction and reuse until unpin()."""
         self._pins[item] = self._pins.get(item, 0) + 1
         self.slab_of(item).pins += 1
 
@@ -69,11 +69,11 @@ class Shelf:
             self._pins[item] = left
         elif item in self._retired:
             self._retired.remove(item)
-            # To the far end: a record that failed is the last one to be tried again.
+            # To the far end: a record whose I/O failed is the last one to be used again.
             self._free.appendleft(item)
 
     def retire(self, item: int, block_hash: bytes) -> bool:
-        """Make a pinned record free at its last unpin; whether it held the block until now."""
+        """Free a pinned record at its last unpin. Returns whether it held the block until now."""
         assert item in self._pins
         held = self.index.items.get(block_hash) == item
         if held:
@@ -82,7 +82,7 @@ class Shelf:
         return held
 
     def need(self, hashes: Iterable[bytes]) -> None:
-        """Keep these blocks, if resident, from being evicted until unneed()."""
+        """Protect these blocks, if resident, from eviction until unneed()."""
         for block_hash in hashes:
             self._needed[block_hash] = self._needed.get(block_hash, 0) + 1
 
@@ -94,10 +94,8 @@ class Shelf:
                 self._needed[block_hash] = left
 
     def take(self, count: int) -> tuple[list[int], int]:
-        """Up to `count` records to write to, free ones first; and how many blocks were evicted.
-
-        The caller pins them before anything else runs.
-        """
+        """Take up to `count` records for writing, free ones first. Returns their items, and the
+        number of evicted blocks. The caller pins the records before anything else runs."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         evicted: list[int] = []
         if len(taken) < count and self.indexed:
@@ -105,36 +103,36 @@ class Shelf:
         return taken + evicted, len(evicted)
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """A batch has read these blocks, parents first."""
-        # No policy of a storage tier looks at the time.
+        """Count a batch's use of these blocks, parents first."""
+        # Time 0: no policy of a storage tier reads the time.
         self.index.use(PrefixRequest(hashes, 0.0))
 
     def store(self, item: int, block_hash: bytes, parent: bytes, last_use: int) -> None:
-        """Make the block in a record resident; its hash must not be."""
+        """Make the block in a record resident; no other record may hold its hash."""
         self.index.insert(item, block_hash, parent)
         slab = self.slab_of(item)
         slab.mark_used(item, last_use)
 
     def give_back(self, item: int) -> None:
-        """Free a taken record that holds no block; still pinned, free at its unpin()."""
+        """Free a taken record that holds no block. It is still pinned, and free after unpin()."""
         assert item in self._pins
         self._retired.add(item)
 
     def add_slab(self, slab: Slab, free: Sequence[int]) -> None:
-        """Own a slab of which the records in `free` hold no block."""
+        """Add a slab. The records in `free` hold no block."""
         assert slab.slot_bytes == self.slot_bytes
         self.slabs[slab.number] = slab
         self._resize()
         self.add_free(slab, free)
 
     def add_free(self, slab: Slab, free: Sequence[int]) -> None:
-        """More records of an owned slab that turned out to hold no block."""
+        """Add records of an owned slab that turned out to hold no block."""
         first = slab.number * RECORDS_MAX
         # Reversed, because take() pops at the end: a fresh slab is filled front to back.
         self._free.extend(first + record for record in reversed(free))
 
     def drop_slab(self, slab: Slab) -> int:
-        """Forget an unpinned slab and its blocks; how many those were."""
+        """Forget an unpinned slab and its blocks. Returns the number of those blocks."""
         assert slab.pins == 0
         first = slab.number * RECORDS_MAX
         before = len(self.index)

@@ -1,21 +1,20 @@
 """A slab: one file of equal records, and the index file beside it.
 
-A record is a header page (the block's header, then zeros) and the slot's bytes, so
-that one vectored O_DIRECT call moves both, of one record or of a run of neighbours. The
-index file (slab_index.py) holds each block's header once more and the uses of blocks: a
-restart reads 152 bytes a block. It is a hint: what a record holds is what its own header
-page says.
+A record is a header page (the block's header, then zeros) and the slot's bytes. So one vectored
+O_DIRECT call moves both, for one record or for a run of neighbours. The index file
+(slab_index.py) has a copy of each block's header, and the uses of blocks: a restart reads
+152 bytes per block. The index is a hint; the header page decides what a record holds.
 
-Order of a write: index entry zeroed, record, index entry. Each is a system call, so a
-SIGKILL leaves a free record or a whole block; a power loss may leave any mixture, which
-fails on identity or checksum when it is read, twice (common/again.py). Hits are written down now
-and then, many at once: a read is then one system call, after which a thread has to get the
-GIL back.
+Order of a write: zero the index entry, write the record, write the index entry. Each step is one
+system call, so a SIGKILL leaves a free record or a whole block. A power loss may leave any
+mixture, which fails on identity or checksum at both reads (common/again.py). Hits are written
+down from time to time, many at once: a read is then one system call, after which its thread has
+to get the GIL back.
 
-The index is written by pwrite, not through a mapping: a full disk, a bad sector or a
-file cut short by somebody else is then an OSError of one block and not a SIGBUS of the
-process. Nothing here knows eviction, capacity or threads: calls are blocking, and may
-run in several threads as long as no two of them write one record.
+The index is written by pwrite, not through a mapping. So a full disk, a bad sector or a
+truncated file raises OSError for one block instead of SIGBUS for the process. This module does
+not know eviction, capacity or threads: calls block, and may run in several threads if no two of
+them write one record.
 """
 
 from __future__ import annotations
@@ -61,57 +60,57 @@ from tierd_backends.file.slab_index import (
 )
 
 RUN_RECORDS_MAX = 16
-"""Records moved by one call: 2 MiB of 128 KiB blocks, where a disk is at its best."""
+"""Records moved by one call: 2 MiB of 128 KiB blocks, which gives a disk's full rate."""
 
 
 class Reading(NamedTuple):
-    """How the block of a record was read."""
+    """Result of reading the block in a record."""
 
     header: BlockHeader | None
-    """Set if it was brought; without it the view holds anything."""
+    """Set if the block was read; if None, the view's bytes are undefined."""
     fault: DamageSite | None = None
-    """Where it was damaged, if a read of it was."""
+    """Where the block was damaged, if a read of it was damaged."""
     error: OSError | None = None
-    """Why the disk did not give it; if it gave no bytes at either try, the block is dropped."""
+    """The disk's error. If both reads failed, the block is dropped."""
 
     @property
     def dropped(self) -> bool:
-        """Whether no restart is to find the block again."""
+        """Whether the block is cleared, so that no restart finds it again."""
         return self.header is None and self.fault in (None, DamageSite.STORED)
 
 
 def slab_bytes(records: int, slot_bytes: int) -> int:
-    """What a slab occupies on disk, its index included."""
+    """Bytes that a slab occupies on disk, its index included."""
     return records * (PAGE_BYTES + slot_bytes) + index_bytes(records)
 
 
 def records_within(room_bytes: int, slot_bytes: int) -> int:
-    """The most records of a slab that occupies at most `room_bytes`; 0 if not even one."""
+    """Most records of a slab that occupies at most `room_bytes`; 0 if not even one fits."""
     spare = room_bytes - FIXED_BYTES - PAGE_BYTES
     records = max(0, min(spare // (PAGE_BYTES + slot_bytes + EACH_BYTES), RECORDS_MAX - 1))
-    # The index was taken for up to a page too large: one more may fit.
+    # The index size above may be up to a page too large: one more record may fit.
     return records + (slab_bytes(records + 1, slot_bytes) <= room_bytes)
 
 
 def data_path(folder: Path, number: int) -> Path:
-    """File of the records of slab `number` in a namespace's folder."""
+    """Return the data file of slab `number` in a namespace's folder."""
     return folder / f"{number:08d}.slab"
 
 
 def index_path(folder: Path, number: int) -> Path:
-    """Index file of slab `number` in a namespace's folder."""
+    """Return the index file of slab `number` in a namespace's folder."""
     return folder / f"{number:08d}.index"
 
 
 class _Got(NamedTuple):
-    """What one read of a record gave: the header if it is the block wanted, and what was seen."""
+    """Result of one read of a record: the header if it is the wanted block, and the bytes seen."""
 
     header: BlockHeader | None
     seen: tuple[int, bytes, bytes]
 
 
 class Slab:
-    """An open slab. Whoever calls read, write, clear or use keeps the record from reuse."""
+    """An open slab. Callers of read, write, clear and use protect the record from reuse."""
 
     def __init__(
         self,
@@ -131,15 +130,15 @@ class Slab:
         self.record_bytes = PAGE_BYTES + slot_bytes
         self.size_bytes = slab_bytes(records, slot_bytes)
         self.last_use = 0
-        """Latest use of any of its blocks; the event loop's."""
+        """Latest use of any of its blocks. Belongs to the event loop."""
         self.pins = 0
-        """Operations in flight; the event loop's. A pinned slab is not dropped."""
+        """Operations in flight; a pinned slab is not dropped. Belongs to the event loop."""
         self.uses = array("Q", bytes(8 * records))
-        """Latest use of each record's block; the event loop's, written down by save_uses()."""
-        # Whether the index entry may be other than zeros.
+        """Latest use of each record's block, saved by save_uses(). Belongs to the event loop."""
+        # Whether a record's index entry may be other than zeros.
         self._written = bytearray(records)
         self.unlinked = False
-        """Somebody removed its files; see find_unlinked()."""
+        """Whether another process removed its files. Set by find_unlinked()."""
         self._data_fd = data_fd
         self._index_fd = index_fd
 
@@ -179,9 +178,9 @@ class Slab:
 
     @classmethod
     def load(cls, folder: Path, number: int, *, direct: bool, read_only: bool) -> Slab | None:
-        """Open the slab that lies on disk; None if it is not a whole slab of this folder.
+        """Open a slab on disk. Returns None if the folder has no complete slab by that number.
 
-        Raises OSError when the files cannot be opened, which says nothing about them.
+        Raises OSError if the files cannot be opened; they may still be sound.
         """
         mode = os.O_RDONLY if read_only else os.O_RDWR
         with contextlib.ExitStack() as undo:
@@ -210,11 +209,11 @@ class Slab:
         return slab
 
     def item(self, record: int) -> int:
-        """Number of a record across all slabs of the namespace."""
+        """Return a record's number across all slabs of the namespace."""
         return self.number * RECORDS_MAX + record
 
     def record(self, item: int) -> int:
-        """The record of an item that lies in this slab."""
+        """Return the record of an item in this slab."""
         record = item - self.number * RECORDS_MAX
         assert 0 <= record < self.records
         return record
@@ -225,10 +224,10 @@ class Slab:
         self.last_use = max(self.last_use, use)
 
     def read(self, record: int, key: BlockKey, view: memoryview, length: int) -> Reading:
-        """Bring a block of `length` bytes into `view`, verified, at the second try if need be.
+        """Read a block of `length` bytes into `view` and verify it; try twice if needed.
 
-        What is damaged on the disk, or what the disk gives at neither try, has its index entry
-        zeroed, if the disk lets us, so that no restart finds it again.
+        If the block is damaged on disk, or neither read succeeds, its index entry is zeroed
+        where the disk allows it, so that no restart finds the block again.
         """
         first = self._try_read(record, key, view, length)
         if isinstance(first, _Got) and first.header is not None:
@@ -263,13 +262,13 @@ class Slab:
         return _Got(header, (got, raw_header, digest))
 
     def forget_cached(self, record: int) -> None:
-        """Have the next read of a record come from the disk where there is no O_DIRECT."""
+        """Drop a record from the page cache: without O_DIRECT the next read then uses the disk."""
         with contextlib.suppress(OSError):
             at = record * self.record_bytes
             os.posix_fadvise(self._data_fd, at, self.record_bytes, os.POSIX_FADV_DONTNEED)
 
     def write(self, record: int, header: BlockHeader, view: memoryview, use: int) -> None:
-        """Put a block into a record that nobody reads; OSError leaves the record free."""
+        """Write a block into a record that is not being read; OSError leaves the record free."""
         assert header.length <= self.slot_bytes
         assert header.key.namespace == self.namespace
         packed = pack_header(header)
@@ -290,10 +289,10 @@ class Slab:
         views: Sequence[memoryview],
         lengths: Sequence[int],
     ) -> list[BlockHeader | None] | None:
-        """Read consecutive records from `record` on with one call, and verify each.
+        """Read consecutive records, from `record` on, with one call, and verify each.
 
-        None for a block that is not what was wanted, and for all if they cannot be had
-        together; their views hold anything then, and read() says what is wrong with each.
+        Returns None for a block that is not the wanted one, and None alone if one call cannot read
+        them all. Views without a block hold undefined bytes; read() finds out what is wrong.
         """
         pages = _header_pages(len(keys))
         pieces = [piece for pair in zip(pages, views, strict=True) for piece in pair]
@@ -315,7 +314,7 @@ class Slab:
         views: Sequence[memoryview],
         uses: Sequence[int],
     ) -> None:
-        """Write consecutive records from `record` on, in the order of write(), three calls in all.
+        """Write consecutive records, from `record` on, in write()'s order, with three calls.
 
         OSError leaves all of them free.
         """
@@ -336,33 +335,33 @@ class Slab:
         _write_all(self._index_fd, entries, entry_at(record))
 
     def clear(self, record: int) -> None:
-        """Zero a record's index entry, so that no restart finds its block; may raise OSError."""
+        """Zero a record's index entry, so that no restart finds its block. Raises OSError."""
         if self._written[record]:
             _write_all(self._index_fd, FREE_ENTRY, entry_at(record))
             self._written[record] = 0
 
     def save_uses(self) -> None:
-        """Write down which blocks were hit; may raise OSError, which costs only their order."""
+        """Save the latest uses of all blocks. Raises OSError; a failure costs only their order."""
         _write_all(self._index_fd, pack_uses(self.uses), uses_at(self.records))
 
     def forget_uses(self) -> None:
-        """Write down that no block was hit; may raise OSError."""
+        """Save an empty table of uses. Raises OSError."""
         _write_all(self._index_fd, bytes(uses_bytes(self.records)), uses_at(self.records))
 
     def find_unlinked(self) -> None:
-        """Set `unlinked` if somebody removed the files: they take blocks that no restart finds."""
+        """Set `unlinked` if the files were removed: no restart would find the blocks in them."""
         links = os.fstat(self._data_fd).st_nlink, os.fstat(self._index_fd).st_nlink
         self.unlinked = self.unlinked or 0 in links
 
     def entries(self) -> list[Entry]:
-        """The blocks that the index file tells of and the data file is long enough to hold.
+        """Return the blocks that the index lists and that lie within the data file.
 
-        Raises OSError. A file cut short costs the blocks that lay in what is gone.
+        Raises OSError. Truncating the data file loses the blocks beyond its end.
         """
         return self.survey().entries
 
     def survey(self) -> Survey:
-        """What the index file tells of. Raises OSError."""
+        """Return what the index file says about each record. Raises OSError."""
         return survey(
             _read_all(self._index_fd, index_bytes(self.records)),
             records=self.records,
@@ -372,15 +371,15 @@ class Slab:
         )
 
     def read_raw(self, record: int, view: memoryview) -> int:
-        """Bring what lies on disk from a record's header page on into `view`, page-aligned.
+        """Read from a record's header page on into `view`, page-aligned, without verification.
 
-        How many bytes came: fewer where the file ends. Nothing is verified. Raises OSError.
+        Returns the bytes read: fewer than asked for at the file's end. Raises OSError.
         """
         return os.preadv(self._data_fd, [view], record * self.record_bytes)
 
     def wrong_sizes(self) -> dict[Path, tuple[int, int]]:
-        """Those of its files that are longer or shorter than they were made: actual and right
-        size in bytes. Raises OSError."""
+        """Return the files whose size has changed since they were made: actual and right size in
+        bytes. Raises OSError."""
         right = {
             data_path(self.folder, self.number): (
                 os.fstat(self._data_fd).st_size,
@@ -394,12 +393,12 @@ class Slab:
         return {path: sizes for path, sizes in right.items() if sizes[0] != sizes[1]}
 
     def close(self) -> None:
-        """Let go of the files; once, with nothing in flight."""
+        """Close the files. Called once, with nothing in flight."""
         os.close(self._data_fd)
         os.close(self._index_fd)
 
     def _try_clear(self, record: int) -> None:
-        # If it fails, say on a read-only disk, a restart finds the damage once more.
+        # If this fails, as on a read-only disk, a restart finds the damage once more.
         with contextlib.suppress(OSError):
             self.clear(record)
 
@@ -407,14 +406,14 @@ class Slab:
 def remove_files(folder: Path, number: int) -> None:
     """Unlink a slab's files, index first: data without an index is never adopted.
 
-    Missing files are fine; raises OSError for what cannot be removed.
+    Missing files are fine. Raises OSError if a file cannot be removed.
     """
     index_path(folder, number).unlink(missing_ok=True)
     data_path(folder, number).unlink(missing_ok=True)
 
 
 def allocated_bytes(folder: Path, number: int) -> int:
-    """What a slab's files occupy now, whatever is in them."""
+    """Bytes that a slab's files occupy now, whatever their content."""
     total = 0
     for path in (data_path(folder, number), index_path(folder, number)):
         with contextlib.suppress(OSError):
@@ -424,7 +423,7 @@ def allocated_bytes(folder: Path, number: int) -> int:
 
 
 class _Pages(threading.local):
-    """Page-aligned buffers a thread, as O_DIRECT wants them, for header pages."""
+    """Page-aligned buffers for header pages, one set per thread, as O_DIRECT requires."""
 
     def __init__(self) -> None:
         memory = memoryview(mmap.mmap(-1, RUN_RECORDS_MAX * PAGE_BYTES))

@@ -1,11 +1,12 @@
-"""The index file of a slab, as bytes: what is in it, and what can be made of it when it is read.
+"""The index file of a slab as bytes: how it is laid out, and how it is read.
 
     0        head: magic, version, records, slot size, namespace; its xxh3-128
-    64       an entry a record: zeros, or the block's header, the use that stored it, their xxh3-64
-    behind   a use a record: that of its block's last hit; the xxh3-64 of them all
+    64       one entry per record: zeros, or the block's header, the use that stored it, and
+             the xxh3-64 of both
+    behind   one use per record: the last hit of its block; the xxh3-64 of the whole table
 
-Nothing is believed that is not sealed: a head without its seal is no slab's, an entry without
-is no block's, and without theirs the hits are forgotten, which costs the order of blocks.
+Only sealed content is believed. A head without its seal makes the slab unusable, an entry without
+its seal is no block, and a table without its seal is ignored, which costs the order of blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tierd.backend import HEADER_BYTES, BlockHeader, unpack_header
 from tierd.types import PAGE_BYTES, SCOPE_BYTES, slot_bytes_for
 
 RECORDS_MAX: Final = 1 << 14
-"""Records in a slab; dropping a whole slab costs the event loop about 2 us for each."""
+"""Most records of a slab; dropping a slab costs the event loop about 2 us per record."""
 
 USE_MAX: Final = 1 << 63
-"""Uses count on from the clock's nanoseconds, so that a use from here on is none, and counting
-on from it would leave the field."""
+"""Uses are below this. They count up from the clock's nanoseconds, so a larger value is damage,
+and counting up from it would overflow the field."""
 
 ENTRIES_AT: Final = 64
 _MAGIC: Final = b"TIERDIDX"
@@ -38,16 +39,16 @@ _U64 = struct.Struct("<Q")
 ENTRY_BYTES: Final = HEADER_BYTES + 2 * _U64.size
 FREE_ENTRY: Final = bytes(ENTRY_BYTES)
 EACH_BYTES: Final = ENTRY_BYTES + _U64.size
-"""What a record takes of an index file."""
+"""Bytes of an index file per record."""
 
 FIXED_BYTES: Final = ENTRIES_AT + _U64.size
-"""What the file has beside that, the padding of its last page not counted."""
+"""Bytes of an index file apart from its records and the padding of its last page."""
 
 assert sys.byteorder == "little", "the table of uses is written as it lies in memory"
 
 
 class Entry(NamedTuple):
-    """One block as the index file tells of it; `last_use` only compares."""
+    """One block as listed in the index file; `last_use` is only good for comparisons."""
 
     record: int
     header: BlockHeader
@@ -55,30 +56,30 @@ class Entry(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What an index file tells of, by what can be made of it."""
+    """Content of an index file, by what can be done with it."""
 
     entries: list[Entry]
-    """Blocks that the data file is long enough to hold."""
+    """Blocks that lie within the data file."""
     unsound: list[int]
-    """Records whose entry is not that of a block of this slab."""
+    """Records whose entry does not describe a block of this slab."""
     beyond: list[int]
-    """Records whose block lay in what the data file has lost."""
+    """Records whose block lay beyond the end of the truncated data file."""
     uses_sound: bool
-    """Whether the table of uses is as it was written, or was never written."""
+    """Whether the table of uses is as written, or was never written."""
 
 
 def index_bytes(records: int) -> int:
-    """Size of the index file of a slab with so many records."""
+    """Size of the index file of a slab with `records` records."""
     return slot_bytes_for(FIXED_BYTES + records * EACH_BYTES)
 
 
 def entry_at(record: int) -> int:
-    """Where a record's entry lies."""
+    """Offset of a record's entry."""
     return ENTRIES_AT + record * ENTRY_BYTES
 
 
 def uses_at(records: int) -> int:
-    """Where the table of uses lies."""
+    """Offset of the table of uses."""
     return entry_at(records)
 
 
@@ -88,13 +89,13 @@ def uses_bytes(records: int) -> int:
 
 
 def pack_head(namespace: bytes, records: int, slot_bytes: int) -> bytes:
-    """The first bytes of an index file."""
+    """Return the first bytes of an index file."""
     head = _HEAD.pack(_MAGIC, _VERSION, records, slot_bytes, namespace)
     return head + xxhash.xxh3_128_digest(head)
 
 
 def unpack_head(raw: bytes, namespace: bytes) -> tuple[int, int] | None:
-    """Records and slot size, if `raw` is the head of an index file of this namespace."""
+    """Return records and slot size if `raw` is the head of an index file of this namespace."""
     head, seal = raw[: _HEAD.size], raw[_HEAD.size :]
     if len(seal) != _HEAD_SEAL_BYTES or xxhash.xxh3_128_digest(head) != seal:
         return None
@@ -107,19 +108,19 @@ def unpack_head(raw: bytes, namespace: bytes) -> tuple[int, int] | None:
 
 
 def pack_entry(packed_header: bytes, use: int) -> bytes:
-    """The entry of a block that was stored at `use`."""
+    """Return the entry of a block that was stored at `use`."""
     body = packed_header + _U64.pack(use)
     return body + _seal(body)
 
 
 def pack_uses(uses: array[int]) -> bytes:
-    """The table of uses."""
+    """Return the sealed table of uses."""
     table = uses.tobytes()
     return table + _seal(table)
 
 
 def survey(raw: bytes, *, records: int, namespace: bytes, slot_bytes: int, whole: int) -> Survey:
-    """What the index file `raw` tells of, if the data file has `whole` records."""
+    """Sort the content of the index file `raw` of a slab whose data file has `whole` records."""
     hits, uses_sound = _unpack_uses(raw[uses_at(records) :][: uses_bytes(records)], records)
     found = Survey([], [], [], uses_sound)
     for record in range(records):
@@ -143,7 +144,7 @@ def survey(raw: bytes, *, records: int, namespace: bytes, slot_bytes: int, whole
 
 
 def _unpack_entry(raw: bytes) -> tuple[BlockHeader | None, int]:
-    """The header in an entry, and the use that stored its block; no header if it is unsound."""
+    """Return the header in an entry and the use that stored its block; (None, 0) if unsound."""
     body = raw[: -_U64.size]
     if len(raw) != ENTRY_BYTES or raw[len(body) :] != _seal(body):
         return None, 0
@@ -151,7 +152,7 @@ def _unpack_entry(raw: bytes) -> tuple[BlockHeader | None, int]:
 
 
 def _unpack_uses(raw: bytes, records: int) -> tuple[array[int], bool]:
-    """The table of uses, and whether it is sound; all 0 if it is not."""
+    """Return the table of uses, all 0 if it is unsound, and whether it is sound."""
     table = raw[: -_U64.size]
     if len(raw) == uses_bytes(records) and raw[len(table) :] == _seal(table):
         hits = array("Q", table)

@@ -1,10 +1,10 @@
-"""What a file tier holds across its namespaces, and who gets room when it is full.
+"""The disk space of a file tier: what its namespaces hold, and which one gets room if it is full.
 
-Capacity bounds the bytes of all slabs and indexes. A namespace that needs room grows by
-a slab while the tier has room; else it takes the whole slab of another namespace that
-was not used for as many uses as this one holds blocks; else (the shelf's decision) it
-evicts a leaf of its own. A slab taken that way may leave blocks behind
-whose parents are gone: no prefix reaches them, and they age out.
+Capacity bounds the bytes of all slabs and indexes. A namespace that needs room grows by one slab
+if the tier has room. Otherwise it takes a whole slab of another namespace: one that was not used
+for as many uses as the growing namespace holds blocks. If there is no such slab, its shelf
+evicts a leaf of the namespace itself. Taking a slab may leave blocks in other slabs without their
+parents: no prefix reaches them, and they age out.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from tierd_backends.file.slab import Slab, records_within, remove_files
 from tierd_backends.file.threads import DiskThreads
 
 RETRY_S = 10.0
-"""How long the tier neither grows after the disk had no room, nor writes after EROFS."""
+"""Pause before the tier grows again after the disk had no room, or writes again after EROFS."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that refuse a block; others are failures of the tier."""
+"""Errors that refuse a block; all other errors are failures of the tier."""
 
 OURS_S = 1.0
-"""How often the tier looks whether its directory is still there: a call of a batch's length."""
+"""Shortest time between two checks that the tier still has its directory: about one batch."""
 
 WATCH_S = 10.0
-"""How often the disk is looked at, which others fill as well. Some file systems count what was
-removed only seconds later, and more would go than has to."""
+"""How often free disk space is checked: other programs fill the disk as well. More often would
+drop too much, because some file systems count removed files as free only seconds later."""
 
 REST_S = 60.0
-"""How long the tier does not grow after others took of its reserve: they may go on, and what it
-took in between would have to go again."""
+"""Pause before the tier grows again after other programs took of its reserve: they may go on, and
+the tier would have to drop its new slabs again."""
 
 SAVE_USES = 4096
-"""Hits after which they are written down, one system call a slab: a SIGKILL loses so many."""
+"""Hits between two saves of the uses, one system call per slab. A SIGKILL loses this many hits."""
 
 _log = logging.getLogger("tierd_backends.file")
 
 
 class DiskSpace:
-    """The shelves and their bytes. Event loop only; one slab is added or dropped at a time."""
+    """The shelves and their bytes. Event loop only; slabs are added and dropped one at a time."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class DiskSpace:
     ) -> None:
         self.shelves: dict[bytes, Shelf] = {}
         self.eviction = eviction
-        """Name of the policy by which a shelf evicts."""
+        """Name of the policy that orders evictions within a shelf."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.reserve_bytes = 0
         self.direct = False
-        # Uses order blocks across restarts. Starting at the clock puts this run's uses after
-        # the last run's before its index is read; a clock set back only costs that order.
+        # Uses order blocks across restarts. They start at the clock, so this run's uses come after
+        # the last run's before its index is read. A clock set back only costs that order.
         self.uses = time.time_ns()
         self._saved_uses = self.uses
         self._directory = directory
@@ -75,12 +75,12 @@ class DiskSpace:
         self._counters = counters
         self._slab_bytes = slab_bytes
         self.unread: list[str] = []
-        """What could not be looked at when the tier was opened: blocks may lie there."""
+        """Slabs and indexes that could not be read at start: they may hold blocks."""
         self._growing = asyncio.Lock()
         self._grow_after = 0.0
         self._broken = False
         self.trouble = ""
-        """The last error of the disk, in words."""
+        """Text of the last disk error."""
         self._ours_until = 0.0
         self._write_after = 0.0
         self._closed = False
@@ -89,22 +89,22 @@ class DiskSpace:
 
     @property
     def indexed(self) -> bool:
-        """Whether every block found at start is known."""
+        """Whether every block that was on disk at start is known."""
         return all(shelf.indexed for shelf in self.shelves.values())
 
     @property
     def writable(self) -> bool:
-        """False on a read-only disk: trying would evict a block for each that can't be put."""
+        """False on a read-only disk: each failed put would evict a block for nothing."""
         now = asyncio.get_running_loop().time()
         return not self._directory.read_only and now >= self._write_after
 
     @property
     def broken(self) -> bool:
-        """Whether no slab could be added lately for another reason than that there is no room."""
+        """Whether adding a slab failed lately for a reason other than lack of room."""
         return self._broken and asyncio.get_running_loop().time() < self._grow_after
 
     async def check_ours(self) -> None:
-        """Raise BackendError if the tier has lost its directory; looks every OURS_S at most."""
+        """Raise BackendError if the tier has lost its directory; checks every OURS_S at most."""
         now = asyncio.get_running_loop().time()
         if now < self._ours_until:
             return
@@ -112,19 +112,19 @@ class DiskSpace:
         self._ours_until = now + OURS_S
 
     def note_error(self, error: OSError) -> None:
-        """Count an error of the disk, and rest from writing if it has become read-only."""
+        """Count a disk error. After EROFS, stop writing for RETRY_S."""
         self._counters["io_errors_total"] += 1
         self.trouble = str(error)
         if error.errno == errno.EROFS:
             self._write_after = asyncio.get_running_loop().time() + RETRY_S
 
     def save_uses_soon(self) -> None:
-        """Begin to write down in which order blocks were hit, if many were since the last time."""
+        """Begin to save the uses of blocks if there were many since the last save."""
         if self.uses - self._saved_uses > SAVE_USES and self._saving.done() and not self._closed:
             self._saving = asyncio.create_task(self._save_uses())
 
     async def _save_uses(self) -> None:
-        # Before all is indexed, slabs do not know the uses of all their blocks.
+        # Until everything is indexed, slabs do not know the uses of all their blocks.
         if not self.writable or not self.indexed:
             return
         since, self._saved_uses = self._saved_uses, self.uses
@@ -150,18 +150,20 @@ class DiskSpace:
                 pass
 
     async def drop_unlinked(self, shelf: Shelf) -> None:
-        """Let go of slabs whose files somebody removed: their bytes are held for nobody."""
+        """Drop slabs whose files another process removed: only closing them frees their bytes."""
         async with self._growing:
             for slab in list(shelf.slabs.values()):
                 if slab.unlinked and not slab.pins and not self._closed:
-                    self.trouble = f"{slab.folder}/{slab.number:08d}.slab was removed beside tierd"
+                    self.trouble = (
+                        f"{slab.folder}/{slab.number:08d}.slab was removed by another process"
+                    )
                     _log.warning("%s: its blocks are lost", self.trouble)
                     await self._drop_slab(shelf, slab)
 
     async def drop_empty(self, shelf: Shelf) -> None:
-        """Give back the room of a namespace of which nothing is left, unless it is in use.
+        """Remove the slabs of a namespace that has no block left, unless it is in use.
 
-        Raises OSError if files cannot be removed: what they hold will be found again.
+        Raises OSError if files cannot be removed; a restart finds their blocks again.
         """
         async with self._growing:
             for slab in list(shelf.slabs.values()):
@@ -171,14 +173,14 @@ class DiskSpace:
                 del self.shelves[shelf.namespace]
 
     async def watch(self) -> None:
-        """Keep the capacity, and what is to stay free of the disk, for ever."""
+        """Keep to the capacity, and keep the reserve free, until cancelled."""
         while True:
             await self.shrink()
             await asyncio.sleep(WATCH_S)
 
     async def shrink(self) -> None:
-        """Drop the coldest slabs until the capacity is kept, as after a start with a lower one,
-        and the reserve, as when others fill the disk."""
+        """Drop the coldest slabs until the tier keeps to its capacity, which a restart may lower,
+        and leaves its reserve free, which other programs may fill."""
         async with self._growing:
             short = 0
             if self.used_bytes and self.reserve_bytes and self.writable:
@@ -186,7 +188,7 @@ class DiskSpace:
             if short > 0:
                 self._grow_after = asyncio.get_running_loop().time() + REST_S
                 _log.warning(
-                    "%s: others leave %s less free than reserve_free: slabs are dropped",
+                    "%s: other programs left %s less free than reserve_free: dropping slabs",
                     self._directory.path,
                     about(short),
                 )
@@ -204,7 +206,7 @@ class DiskSpace:
                 await self._drop_slab(*victim)
 
     async def close(self) -> None:
-        """Finish what is being added or dropped, and write down the last uses."""
+        """Finish adding and dropping slabs, and save the last uses."""
         self._closed = True
         await asyncio.wait([self._saving])
         await self._save_uses()
@@ -224,19 +226,19 @@ class DiskSpace:
         return records > 0 and await self._add_slab(shelf, records)
 
     async def _records_addable(self, slot_bytes: int) -> int:
-        """Records of the next slab; 0 if the capacity or the disk has no room for one."""
+        """Return the records of the next slab; 0 if the capacity or the disk has no room."""
         self._broken = False
         room = self.capacity_bytes - self.used_bytes
         if records_within(room, slot_bytes):
             room = min(room, await self._free_bytes() - self.reserve_bytes)
             if not records_within(room, slot_bytes):
                 self._grow_after = asyncio.get_running_loop().time() + RETRY_S
-        # A block larger than a slab gets a slab of its own.
+        # A block that is larger than slab_bytes gets one slab to itself.
         usual = max(1, records_within(self._slab_bytes, slot_bytes))
         return min(records_within(room, slot_bytes), usual)
 
     async def _free_bytes(self) -> int:
-        """What the disk has left; without an answer, the reserve alone."""
+        """Bytes free on the disk; the reserve if the disk does not answer, so no slab is added."""
         threads = self._threads
         try:
             return await threads.result(threads.writers, self._directory.free_bytes)
@@ -260,7 +262,7 @@ class DiskSpace:
         try:
             slab = future.result()
         except FileExistsError:
-            # Something was planted under that number: the next one will do.
+            # Another program made a file by that number: try the next number.
             added = True
         except OSError as error:
             self.note_error(error)
@@ -290,7 +292,7 @@ class DiskSpace:
         )
 
     async def _drop_slab(self, shelf: Shelf, slab: Slab, *, tell: bool = False) -> None:
-        """Remove a slab; with `tell` it is empty, and a failure is raised."""
+        """Remove a slab. `tell`: the slab is empty, and a failure is raised."""
         blocks = shelf.drop_slab(slab)
         self._counters["evicted_blocks_total"] += blocks
         self._counters["evicted_slabs_total"] += not tell
@@ -299,7 +301,7 @@ class DiskSpace:
         try:
             future.result()
         except OSError as error:
-            # Its bytes stay counted: they are still there.
+            # Its bytes still count, because its files are still there.
             self.note_error(error)
             _log.warning("cannot remove %s/%08d.slab: %s", slab.folder, slab.number, error)
             if tell:
@@ -321,7 +323,7 @@ def _save_uses(slabs: list[Slab]) -> None:
 
 
 def _remove(slab: Slab, *, last: bool) -> None:
-    """In a thread: unlink and close a slab, and its folder if it was the last one there."""
+    """Unlink and close a slab, and remove its folder after its last slab. Runs in a thread."""
     try:
         remove_files(slab.folder, slab.number)
     finally:

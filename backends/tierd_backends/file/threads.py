@@ -1,10 +1,9 @@
-"""The file tier's I/O threads: who holds a block while a system call works on it.
+"""The file tier's I/O threads; decides who owns a block's memory during a system call.
 
-Two small pools, one to read and one to write, so that a burst of writes does not hold up
-reads. A batch costs one hop a thread, not one a block: each thread takes the batch's next
-run of neighbouring records until none is left. Whoever waits gets control back only when
-no thread has any of its jobs, cancelled or not: the memory belongs to the caller again
-after that.
+There are two small pools, one for reads and one for writes, so that a burst of writes does not
+hold up reads. A batch costs one hop per thread, not one per block: each thread takes the batch's
+next run of neighbouring records until none is left. A call, cancelled or not, returns only when
+no thread works on any of its jobs. After that the memory belongs to the caller again.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from tierd_backends.common.again import DamageSite
 from tierd_backends.file.slab import RUN_RECORDS_MAX, Slab
 
 RUN_BYTES_MAX = 1 << 20
-"""Bytes of a run: a quarter of a prefetch's batch, so that every thread has a part of it."""
+"""Most bytes of a run: a quarter of a prefetch's batch, so that every thread gets a part of it."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
 class FileJob:
-    """One block on its way. A thread sets `done`, and `error` or, when it reads, `header`.
+    """One block in transfer. A thread sets `done`, and `error` or, for a read, `header`.
 
-    Of a block whose first read was damaged it also says where, and whether it is `dropped`.
+    If the first read was damaged, the thread also sets `fault` and `dropped`.
     """
 
     slab: Slab
@@ -51,7 +50,7 @@ class FileJob:
 
 
 class DiskThreads:
-    """Pools of `count` threads each, and the calls in flight in them."""
+    """Two pools of `count` threads each, and the calls in flight on them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -68,10 +67,10 @@ class DiskThreads:
         *,
         abandon: bool,
     ) -> asyncio.CancelledError | None:
-        """Do `work` on the jobs, in runs of neighbours; it leaves OSErrors in the jobs.
+        """Do `work` on the jobs, in runs of neighbours. It leaves any OSError in its job.
 
-        A cancellation is returned, for the caller to raise once its state is in order;
-        with `abandon` the jobs that no thread had begun by then stay undone.
+        Returns a cancellation, which the caller raises once its state is in order. With `abandon`,
+        a cancellation leaves the jobs undone that no thread had begun.
         """
         queue = deque(_runs(jobs))
         loop = asyncio.get_running_loop()
@@ -85,20 +84,20 @@ class DiskThreads:
     async def call(
         self, pool: ThreadPoolExecutor, function: Callable[[], _T]
     ) -> tuple[asyncio.Future[_T], asyncio.CancelledError | None]:
-        """A finished blocking call, and the cancellation that came meanwhile."""
+        """Return a finished blocking call, and the cancellation that arrived meanwhile."""
         future = asyncio.get_running_loop().run_in_executor(pool, function)
         cancelled = await self._settle([future], None)
         return future, cancelled
 
     async def result(self, pool: ThreadPoolExecutor, function: Callable[[], _T]) -> _T:
-        """Result of a blocking call that leaves nothing to tidy up after a cancellation."""
+        """Return a blocking call's result. For calls that need no cleanup after a cancellation."""
         future, cancelled = await self.call(pool, function)
         if cancelled is not None:
             raise cancelled
         return future.result()
 
     async def close(self) -> None:
-        """Wait for what is in flight and end the threads; nobody may start anything more."""
+        """Wait for calls in flight and end the threads. No call may follow."""
         while self._in_flight:
             self._idle.clear()
             await self._idle.wait()
@@ -125,10 +124,10 @@ class DiskThreads:
 
 
 def _runs(jobs: Sequence[FileJob]) -> list[list[FileJob]]:
-    """The jobs in the order of their places, neighbours together.
+    """Group the jobs into runs of neighbouring records, in the order of their places.
 
-    A prefix is mostly stored in neighbouring records, and small blocks move twice as fast
-    together: fewer calls, and fewer times that a thread waits for the GIL.
+    A prefix lies mostly in neighbouring records, and small blocks move twice as fast in runs:
+    there are fewer calls, and a thread waits less often for the GIL.
     """
     runs: list[list[FileJob]] = []
     for job in sorted(jobs, key=lambda job: (job.slab.number, job.record)):

@@ -1,24 +1,25 @@
 """The Redis tier: a block is one value, header and payload together, on Redis or Valkey.
 
-This module follows a batch through the tier. How a value travels is wire.py's, which
-server keeps a key nodes.py's, how a server is reached connect.py's. All that
-needs redis-py is imported when the tier is opened: options are checked without it.
+This module takes a batch through the tier. wire.py decides how a value travels, nodes.py which
+server keeps a key, connect.py how a server is reached. Modules that need redis-py are imported
+when the tier is opened, so options can be checked without it.
 
-Making room is the server's business: `maxmemory` with a `maxmemory-policy` that evicts
-(allkeys-lru); with `noeviction` a full server refuses blocks. `capacity` only says when to
-stop storing: see common/shared_capacity.py. The server's LRU knows what is read, and hears by TOUCH
-what is used in host memory. `ttl_s` counts from the last use that the daemon has told, by PEXPIRE:
-reads stay reads, which replicas and append-only files never see, and a use is told at most every
-quarter of `ttl_s`, or minute.
+Making room is up to the server: `maxmemory` with a `maxmemory-policy` that evicts (allkeys-lru).
+With `noeviction` a full server refuses blocks. `capacity` only decides when to stop storing; see
+common/shared_capacity.py. The server's LRU sees reads, and TOUCH reports uses in host memory to it.
+With `ttl_s`, PEXPIRE renews a block's time at each use that the daemon reports. Reads do not renew
+it: they stay reads, which replicas and append-only files never see. A use is reported at most once
+per quarter of `ttl_s`, or once per minute if that is shorter.
 
-The address is to lead to a master. A server that says that it is another one, such as READONLY, has
-its links closed, and the address is resolved anew. Marks are read and written over new links only,
-and at a server that takes writes: the address may lead to another server than old links do.
+The address must lead to a master. If a server replies that it is another one (READONLY, for
+example), its links are closed and the address is resolved again. Marks are read and written only
+over new links, and at a server that takes writes: the address may by now lead to another server
+than the old links do.
 
 A user needs +get +set +exists +unlink +scan +getrange +watch +sadd +srem +smembers on the
-prefix's keys, and +multi +exec; of a cluster also +cluster|slots, +cluster|nodes and +asking.
-Without +touch and +pexpire the server does not hear of uses; blocks that it drops are still found
-missing, and written again.
+prefix's keys, and +multi +exec; in a cluster also +cluster|slots, +cluster|nodes and +asking.
+Without +touch and +pexpire the server does not learn of uses. It may then drop blocks in use; tierd
+still notices that they are missing, and writes them again.
 """
 
 from __future__ import annotations
@@ -58,35 +59,36 @@ if TYPE_CHECKING:
     from tierd_backends.redis.work import Work
 
 OPEN_S_MAX = 5.0
-"""Longest wait for a first answer; a lookup of the server's name has no limit of its own."""
+"""Longest wait for a first answer; the lookup of the server's name has no other limit."""
 
 CLOSE_STEP_S = 0.05
-"""Between two interruptions of what is still in flight: a call may be about to go on."""
+"""Pause between two interruptions of calls in flight: a call may be about to go on."""
 
 PIPELINE_KEYS_MAX = 1000
-"""Keys asked for in one go: one round trip for a long prompt, 130 KB on the wire."""
+"""Keys per pipelined batch: one round trip for a long prompt, 130 KB on the wire."""
 
 VALUE_BYTES_MAX = 512 << 20
-"""What a server takes unless proto-max-bulk-len says otherwise."""
+"""Largest value that a server takes by default (proto-max-bulk-len)."""
 
 LOG_EVERY_S = 10.0
-"""Between two lines of one kind: in an outage each batch would add one."""
+"""Least time between two log lines of one kind: in an outage each batch would add one."""
 
 ROOMS_MAX = 3
 ROOM_BLOCKS = 16
-"""Tries to add a mark to a full server, and blocks dropped before the next one."""
+"""Attempts to add a mark to a full server, and blocks dropped before each further attempt."""
 
 USE_EVERY_S = 1.0
-"""How often a use is told: the server's clock of its LRU has whole seconds."""
+"""How often a use is reported: the clock of the server's LRU has whole seconds."""
 
 DENIED_S = 60.0
-"""How long a command that this user may not give is not tried again."""
+"""Pause before a command that this user may not give is tried again."""
 
 RENEW_S_MIN, RENEW_S_MAX = 0.5, 60.0
-"""The same where there is a TTL, which replicas and append-only files hear of."""
+"""Bounds of the time between two reports of a use with a TTL: replicas and append-only files
+see each one."""
 
 RECOUNT_S = 60.0
-"""Wait before the blocks are counted again when a server failed meanwhile."""
+"""Wait before the blocks are counted again after a server failed during the count."""
 
 _log = logging.getLogger("tierd_backends.redis")
 
@@ -98,7 +100,7 @@ class RedisBackend(Backend):
     in_worker: ClassVar[bool] = True
 
     def __init__(self, options: RedisOptions) -> None:
-        """Raises ConfigError for an option of a wrong form; connects to nothing."""
+        """Raises ConfigError with every malformed option. Connects to nothing."""
         self._options = options
         self._target = parse_target(options)
         self._silence_s = options.timeout_ms / 1000
@@ -121,7 +123,7 @@ class RedisBackend(Backend):
         self._silent_until: dict[str, float] = {}
         self._trouble = ""
         self._touch_from_s = 0.0
-        """When to tell of uses again, after the server has said that this user may not."""
+        """When to report uses again after the server has denied TOUCH or PEXPIRE to this user."""
         self._calls = 0
         self._idle = asyncio.Event()
         self._threads: CallThreads
@@ -211,8 +213,8 @@ class RedisBackend(Backend):
         await self._shut()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """As the contract says, but for a cluster: blocks on a node that is down are False as
-        long as another node answers. Its blocks would not be had, and the others' can be."""
+        """As the contract says. In a cluster, blocks of a node that is down are False as long as
+        another node answers: those blocks could not be read, the other nodes' blocks can."""
         with self._in_call():
             keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
             answers = await self._each(b"EXISTS", keys)
@@ -222,7 +224,7 @@ class RedisBackend(Backend):
             return [answer == 1 for answer in answers]
 
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """A node of a cluster that is down has lost nothing as far as is known."""
+        """Blocks of a cluster's node that is down count as present."""
         from tierd_backends.redis.connect import DeniedError
 
         with self._in_call():
@@ -232,7 +234,7 @@ class RedisBackend(Backend):
             now_s = asyncio.get_running_loop().time()
             if now_s >= self._touch_from_s:
                 try:
-                    # The marks are one more key that eviction may take; see tierd.core.epochs.
+                    # TOUCH the marks as well: eviction may take that key; see tierd.core.epochs.
                     touched = [self._work.marks_key, *([] if ttl_ms else keys)]
                     _, *answers = await self._each(b"TOUCH", touched)
                     if ttl_ms:
@@ -275,7 +277,7 @@ class RedisBackend(Backend):
             blocks = [BlockKey(namespace, request.block_hash) for request in requests]
             keys = [self._work.key_of(block) for block in blocks]
             outcomes = [Outcome.PRESENT] * len(requests)
-            # What is there need not be sent; what is not known to be there is tried.
+            # Blocks that are present need not be sent. Where EXISTS failed, SET is tried.
             answers = await self._each(b"EXISTS", keys)
             jobs = []
             for position, answer in enumerate(answers):
@@ -322,7 +324,7 @@ class RedisBackend(Backend):
                 yield step
         after = await self._shape()
         if before != after or after[1]:
-            # A key that went from a node that was still to be scanned to one that had been.
+            # A key may have moved from a node not yet scanned to one already scanned.
             yield Scanned(unread=["the cluster's slots were being moved"])
 
     async def _scan_node(self, node: RedisNode) -> AsyncIterator[Scanned]:
@@ -354,7 +356,7 @@ class RedisBackend(Backend):
     async def marks(self) -> list[str]:
         reply = await self._of_marks(b"SMEMBERS")
         if not isinstance(reply, list) or not all(isinstance(each, bytes) for each in reply):
-            raise BackendError("SMEMBERS is answered by something else than a set")
+            raise BackendError("the server did not answer SMEMBERS with a set of strings")
         return [each.decode("utf-8", "replace") for each in reply if isinstance(each, bytes)]
 
     async def add_mark(self, mark: str) -> None:
@@ -364,7 +366,7 @@ class RedisBackend(Backend):
             reply = await self._of_marks(b"SADD", mark.encode(), or_full=True)
             if not isinstance(reply, ErrorReply):
                 return
-            # A full server takes no mark, and a flush is what would make room.
+            # A full server takes no mark, and only the flush that needs the mark would make room.
             await self._make_room()
         raise BackendError("the server has no room for the mark of a flush")
 
@@ -384,7 +386,7 @@ class RedisBackend(Backend):
         return job.reply
 
     async def _make_room(self) -> None:
-        """Drop some blocks of the server that has the marks, as its eviction would."""
+        """Drop some blocks of the server that keeps the marks, as its eviction would."""
         async for step in self._scan_node(self._nodes.of(self._work.marks_key)):
             if step.headers:
                 for header in step.headers[:ROOM_BLOCKS]:
@@ -392,12 +394,12 @@ class RedisBackend(Backend):
                 return
 
     async def reload(self) -> None:
-        """Log in anew: the password is read at every connect."""
+        """Log in again: the password is read at every connect."""
         self._check_open()
         self._nodes.log_in_anew()
 
     def stats(self) -> BackendStats:
-        """What this node knows: see census.py. Lookups never rely on it."""
+        """Return this node's estimate; see census.py. Lookups never rely on it."""
         return replace(
             self._census.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
         )
@@ -405,7 +407,8 @@ class RedisBackend(Backend):
     async def _each(
         self, verb: bytes, keys: Sequence[bytes], *rest: bytes
     ) -> list[Reply | BackendError]:
-        """`verb` for every key: the server's reply (it may be an error), or why there is none."""
+        """Send `verb` for every key. Returns each key's reply, which may be an error reply, or
+        the reason why there is none."""
         from tierd_backends.redis.work import EachJob
 
         by_node: dict[RedisNode, list[int]] = {}
@@ -427,7 +430,7 @@ class RedisBackend(Backend):
         return answers
 
     async def _take_census(self) -> None:
-        """Count the blocks, in the background, and again and again if there is a lid."""
+        """Count the blocks in the background; with a capacity, again and again."""
         loop = asyncio.get_running_loop()
         pause_s: float | None = 0.0
         while pause_s is not None:
@@ -441,7 +444,7 @@ class RedisBackend(Backend):
                     if step.unread:
                         raise BackendError("; ".join(step.unread))
             except BackendError as error:
-                _log.warning("the blocks held are not counted yet: %s", error)
+                _log.warning("cannot count the blocks in the tier yet: %s", error)
                 pause_s = RECOUNT_S
             else:
                 self._census.end()
@@ -449,7 +452,7 @@ class RedisBackend(Backend):
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:
-        """`close` waits for whoever is inside."""
+        """Make `close` wait for this call."""
         self._check_open()
         self._calls += 1
         try:
@@ -464,29 +467,29 @@ class RedisBackend(Backend):
             raise BackendError(f"the tier at {self._target.host} is not open")
 
     def _count(self, name: str, more: int = 1) -> None:
-        """From any thread."""
+        """Add to a counter, on any thread."""
         with self._counting:
             self.counters[name] += more
 
     def _note_errors(self, action: str, reasons: Sequence[str]) -> None:
-        """Count a batch's errors, with one line in the log."""
+        """Count a batch's errors, and log one line for them."""
         if reasons:
             self._count("io_errors_total", len(reasons))
             self._trouble = reasons[0]
             self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
 
     def _note_fault(self, key: bytes, fault: DamageSite) -> None:
-        """Count a block that was read damaged, with a line in the log now and then."""
+        """Count a damaged read, and log a line from time to time."""
         self._count(fault.counter)
         told = {
             DamageSite.STORED: "held another or a damaged block",
-            DamageSite.TRANSIT: "was damaged on its way here: look at the network and this machine",
-            DamageSite.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+            DamageSite.TRANSIT: "was damaged in transit: check the network and this machine",
+            DamageSite.UNKNOWN: "was read damaged, and could not be read again: kept",
         }
         self._warn(fault.counter, f"{key.decode()} {told[fault]}")
 
     def _warn(self, kind: str, text: str) -> None:
-        """Log one line of a kind every LOG_EVERY_S: the counters tell how many there were."""
+        """Log one line of a kind every LOG_EVERY_S; the counters have the total."""
         now = asyncio.get_running_loop().time()
         if now >= self._silent_until.get(kind, now):
             self._silent_until[kind] = now + LOG_EVERY_S

@@ -1,8 +1,8 @@
-"""How many blocks a node believes that the tier holds.
+"""Estimate of the blocks in the tier, as one node sees them.
 
-A count of the server's keys, then the node's own stores and drops. What other nodes store,
-and what the server evicts or expires, shows only at the next count. The lid of
-the tier is kept by it, lookups never are.
+The estimate is a count of the server's keys, plus the node's own stores, minus its own drops.
+Other nodes' stores, and the server's evictions and expiries, show only at the next count. The
+shared capacity relies on the estimate; lookups never do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tierd.types import BlockKey
 
 @dataclass(slots=True)
 class _Space:
-    """Blocks of a namespace, all of one length. Below 0 while a drop is known before the store
-    that it followed, since two batches may end in another order than the server saw them."""
+    """Blocks of a namespace, all of one length. `blocks` is below 0 while a drop is known before
+    its store: two batches may end in another order than the server's."""
 
     blocks: int = 0
     block_bytes: int = 0
 
 
 class Census:
-    """Belongs to the event loop. A count in progress shows, unless there is a whole one."""
+    """Belongs to the event loop. Before the first complete count, the count in progress shows."""
 
     def __init__(self) -> None:
         self.complete = False
@@ -32,27 +32,27 @@ class Census:
         self._own: set[BlockKey] = set()
 
     def begin(self) -> None:
-        """A count begins, in the place of one that was broken off if there was one."""
+        """Begin a count. Discards an unfinished one."""
         self._count = {}
         self._own.clear()
         if not self.complete:
             self._shown = self._count
 
     def seen(self, key: BlockKey, length: int) -> None:
-        """The count has come by a block; what this node stored meanwhile is counted already."""
+        """Count a block that the scan found, unless this node stored it during the scan."""
         assert self._count is not None
         if key not in self._own:
             _add(self._count, key, length)
 
     def end(self) -> None:
-        """The count has been all round."""
+        """Adopt the finished count."""
         assert self._count is not None
         self._shown, self._count = self._count, None
         self.complete = True
         self._own.clear()
 
     def stored(self, key: BlockKey, length: int) -> None:
-        """This node has stored a block."""
+        """Note that this node has stored a block."""
         if self._count is not None:
             self._own.add(key)
             _add(self._count, key, length)
@@ -60,7 +60,7 @@ class Census:
             _add(self._shown, key, length)
 
     def dropped(self, key: BlockKey) -> None:
-        """This node has dropped a block."""
+        """Note that this node has dropped a block."""
         self._own.discard(key)
         if self._count is not None:
             _drop(self._count, key)
@@ -68,7 +68,7 @@ class Census:
             _drop(self._shown, key)
 
     def stats(self) -> BackendStats:
-        """For `Backend.stats`, but for the capacity."""
+        """Return the fields of `Backend.stats` other than the capacity."""
         spaces = [space for space in self._shown.values() if space.blocks > 0]
         return BackendStats(
             blocks=sum(space.blocks for space in spaces),

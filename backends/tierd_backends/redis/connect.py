@@ -1,8 +1,8 @@
-"""How a server is reached, and what an operator is told when it is not.
+"""Connect to a server and log in; explain failures to an operator.
 
-redis-py makes the connection; its socket then goes to a Link, which logs in: redis-py would
-wait, and make room, for whatever a server answers to that.
-Every failure becomes one `ServerUnreachableError` whose text says what to do about it.
+redis-py makes the connection. Its socket then goes to a Link, which logs in: redis-py would wait
+for, and buffer, anything that a server sends as an answer to the login. Every failure becomes
+one `ServerUnreachableError`, or `DeniedError`, whose text says what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierd_backends.redis.wire import (
 )
 
 PASSWORD_BYTES_MAX = 4096
-"""A password file that is longer is some other file."""
+"""A longer file is not a password file."""
 
 COMMANDS = (
     "+get +set +exists +unlink +scan +getrange +watch +multi +exec +sadd +srem +smembers "
@@ -52,18 +52,18 @@ assert _MISPLACED.keys() == WRONG_SERVER
 
 
 class ServerUnreachableError(BackendError):
-    """No connection to a server could be made, or it broke."""
+    """A connection to a server failed or broke."""
 
 
 class DeniedError(BackendError):
-    """The server answers, but not to us: nothing will work until an operator acts."""
+    """The server answers but refuses this user: nothing works until an operator acts."""
 
     of_command = False
-    """Whether it is about the command; others may be allowed."""
+    """Whether only the command is denied; other commands may be allowed."""
 
 
 class _Connection(Protocol):
-    """What is used of redis-py's connections, whose methods have no types."""
+    """The used part of redis-py's connections, whose methods have no types."""
 
     def connect(self) -> None: ...
     def disconnect(self) -> None: ...
@@ -75,7 +75,7 @@ _tcp: Callable[..., _Connection] = Connection
 
 
 class Address(NamedTuple):
-    """Where a server listens; a unix socket has the port 0."""
+    """Where a server listens; a unix socket has port 0."""
 
     host: str
     port: int
@@ -86,7 +86,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How to log in, the same at every server of a cluster."""
+    """How to log in. Valid for every server of a cluster."""
 
     db: int
     username: str
@@ -101,7 +101,7 @@ class Access:
     prefix: str
 
     def read_password(self) -> str:
-        """The password of this moment: its file may have been rotated."""
+        """Return the current password. Its file is read each time, as it may have been rotated."""
         if not self.password_file:
             return self.password
         try:
@@ -112,19 +112,19 @@ class Access:
 
 
 class Connector:
-    """Makes links, on any thread."""
+    """Makes links. Can be used on any thread."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
         self._tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
 
     def connect(self, address: Address, *, ask_role: bool = False) -> Link:
-        """A link that is logged in, with its server's role if that is asked for. Takes a few
-        `silence_s` at most, but for the name's lookup, which is made anew each time.
+        """Return a link that is logged in; with `ask_role` it knows its server's role.
 
-        Raises UnreachableError or DeniedError.
+        Takes a few `silence_s` at most, plus the name lookup, which is made each time. Raises
+        ServerUnreachableError or DeniedError.
         """
-        # Read first: nothing is open yet if that fails.
+        # Read the password file first: if that fails, nothing is open yet.
         log_in = self._log_in()
         connection = self._connection(address)
         try:
@@ -155,7 +155,7 @@ class Connector:
         return link
 
     def _log_in(self) -> list[bytes]:
-        """The commands that precede all others."""
+        """Return the commands that precede all others."""
         access, sent = self.access, []
         if password := access.read_password():
             words = [access.username, password] if access.username else [password]
@@ -170,7 +170,7 @@ class Connector:
             "socket_timeout": access.silence_s,
             "socket_connect_timeout": access.silence_s,
             "redis_connect_func": _say_nothing,
-            # RESP2 sends nothing unasked.
+            # With RESP2 the server sends nothing without a request.
             "protocol": 2,
         }
         if not address.port:
@@ -180,7 +180,8 @@ class Connector:
         return _tls(self._tls_context(), host=address.host, port=address.port, **common)
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Made again when a file has changed: loading it takes milliseconds."""
+        """Return the TLS context. It is cached, since loading takes milliseconds, until a file
+        changes."""
         access = self.access
         files = [name for name in (access.tls_ca, access.tls_cert, access.tls_key) if name]
         try:
@@ -200,7 +201,7 @@ class Connector:
     def _explain(
         self, address: Address, error: RedisError | OSError | UnicodeError
     ) -> BackendError:
-        # redis-py wraps what the system says; what it makes of replies has no cause.
+        # redis-py wraps the system's errors; its own errors about replies have no cause.
         wrapped = type(error) in (RedisConnectionError, RedisTimeoutError)
         cause = error.__context__ if wrapped else error
         where = f"the server at {address}"
@@ -208,7 +209,7 @@ class Connector:
             case ssl.SSLCertVerificationError(), _:
                 hint = "set tls_ca to the CA that signed it"
                 if "ostname" in str(cause) or "IP address" in str(cause):
-                    hint = "use the name in it in url, or set tls_verify_hostname = false"
+                    hint = "put a name that it has into url, or set tls_verify_hostname = false"
                 return ServerUnreachableError(
                     f"the certificate of {where} is refused: {cause.verify_message}; {hint}"
                 )
@@ -235,7 +236,7 @@ class Connector:
         return ServerUnreachableError(f"{where} cannot be reached: {cause}")
 
     def broken(self, address: Address, error: Exception, *, fresh: bool) -> ServerUnreachableError:
-        """What it means that a link broke, at its first use if it is `fresh`."""
+        """Explain why a link broke; `fresh`: at its first use."""
         where = f"the server at {address}"
         if isinstance(error, TimeoutError):
             return ServerUnreachableError(
@@ -252,8 +253,8 @@ class Connector:
         return ServerUnreachableError(f"the connection to {where} broke: {error}")
 
     def refusal(self, address: Address, text: str) -> BackendError:
-        """What an error that is not about one block means: DeniedError if only an operator can
-        mend it."""
+        """Explain an error that is not about one block. Returns a DeniedError if only an operator
+        can fix it."""
         where = f"the server at {address}"
         rules = f"~{self.access.prefix}:* {COMMANDS}"
         for part, told in (
@@ -278,26 +279,26 @@ class Connector:
         return ServerUnreachableError(f"{where} says: {text}")
 
     def misplaced(self, address: Address, reply: ErrorReply) -> ServerUnreachableError:
-        """What a reply of WRONG_SERVER means."""
+        """Explain a reply with a code of WRONG_SERVER."""
         assert reply.code in WRONG_SERVER
         return ServerUnreachableError(
-            f"the server at {address} {_MISPLACED[reply.code]} ({reply}); tierd connects anew "
+            f"the server at {address} {_MISPLACED[reply.code]} ({reply}); tierd reconnects "
             "until the address leads to a master that takes writes"
         )
 
     def check(self, address: Address, reply: ErrorReply) -> None:
-        """Raise DeniedError for an error that every block would meet."""
+        """Raise DeniedError if the same error would meet every block."""
         error = self.refusal(address, str(reply))
         if isinstance(error, DeniedError):
             raise error
 
 
 def _say_nothing(connection: _Connection) -> None:
-    """In place of redis-py's greetings: CLIENT SETINFO may be forbidden, and says little."""
+    """Replaces redis-py's greeting: CLIENT SETINFO may be forbidden, and tells little."""
 
 
 class _TlsConnection(SSLConnection):
-    """redis-py's, but for the context: that one trusts all the system's CAs beside tls_ca."""
+    """redis-py's connection with another context: its own trusts all system CAs beside tls_ca."""
 
     def __init__(self, context: ssl.SSLContext, **common: object) -> None:
         super().__init__(**common)  # type: ignore[arg-type]  # of many types, none of them SSL's

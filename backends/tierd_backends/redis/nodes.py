@@ -1,8 +1,8 @@
-"""The servers of a tier: which one keeps a key, its idle links, whether it is worth asking.
+"""The servers of a tier: which server keeps a key, its idle links, and whether to ask it.
 
-One server, or a cluster whose slots are spread over several. Runs on the tier's threads,
-several at a time. A node that failed is answered for at once for a while, so that it costs
-its own blocks and one wait, not a wait a block.
+There is one server, or a cluster whose slots are spread over several. Runs on the tier's threads,
+several at a time. For a while after a node has failed, requests to it fail at once, so it costs
+only its own blocks and one wait, not one wait per block.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tierd_backends.redis.wire import (
 )
 
 DOWN_S = 1.5
-"""How long a node of a cluster that failed is not asked, while the others are. A server alone is
-left alone for the time that its silence costs, if that is less: enough that a batch waits for it
-once, and no longer than the daemon, which asks no more while it is down, needs to try it again."""
+"""Pause before a failed node of a cluster is asked again. For a single server it is the time that
+its silence costs, if that is less: long enough that a batch waits for the server only once, and
+no longer than the daemon needs, which sends nothing while the tier is down, to try it again."""
 
 REFRESH_S = 1.0
-"""Least time between two looks at a cluster's slots: a resharding moves thousands of them."""
+"""Least time between two reads of a cluster's slots: a resharding moves thousands of them."""
 
 HOPS_MAX = 4
-"""Redirections that one command follows. While slots move there is one, or two in a row."""
+"""Redirections that one command follows. While slots move there are one or two in a row."""
 
 PORT_MAX = (1 << 16) - 1
 
@@ -54,7 +54,7 @@ _log = logging.getLogger("tierd_backends.redis")
 
 
 class RedisNode:
-    """One server. Threads borrow links, as many as there are threads at most."""
+    """One server. Threads borrow its links; there are at most as many links as threads."""
 
     def __init__(
         self, address: Address, connector: Connector, down_s: float, count: Callable[[str], None]
@@ -73,7 +73,7 @@ class RedisNode:
         self._why = ""
 
     def admit(self) -> None:
-        """Raise UnreachableError if the node failed a moment ago."""
+        """Raise ServerUnreachableError if the node failed within its pause."""
         with self._lock:
             if not self._down_until:
                 return
@@ -81,19 +81,19 @@ class RedisNode:
             if now < self._down_until:
                 self._count("skipped_total")
                 raise ServerUnreachableError(self._why)
-            # One tries; the others are answered at once until it has found out.
+            # This thread tries the node; the others fail at once until it has succeeded.
             self._down_until = now + self._down_s
 
     def take(self) -> Link:
-        """An idle link, or a new one."""
+        """Return an idle link, or a new one."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return self.connect()
 
     def fresh(self) -> Link:
-        """A new link, which knows its server's role, in the place of the one that has been idle
-        longest: so links do not grow old, and an address that leads elsewhere is noticed."""
+        """Return a new link that knows its server's role, and close the link that was idle longest.
+        So links do not grow old, and an address that now leads elsewhere is noticed."""
         with self._lock:
             oldest = self._idle.pop(0) if self._idle else None
         if oldest is not None:
@@ -101,7 +101,7 @@ class RedisNode:
         return self.connect(ask_role=True)
 
     def connect(self, *, ask_role: bool = False) -> Link:
-        """A new link; raises UnreachableError or DeniedError."""
+        """Return a new link. Raises ServerUnreachableError or DeniedError."""
         with self._lock:
             era = self._era
         link = self._connector.connect(self.address, ask_role=ask_role)
@@ -113,7 +113,7 @@ class RedisNode:
         return link
 
     def give_back(self, link: Link) -> None:
-        """Keep a link that is at rest for the next one."""
+        """Keep a link without replies in flight for the next caller."""
         link.used = True
         with self._lock:
             if not self._retired and link.era == self._era:
@@ -122,14 +122,14 @@ class RedisNode:
         link.close()
 
     def drop(self, link: Link) -> None:
-        """Close a link that broke or was cut."""
+        """Close a link that broke or was shut down."""
         with self._lock:
             self._lost += 1
         link.close()
 
     def drop_idle(self) -> None:
-        """Close what is idle now, and the others of this era when they are given back: one of them
-        was closed by the server, or leads to the wrong one."""
+        """Close idle links now, and borrowed links of this era when they are given back: the server
+        closed one of them, or one leads to the wrong server."""
         with self._lock:
             self._era += 1
             idle, self._idle = self._idle, []
@@ -138,13 +138,13 @@ class RedisNode:
             link.close()
 
     def retire(self) -> None:
-        """Close what is idle, and from now on what is given back."""
+        """Close idle links now, and all others when they are given back."""
         with self._lock:
             self._retired = True
         self.drop_idle()
 
     def went_down(self, error: Exception) -> None:
-        """Note a failure."""
+        """Note a failure, and log it if the node has answered before."""
         with self._lock:
             first = not self._down_until
             self._down_until = time.monotonic() + self._down_s
@@ -152,11 +152,11 @@ class RedisNode:
         if first:
             self._count("node_down_total")
         if first and self._answered:
-            # Before that whoever asks is told, and tries again and again.
+            # Before its first answer the caller gets the error, and tries again and again.
             _log.warning("%s", error)
 
     def came_up(self) -> None:
-        """Note an answer."""
+        """Note an answer, and log it if the node was down."""
         self._answered = True
         if self._down_until:
             with self._lock:
@@ -165,7 +165,7 @@ class RedisNode:
 
 
 class Nodes:
-    """The server named in the configuration, and, of a cluster, those that it names."""
+    """The configured server, and the other nodes of its cluster."""
 
     def __init__(
         self, seed: Address, connector: Connector, cluster: bool, count: Callable[[str], None]
@@ -183,11 +183,11 @@ class Nodes:
         self._closed = False
 
     def of(self, key: bytes) -> RedisNode:
-        """The node that keeps `key`, as far as is known."""
+        """Return the node that keeps `key`, by the latest known slots."""
         return self._slots[key_slot(key)] if self.cluster else self._seed
 
     def masters(self) -> list[RedisNode]:
-        """Every node that keeps slots."""
+        """Return every node that keeps slots."""
         return list(dict.fromkeys(self._slots)) if self.cluster else [self._seed]
 
     def ask(
@@ -198,9 +198,9 @@ class Nodes:
         *,
         fresh: bool = False,
     ) -> _T:
-        """Do `operation` on a link to `node`, on a new one if it is to be `fresh`.
+        """Run `operation` on a link to `node`; `fresh`: on a new link.
 
-        Raises UnreachableError, DeniedError or CalledOffError.
+        Raises ServerUnreachableError, DeniedError or CalledOffError.
         """
         node.admit()
         link = self._connected(node, node.fresh if fresh else node.take)
@@ -213,7 +213,7 @@ class Nodes:
                 node.give_back(link)
                 raise
             except BackendError:
-                # What the operation makes of a reply.
+                # Raised by the operation because of a reply.
                 node.drop(link)
                 raise
             except (OSError, WireError) as error:
@@ -225,7 +225,7 @@ class Nodes:
                 raise CalledOffError from failure
             if not link.used or not isinstance(failure, ConnectionError):
                 raise self._failed(node, failure, fresh=not link.used) from failure
-            # The server has restarted, or closes what is idle.
+            # The server has restarted, or closes idle links.
             node.drop_idle()
             link = self._connected(node, node.connect)
         if link.turned_away is not None:
@@ -235,9 +235,9 @@ class Nodes:
                 misplaced = self.connector.misplaced(node.address, link.turned_away)
                 node.went_down(misplaced)
                 raise misplaced
-            # Whoever asked tells what it means; the next link logs in with what holds by then.
+            # The caller explains a denial. The next link logs in with the credentials of its time.
         elif link.broken or turn.cancelled:
-            # Of a cancelled call the socket may have been shut after the last byte had come.
+            # After a cancellation the socket may have been shut down behind the last byte.
             node.drop(link)
         else:
             node.give_back(link)
@@ -252,7 +252,7 @@ class Nodes:
         *,
         fresh: bool = False,
     ) -> _T | ErrorReply:
-        """Do `operation` where `key` is kept, wherever that is by now. Raises as `ask` does."""
+        """Run `operation` at the node that keeps `key` now, following moves. Raises as `ask`."""
         node, asking = self.of(key), False
         failure = None
         for _ in range(HOPS_MAX):
@@ -273,14 +273,14 @@ class Nodes:
                 return answer
             node, asking = self._redirected(node, answer), answer.code == "ASK"
             if not asking:
-                # Others may not have heard of the move yet, and would undo what this one said.
+                # Other nodes may not know the move yet, and would undo it here.
                 self.refresh(turn, node)
         raise failure or ServerUnreachableError(
             f"the server at {node.address} redirects without end"
         )
 
     def refresh(self, turn: CallTurn[_Job], *first: RedisNode) -> None:
-        """Learn which node has which slots, from `first` or whichever answers first."""
+        """Learn the nodes' slots, from `first` or else from the first node that answers."""
         if not self.cluster or not self._refreshing.acquire(blocking=False):
             return
         try:
@@ -293,7 +293,8 @@ class Nodes:
             self._refreshing.release()
 
     def learn(self, turn: CallTurn[_Job], *first: RedisNode) -> None:
-        """Like `refresh`, now; raises UnreachableError or DeniedError if no node says."""
+        """Like `refresh`, but always. Raises ServerUnreachableError or DeniedError if no node
+        answers."""
         for node in dict.fromkeys([*first, *self.masters(), self._seed]):
             try:
                 reply = self.ask(turn, node, lambda link: link.exchange(_SLOTS, 1)[0])
@@ -307,10 +308,10 @@ class Nodes:
         raise failure
 
     def shape(self, turn: CallTurn[_Job]) -> tuple[dict[Address, bytes], bool]:
-        """The slots of each master that answers, as it tells of itself, and whether any are just
-        being moved: if either is not the same after a scan, keys may have passed it by.
+        """Return the slots of each master that answers, by its own account, and whether any slot is
+        being moved. If either differs after a scan, the scan may have missed keys.
 
-        Raises UnreachableError or DeniedError if no node says.
+        Raises ServerUnreachableError or DeniedError if no node answers.
         """
         if not self.cluster:
             return {}, False
@@ -320,7 +321,7 @@ class Nodes:
             try:
                 reply = self.ask(turn, node, lambda link: link.exchange(_NODES, 1)[0])
             except ServerUnreachableError:
-                continue  # The scan meets it, too, and tells.
+                continue  # The scan meets the same error and reports it.
             if isinstance(reply, ErrorReply) or not isinstance(reply, bytes):
                 raise self.connector.refusal(node.address, str(reply))
             for line in reply.splitlines():
@@ -331,14 +332,14 @@ class Nodes:
         return shape, moving
 
     def log_in_anew(self) -> None:
-        """Have every call that begins from now on do so over a new link."""
+        """Make every later call use a new link."""
         with self._lock:
             nodes = [*self._nodes.values()]
         for node in nodes:
             node.drop_idle()
 
     def close(self) -> None:
-        """Close every link that is idle now, and the others when they are given back."""
+        """Close idle links now, and all others when they are given back."""
         with self._lock:
             self._closed = True
             nodes = [*self._nodes.values()]
@@ -358,7 +359,7 @@ class Nodes:
     def _failed(
         self, node: RedisNode, error: Exception, *, fresh: bool = False
     ) -> ServerUnreachableError:
-        """`error` of a link, said for an operator and remembered."""
+        """Return a link's error in an operator's terms, and note it at the node."""
         if isinstance(error, TimeoutError):
             self._count("timeouts_total")
         failure = self.connector.broken(node.address, error, fresh=fresh)
@@ -366,13 +367,13 @@ class Nodes:
         return failure
 
     def _redirected(self, node: RedisNode, reply: ErrorReply) -> RedisNode:
-        """The node that "MOVED slot host:port" names."""
+        """Return the node in a reply "MOVED slot host:port" or "ASK slot host:port"."""
         self._count("moved_total")
         try:
             code, slot, where = str(reply).split(" ")
             host, _, port = where.rpartition(":")
             if not 0 < int(port) <= PORT_MAX:
-                # A port of 0 would be a path of this machine, and hear the password.
+                # A port of 0 would be a unix socket here, and its server would get the password.
                 raise ValueError(f"no port: {port}")
             target = self._node(Address(host or node.address.host, int(port)))
             if code == "MOVED":
@@ -392,7 +393,7 @@ class Nodes:
             return node
 
     def _apply(self, asked: RedisNode, reply: Reply) -> None:
-        """Take over what CLUSTER SLOTS says: first, last, [host, port, ...] of the master, ..."""
+        """Adopt the slots in CLUSTER SLOTS: first, last, [host, port, ...] of the master, ..."""
         slots = list(self._slots)
         for entry in reply if isinstance(reply, list) else [reply]:
             match entry:

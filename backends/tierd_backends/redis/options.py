@@ -1,4 +1,4 @@
-"""The Redis tier's options, and what of them an operator may have got wrong."""
+"""The Redis tier's options, and the check of what an operator may get wrong in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd_backends.common.shared_capacity import Capacity, capacity_problems
 PORT = 6379
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
-"""Without what means something in a cluster's key ({}) or in a pattern (*?[])."""
+"""Excludes what has a meaning in a cluster's key ({}) or in a pattern (*?[])."""
 
 
 class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class RedisOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
 
 
 class Target(NamedTuple):
-    """What `url` says, with the credentials that stand beside it. A unix socket has port 0."""
+    """The server in `url`, and the credentials in `url`. A unix socket has port 0."""
 
     host: str
     port: int
@@ -100,8 +100,8 @@ class Target(NamedTuple):
 
 
 def parse_target(options: RedisOptions) -> Target:
-    """The server to connect to; raises ConfigError with all that is wrong with the options, which
-    never shows a password."""
+    """Return the server to connect to, with credentials. Raises ConfigError with every problem of
+    the options; the text never shows a password."""
     target: Target | None = None
     problems: list[str] = []
     try:
@@ -118,7 +118,7 @@ def parse_target(options: RedisOptions) -> Target:
 
 
 def _problems(options: RedisOptions, target: Target | None) -> Iterator[str]:
-    """What is wrong with options, beside a url that cannot be read, which has no target."""
+    """Yield the problems of the options; `target` is None if `url` cannot be parsed."""
     if not _PREFIX.fullmatch(options.prefix):
         yield f"prefix is {options.prefix!r}; it must be 1 to 64 letters, digits, or any of _.:/-"
     passwords = [options.password, options.password_file, target.password if target else ""]
@@ -127,7 +127,7 @@ def _problems(options: RedisOptions, target: Target | None) -> Iterator[str]:
     if target and target.username and options.username:
         yield "set the user once: in url or username"
     if target and options.cluster and not target.port:
-        yield "a cluster's nodes are not reached by a unix socket; url must be TCP"
+        yield "a cluster's nodes cannot be reached by a unix socket; url must be TCP"
     if target and options.cluster and target.db:
         yield "a cluster has no databases: remove the number from url"
     if target and not target.tls and (options.tls_ca or options.tls_cert):
@@ -144,7 +144,7 @@ def _parse_url(options: RedisOptions) -> Target:
         port, host = parts.port or PORT, parts.hostname or ""
         query = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError:
-        # The cause is not shown: it may quote a part of the password.
+        # Drop the cause: it may quote a part of the password.
         raise ConfigError(f"url is malformed; {known}") from None
     unix = parts.scheme == "unix"
     number = query.get("db", ["0"])[0] if unix else parts.path.strip("/") or "0"
@@ -156,7 +156,7 @@ def _parse_url(options: RedisOptions) -> Target:
     elif not unix and not host:
         problems.append(f"url lacks a host; {known}")
     elif not re.fullmatch("[0-9]{1,6}", number):
-        # Not shown: after a password with a slash it is the rest of that.
+        # Do not show it: after a password with a slash it is the rest of the password.
         problems.append("url names a database that is not a number")
     if set(query) - {"db"} or parts.fragment or (query and not unix):
         problems.append("url has parameters; set them as options of this table instead")

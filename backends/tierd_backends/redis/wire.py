@@ -1,11 +1,10 @@
-"""One connection to a Redis server past its handshake: commands out, values into memory.
+"""One logged-in connection to a Redis server: sends commands, receives values into memory.
 
-A value is received straight into the slot that it is wanted in, not through a buffer of the
-client's: the reply's first bytes, the block header and the payload are one scattered read.
-Only the reply that is expected goes this way; nil and errors are parsed by hiredis, and a
-value of another length ends the connection. A connection belongs to one thread at a time.
-After any exception it must not be used again: what it would read next might be the rest of
-a reply to somebody else.
+A value is received straight into its slot, without a buffer in the client: one scattered read
+takes the reply's first bytes, the block header and the payload. Only the expected reply is
+received that way. hiredis parses nil and errors, and a value of another length ends the
+connection. A connection belongs to one thread at a time. After any exception it must not be used
+again: the next read might return the rest of a reply to another caller.
 """
 
 from __future__ import annotations
@@ -25,85 +24,85 @@ import xxhash
 from tierd.backend import HEADER_BYTES, checksum
 
 CHUNK_BYTES = 512 << 10
-"""Bytes hashed at a time while a payload arrives: still in the core's cache, which saves a
-tenth of the CPU of a 2 MiB GET, yet few enough calls."""
+"""Bytes hashed at a time while a payload arrives: they are still in the core's cache, which saves
+a tenth of the CPU of a 2 MiB GET, and the calls stay few."""
 
 UNIX_CHUNK_BYTES = 2 << 20
-"""The same over a unix socket. It buffers 200 KiB, so the server soon waits for whoever hashes:
-a GET of 2 MiB, 4 in flight, is some 4 % faster in one piece; over TCP it is 10 % slower."""
+"""Like CHUNK_BYTES, for a unix socket. It buffers 200 KiB, so the server soon waits for the hashing
+client. In one piece, a GET of 2 MiB with 4 in flight is some 4 % faster; over TCP 10 % slower."""
 
 TLS_CHUNK_BYTES = 256 << 10
-"""Bytes a TLS call sends: its timeout is for the whole call, which a slow network must meet."""
+"""Bytes per TLS send: the timeout covers the whole call, and a slow network must meet it."""
 
 READ_BYTES = 64 << 10
-"""Buffer for replies other than wanted values."""
+"""Size of the buffer for all replies but wanted values."""
 
 REPLIES_BYTES_MAX = 16 << 20
-"""Most bytes of replies to one exchange: far above a page of keys. More is no Redis server."""
+"""Most bytes of replies to one exchange: far more than a page of keys. No Redis sends more."""
 
 ERROR_CHARS_MAX = 500
-"""Of an error reply's text: it ends in logs, and a peer may send megabytes."""
+"""Longest text kept of an error reply: it ends in logs, and a peer may send megabytes."""
 
 RUN_BLOCKS_MAX = 64
-"""Blocks of one send: each has three parts, and the kernel takes 1,024."""
+"""Blocks per send: each has three parts, and the kernel takes 1,024."""
 
 _CLOSED = "the server closed the connection"
 _CRLF = b"\r\n"
 _NOT_YET = object()
 
 WRONG_SERVER = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOREPLICAS", "READONLY"})
-"""Codes of error replies of a server that is not, or not now, the one to ask."""
+"""Error codes of a server that is not the one to ask, or not now."""
 
 DENIALS = frozenset({"NOAUTH", "NOPERM", "WRONGPASS"})
-"""Codes of error replies to a user who may not do that, or who is another one by now."""
+"""Error codes for a user who lacks the right, or whose login is no longer valid."""
 
 SLOT_WITHOUT_NODE = "Hash slot not served"
-"""In the text of a CLUSTERDOWN that is about one slot: the node is well."""
+"""Text in a CLUSTERDOWN that is about one slot: the node is well."""
 
 MASTER = "master"
 
 Reply = Union[bytes, int, None, list["Reply"], "ErrorReply"]
-"""What a server says (RESP2); an error is a value, since a pipeline may hold several."""
+"""A server's reply (RESP2); an error is a value, since a pipeline may hold several."""
 
 
 class ErrorReply(Exception):  # noqa: N818  # a reply, not a failure of ours
     """An error reply, such as "OOM command not allowed"."""
 
     def __init__(self, text: str) -> None:
-        # A server that does not know a command repeats its words: of AUTH the password.
+        # A server repeats the words of an unknown command; with AUTH, the password.
         told = text.partition(", with args beginning with")[0][:ERROR_CHARS_MAX]
         super().__init__(" ".join(told.split()))
 
     @property
     def code(self) -> str:
-        """Its first word."""
+        """First word of the reply."""
         return str(self).partition(" ")[0]
 
 
 class WireError(Exception):
-    """The server does not follow the protocol."""
+    """The server violates the protocol."""
 
 
 class _TooMuchError(WireError):
-    """Replies are larger than anything that was asked for."""
+    """Replies are larger than anything that was requested."""
 
 
 class Value(NamedTuple):
-    """A value that has been received: its first HEADER_BYTES and the xxh3-128 of the rest."""
+    """A received value: its first HEADER_BYTES and the xxh3-128 of the rest."""
 
     raw_header: bytes
     digest: bytes
 
 
 class Odd(enum.Enum):
-    """What else may become of a GET."""
+    """Other outcomes of a GET."""
 
-    FOREIGN = "the value has not the length of the block that is wanted"
+    FOREIGN = "the value does not have the length of the wanted block"
     UNREAD = "the reply was not reached: the link had to be given up before"
 
 
 Answer = Value | ErrorReply | Odd | None
-"""What becomes of a GET; None: there is no such key."""
+"""Outcome of a GET; None: there is no such key."""
 
 
 class Wanted(NamedTuple):
@@ -123,12 +122,12 @@ class Given(NamedTuple):
 
 
 class PlainStream:
-    """A TCP or unix socket whose every call ends after `silence_s` without a byte."""
+    """A TCP or unix socket. Each call times out after `silence_s` without a byte."""
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self.sock = sock
         self.chunk_bytes = UNIX_CHUNK_BYTES if sock.family == socket.AF_UNIX else CHUNK_BYTES
-        # The kernel's timeouts: Python's own would add a poll() to every call.
+        # Use the kernel's timeouts: Python's own would add a poll() to every call.
         sock.settimeout(None)
         span = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, span)
@@ -145,11 +144,11 @@ class PlainStream:
                 raise TimeoutError from error
 
     def some(self, buffers: Sequence[memoryview]) -> int:
-        """Receive what is there into `buffers`, at least a byte."""
+        """Receive available bytes into `buffers`, at least one byte. Returns the count."""
         return self._receive(buffers, 0)
 
     def fill(self, buffers: Sequence[memoryview], have: int) -> None:
-        """Receive until `buffers` are full, of which the first `have` bytes are."""
+        """Receive until `buffers` are full; their first `have` bytes are already there."""
         size = sum(map(len, buffers))
         while have < size:
             have += self._receive(_after(buffers, have), socket.MSG_WAITALL)
@@ -165,7 +164,7 @@ class PlainStream:
 
 
 class TlsStream:
-    """The same over TLS, which knows no scattered reads, nor the kernel's timeouts."""
+    """Like PlainStream, over TLS, which has neither scattered reads nor the kernel's timeouts."""
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         self.sock = sock
@@ -197,22 +196,22 @@ class TlsStream:
 
 
 class Link:
-    """A connection that commands can be sent on. Raises OSError (TimeoutError for silence) and
-    WireError; the link is useless then."""
+    """A connection for commands. Raises OSError (TimeoutError after silence) and WireError; the
+    link is then unusable."""
 
     def __init__(self, stream: PlainStream | TlsStream, close: Callable[[], None]) -> None:
         self.sock: socket.socket = stream.sock
         self.close = close
         self.used = False
-        """Whether it has served before: then its server may have closed it while it was idle."""
+        """Whether it was used before: its server may then have closed it while it was idle."""
         self.broken = False
         """Whether a reply was left unread."""
         self.era = 0
-        """Links of an earlier era than their node's lead to what may be another server."""
+        """Links of an earlier era than their node's may lead to another server."""
         self.role = ""
-        """What the server says that it is, MASTER or a replica; empty if it does not say."""
+        """Role that the server reports, MASTER or a replica; empty if it reports none."""
         self.turned_away: ErrorReply | None = None
-        """A reply of WRONG_SERVER or DENIALS: asking again over this link is in vain."""
+        """A reply of WRONG_SERVER or DENIALS: asking again over this link is useless."""
         self._stream = stream
         self._reader = hiredis.Reader(
             protocolError=WireError, replyError=ErrorReply, errors="replace", notEnoughData=_NOT_YET
@@ -224,31 +223,31 @@ class Link:
     def exchange(self, commands: bytes, count: int, until: float = math.inf) -> list[Reply]:
         """Send `count` commands at once and receive their replies.
 
-        Raises TimeoutError for replies that still come in at `until`, by time.monotonic.
+        Raises TimeoutError if replies are still missing at `until`, by time.monotonic.
         """
         self._stream.send([commands])
         return self._replies(count, until=until)
 
     def ask_role(self, until: float) -> None:
-        """Learn the server's role by HELLO, which needs no right. Raises as `exchange` does."""
+        """Learn the server's role by HELLO, which needs no right. Raises as `exchange`."""
         [reply] = self.exchange(command(b"HELLO", b"2"), 1, until)
         if isinstance(reply, list) and b"role" in reply[:-1]:
             role = reply[reply.index(b"role") + 1]
             self.role = role.decode("ascii", "replace") if isinstance(role, bytes) else ""
 
     def at_master(self, sent: bytes) -> Reply:
-        """The reply to a command whose answer only the master knows. Else an error reply."""
+        """Return the reply to a command that only a master can answer, or else an error reply."""
         if self.role in ("", MASTER):
             return self.exchange(sent, 1)[0]
-        # It may be one that takes writes, which its master never hears of.
+        # A replica may take writes, but its master never sees them.
         self.turned_away = ErrorReply(f"READONLY it is a {self.role}")
         return self.turned_away
 
     def members_at_master(self, key: bytes) -> Reply:
-        """The members of a set, or an error reply.
+        """Return the members of a set, or an error reply.
 
-        Of a server that takes no writes it is one, too, by a write that changes nothing: what a
-        replica has, or a master that has been cut off, may be old.
+        A write that changes nothing goes first, so a server that takes no writes gives an error
+        reply: the data of a replica, or of a master that is cut off, may be old.
         """
         members = command(b"SMEMBERS", key)
         begun = self.at_master(command(b"MULTI"))
@@ -258,10 +257,10 @@ class Link:
         *queued, done = self.exchange(write + members + command(b"EXEC"), 3)
         errors = [reply for reply in (*queued, done) if isinstance(reply, ErrorReply)]
         if errors and errors[0].code == "MISCONF" and self.role == MASTER:
-            # It cannot save what it has, so it takes no writes; it is the master all the same.
+            # It takes no writes because it cannot save its data; it is still the master.
             return self.exchange(members, 1)[0]
         if errors and errors[0].code == "OOM":
-            # A full server takes no transactions, but writes that need no memory.
+            # A full server takes no transactions, but it takes writes that need no memory.
             written, told = self.exchange(write + members, 2)
             return written if isinstance(written, ErrorReply) else told
         if errors:
@@ -269,9 +268,9 @@ class Link:
         return done[-1] if isinstance(done, list) and done else None
 
     def set_many(self, blocks: Sequence[Given], ttl_ms: int) -> list[Reply]:
-        """SET each value, header and payload, whose key does not exist: b"OK", or None if it does.
+        """SET each value (header and payload) if its key does not exist: b"OK", or None if it does.
 
-        RUN_BLOCKS_MAX blocks at most.
+        At most RUN_BLOCKS_MAX blocks.
         """
         options = (b"NX", b"PX", b"%d" % ttl_ms) if ttl_ms else (b"NX",)
         start = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
@@ -286,10 +285,10 @@ class Link:
         return self._replies(len(blocks))
 
     def get_many(self, blocks: Sequence[Wanted]) -> list[Answer]:
-        """GET values of HEADER_BYTES + `length` bytes each, the payloads into their views.
+        """GET values of HEADER_BYTES + `length` bytes each, with the payloads into their views.
 
-        May write to `view[:length]` of those that it returns no Value for. Sets `broken` rather
-        than read a value of another length, which may be of any size.
+        May also write to the `view[:length]` of a block for which it returns no Value. Sets
+        `broken` instead of reading a value of another length, which may be of any size.
         """
         self._stream.send(
             [b"".join([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(b.key), b.key) for b in blocks])]
@@ -304,15 +303,15 @@ class Link:
                 answers.append(Odd.FOREIGN)
                 break
             else:
-                # The bytes behind this reply are here already: the rest has to be parsed, too.
+                # Bytes behind this reply have been received already: parse the rest as well.
                 answers += self._parsed(came, blocks[len(answers) :])
                 break
         answers += [Odd.UNREAD] * (len(blocks) - len(answers))
         return answers
 
     def get_watched(self, block: Wanted) -> Answer:
-        """GET one value as `get_many` does, and have the server watch its key: `unlink_watched`
-        then drops nothing else. The link must serve nobody after that."""
+        """GET one value like `get_many`, with WATCH on its key, so that `unlink_watched` drops
+        exactly that value. The link must not be used for other calls afterwards."""
         self.broken = True
         key, size_bytes = block.key, HEADER_BYTES + block.length
         watched, there = self.exchange(command(b"WATCH", key) + command(b"EXISTS", key), 2)
@@ -320,10 +319,10 @@ class Link:
             if isinstance(reply, ErrorReply):
                 return reply
         if watched != b"OK" or there not in (0, 1):
-            raise WireError("WATCH and EXISTS are answered by something else")
+            raise WireError("the server did not answer WATCH with OK, or EXISTS with 0 or 1")
         if not there:
             return None
-        # One byte more than is wanted tells a longer value, however long it is.
+        # Ask for `size_bytes` + 1 bytes: that shows a longer value, however long it is.
         self._stream.send([command(b"GETRANGE", key, b"0", b"%d" % size_bytes)])
         came = self._value(block.view, block.length)
         if isinstance(came, Value):
@@ -333,10 +332,11 @@ class Link:
         return reply if isinstance(reply, ErrorReply) else Odd.FOREIGN
 
     def unlink_watched(self, key: bytes) -> bool | ErrorReply:
-        """Drop the value of a key if nobody has changed it since it is watched; whether it was."""
+        """Drop a watched key's value unless it was changed meanwhile. Returns whether it was
+        dropped."""
         [begun] = self.exchange(command(b"MULTI"), 1)
         if begun != b"OK":
-            # Without it UNLINK would be done at once, whatever the value is by now.
+            # Outside a transaction UNLINK would run at once, whatever the value is by now.
             return begun if isinstance(begun, ErrorReply) else False
         *_, done = self.exchange(command(b"UNLINK", key) + command(b"EXEC"), 2)
         return done if isinstance(done, ErrorReply) else done == [1]
@@ -365,7 +365,7 @@ class Link:
         return Value(bytes(head[len(expected) :]), digest)
 
     def _hashed(self, payload: memoryview, have: int) -> bytes:
-        """The checksum of a payload that arrives meanwhile; `have` bytes of it are here."""
+        """Return the checksum of a payload, hashed while it arrives. `have` bytes are here."""
         hasher = xxhash.xxh3_128()
         size = self._stream.chunk_bytes
         for start in range(0, len(payload), size):
@@ -377,7 +377,7 @@ class Link:
         return hasher.digest()
 
     def _parsed(self, begun: bytes, blocks: Sequence[Wanted]) -> list[Answer]:
-        """The replies to `blocks`, of which the bytes `begun` are here, by way of hiredis."""
+        """Return the replies to `blocks`, parsed by hiredis; the bytes `begun` are here already."""
         replies: list[Reply] = []
         self._reader.feed(begun)
         try:
@@ -389,7 +389,7 @@ class Link:
             if reply is None or isinstance(reply, ErrorReply):
                 answers.append(reply)
             elif not isinstance(reply, bytes):
-                raise WireError("GET is answered by something else than a value")
+                raise WireError("the server answered GET with something other than a value")
             elif len(reply) != HEADER_BYTES + block.length:
                 answers.append(Odd.FOREIGN)
             else:
@@ -399,7 +399,7 @@ class Link:
         return answers
 
     def _expect(self, length: int) -> None:
-        """Room for what precedes a payload of `length` bytes; lengths rarely change."""
+        """Allocate the head for a payload of `length` bytes; lengths rarely change."""
         self._length = length
         self._expected = b"$%d\r\n" % (HEADER_BYTES + length)
         self._head = memoryview(bytearray(len(self._expected) + HEADER_BYTES))
@@ -412,7 +412,7 @@ class Link:
         *,
         most: int = REPLIES_BYTES_MAX,
     ) -> list[Reply]:
-        """The next `count` replies, of `most` bytes; they are put into `replies` as they come."""
+        """Return the next `count` replies, of at most `most` bytes, appended to `replies`."""
         replies = [] if replies is None else replies
         gets, buffer = self._reader.gets, self._buffer
         budget = most
@@ -423,8 +423,8 @@ class Link:
                     if isinstance(reply, ErrorReply):
                         self._note(reply)
             except (MemoryError, TypeError) as error:
-                # hiredis makes room for an array before it comes, and a dict of RESP3's maps.
-                raise WireError("the server sends what no command asks for") from error
+                # hiredis allocates an array before it arrives, and makes dicts of RESP3's maps.
+                raise WireError("the server sent data that no command asked for") from error
             if len(replies) == count:
                 if self._reader.has_data():
                     raise WireError("the server sent more than it was asked for")
@@ -434,30 +434,30 @@ class Link:
             received = self._stream.some([memoryview(buffer)])
             budget -= received
             if budget < 0:
-                raise _TooMuchError("the server sends without end")
+                raise _TooMuchError("the server sent more than any command asks for")
             self._reader.feed(buffer, 0, received)  # type: ignore[arg-type]  # any buffer will do
 
     def _note(self, reply: ErrorReply) -> None:
-        """Remember a reply that is about the server, or about who asks."""
+        """Remember a reply that is about the server or the login, not about the command."""
         wrong = reply.code in WRONG_SERVER and SLOT_WITHOUT_NODE not in str(reply)
         if wrong or reply.code in DENIALS:
             self.turned_away = reply
 
 
 def command(*words: bytes) -> bytes:
-    """A command as sent."""
+    """Return a command as sent."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
 def commands(verb: bytes, keys: Sequence[bytes], *rest: bytes) -> bytes:
-    """The same command for each of `keys`, in one piece."""
+    """Return the same command for each of `keys`, as one piece of bytes."""
     before = b"*%d\r\n$%d\r\n%b\r\n" % (2 + len(rest), len(verb), verb)
     after = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in rest)
     return b"".join(b"%b$%d\r\n%b\r\n%b" % (before, len(key), key, after) for key in keys)
 
 
 def _after(buffers: Sequence[bytes | memoryview], count: int) -> list[memoryview]:
-    """`buffers` without their first `count` bytes."""
+    """Return `buffers` without their first `count` bytes."""
     rest = []
     for buffer in buffers:
         if count < len(buffer):
@@ -467,7 +467,7 @@ def _after(buffers: Sequence[bytes | memoryview], count: int) -> list[memoryview
 
 
 def _until(buffers: Sequence[memoryview], count: int) -> bytes:
-    """The first `count` bytes of `buffers`."""
+    """Return the first `count` bytes of `buffers`."""
     begun = bytearray()
     for buffer in buffers:
         begun += buffer[: count - len(begun)]

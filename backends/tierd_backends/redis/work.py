@@ -1,6 +1,6 @@
-"""What the tier's threads do for a batch: one job after another, each at its node.
+"""The work of the tier's threads on a batch: one job after another, each at its node.
 
-Jobs are filled in here and read by the event loop when the batch is over. A job's view is
+The threads fill in the jobs; the event loop reads them when the batch is over. A job's view is
 touched only by `Link.get_many` and `Link.set_many`, inside the `turn.using` of `Nodes.ask`.
 """
 
@@ -45,21 +45,21 @@ from tierd_backends.redis.wire import (
 )
 
 PAGE_KEYS = 1000
-"""Keys that one SCAN looks at: a millisecond of the server's time."""
+"""Keys that one SCAN visits: a millisecond of the server's time."""
 
 PROBES = 16
-"""Keys asked for at the start: in a cluster of several masters one is surely elsewhere."""
+"""Keys probed when the tier is opened: with several masters, one is surely on another node."""
 
 RUN_BYTES_MAX = 512 << 10
-"""Small blocks travel together up to this many bytes: a round trip costs as much as 100 KiB, but
-more than socket buffers hold comes in small pieces."""
+"""Small blocks travel together up to this many bytes. A round trip costs as much as 100 KiB, but
+more bytes than the socket buffers hold arrive in small pieces."""
 
 _Job = TypeVar("_Job")
 
 
 @dataclass(slots=True, eq=False)
 class GetJob:
-    """A block wanted. `why` says more of an ERROR, `fault` where a damaged one was damaged."""
+    """A block to get. `why` explains an ERROR; `fault` says where a damaged block was damaged."""
 
     key: bytes
     block: BlockKey
@@ -72,13 +72,13 @@ class GetJob:
 
     @property
     def result(self) -> GetResult:
-        """As the contract wants it."""
+        """The result in the contract's terms."""
         return GetResult(self.outcome, self.header)
 
 
 @dataclass(slots=True, eq=False)
 class PutJob:
-    """A block to keep. `why` says more of an ERROR."""
+    """A block to put. `why` explains an ERROR."""
 
     key: bytes
     block: BlockKey
@@ -90,21 +90,21 @@ class PutJob:
 
 @dataclass(slots=True, eq=False)
 class EachJob:
-    """The same command for several keys of one node; `failure` if it does not answer."""
+    """One command for several keys of one node; `failure` is set if the node does not answer."""
 
     node: RedisNode
     verb: bytes
     keys: list[bytes]
     positions: list[int]
     rest: Sequence[bytes] = ()
-    """What follows the key in each command."""
+    """Words that follow the key in each command."""
     replies: list[Reply] = field(default_factory=list)
     failure: BackendError | None = None
 
 
 @dataclass(slots=True, eq=False)
 class PageJob:
-    """A page of a node's keys; `cursor` is where the next one starts, and b"0" at the end."""
+    """A page of a node's keys. `cursor` is the start of the next page, or b"0" at the end."""
 
     node: RedisNode
     cursor: bytes = b"0"
@@ -114,7 +114,7 @@ class PageJob:
 
 @dataclass(slots=True, eq=False)
 class ShapeJob:
-    """How the slots of a cluster lie, see `Nodes.shape`."""
+    """The distribution of a cluster's slots; see `Nodes.shape`."""
 
     shape: tuple[object, bool] = ({}, False)
 
@@ -138,14 +138,14 @@ class Work:
         self._prefix = prefix
         self._ttl_ms = ttl_ms
         self.marks_key = f"{prefix}:marks".encode()
-        """Of the set of marks, which lies in one slot: a reading of it is whole."""
+        """Key of the set of marks. The set lies in one slot, so one read returns all of it."""
 
     def key_of(self, block: BlockKey) -> bytes:
-        """The server's key of a block."""
+        """Return the server's key of a block."""
         return f"{self._prefix}:{block.namespace.hex()}:{block.block_hash.hex()}".encode()
 
     def probe(self, turn: CallTurn[None]) -> None:
-        """Raise BackendError unless the server answers and is what it is said to be."""
+        """Raise BackendError unless the server answers and is as configured."""
         while turn.take() is not None:
             pass
         nodes = self._nodes
@@ -163,7 +163,7 @@ class Work:
                 raise nodes.connector.refusal(nodes.of(keys[0]).address, str(answer))
 
     def runs(self, jobs: Iterable[_Block]) -> list[list[_Block]]:
-        """The jobs as `get` and `put` want them: by node, small blocks several together."""
+        """Group jobs for `get` and `put`: by node, several small blocks per run."""
         runs: list[list[_Block]] = []
         open_runs: dict[RedisNode, tuple[list[_Block], int]] = {}
         for job in jobs:
@@ -178,7 +178,7 @@ class Work:
         return runs
 
     def get(self, turn: CallTurn[list[GetJob]]) -> None:
-        """Bring runs of blocks and verify them; drop what is not the block that is wanted."""
+        """Get runs of blocks and verify them. Drop a value that is not the wanted block."""
         while (run := turn.take()) is not None:
             blocks = [Wanted(job.key, job.request.view, job.request.length) for job in run]
             node = self._nodes.of(run[0].key)
@@ -189,7 +189,7 @@ class Work:
                 self._got(turn, job, block, answer)
 
     def _got(self, turn: CallTurn[_Job], job: GetJob, block: Wanted, answer: Answer) -> None:
-        """Settle one block, with a GET of its own if the run's had no say."""
+        """Settle one block. Send a GET for it alone if the run's GET was not answered."""
         if not isinstance(answer, Value) and (answer is Odd.UNREAD or self._is_redirect(answer)):
             try:
                 answer = self._nodes.perform(turn, job.key, lambda link: link.get_many([block])[0])
@@ -208,8 +208,8 @@ class Work:
             self._read_again(turn, job, block, answer)
 
     def _read_again(self, turn: CallTurn[_Job], job: GetJob, block: Wanted, first: Answer) -> None:
-        """Judge what is another or a damaged block, or a list, by a second read over a connection
-        of its own. It is dropped if it is there: as long as it is, the block cannot be stored."""
+        """Read a wrong value (another block, damage, a list) again over another connection, and
+        judge it. Drop it if it is stored that way: it would keep the block from being stored."""
         job.fault = DamageSite.UNKNOWN
         settle = partial(self._settle, job, block, first)
         try:
@@ -218,21 +218,21 @@ class Work:
             job.why = str(error)
 
     def _settle(self, job: GetJob, block: Wanted, first: Answer, link: Link) -> ErrorReply | None:
-        """Read a block again and see to it; a reply that sends elsewhere is returned."""
+        """Read a block again and settle it. Returns a reply that redirects to another node."""
         second = link.get_watched(block)
         if second is None:
             job.outcome, job.fault = Outcome.MISS, None
         elif isinstance(second, ErrorReply) and second.code != "WRONGTYPE":
             if self._is_redirect(second):
                 return second
-            job.why = f"damaged, and not read again: {second}"
+            job.why = f"damaged, and could not be read again: {second}"
         else:
             job.header = _header_of(second, job)
             job.fault = judge(_comparable(first), _comparable(second), job.header)
             if job.header is not None:
                 job.outcome = Outcome.HIT
             elif job.fault is DamageSite.TRANSIT:
-                job.why = "two reads of it were damaged, each in another way"
+                job.why = "two reads of it were damaged in different ways"
             else:
                 job.outcome = Outcome.CORRUPT
                 dropped = link.unlink_watched(job.key)
@@ -258,7 +258,7 @@ class Work:
         return Given(job.key, header, view[:length])
 
     def _was_put(self, turn: CallTurn[_Job], job: PutJob, block: Given, reply: Reply | Odd) -> None:
-        """Settle one block, with a SET of its own if the run's had no say."""
+        """Settle one block. Send a SET for it alone if the run's SET was not answered."""
         if reply is Odd.UNREAD or self._is_redirect(reply):
             try:
                 reply = self._nodes.perform(
@@ -277,17 +277,17 @@ class Work:
             self._check(job.key, reply)
             job.why = str(reply)
         else:
-            job.why = "SET is answered by something else than OK"
+            job.why = "the server answered SET with neither OK nor nil"
 
     def _is_redirect(self, answer: object) -> bool:
         return self._nodes.cluster and isinstance(answer, ErrorReply) and answer.code in REDIRECTS
 
     def _check(self, key: bytes, reply: ErrorReply) -> None:
-        """Raise DeniedError for an error that every block would meet."""
+        """Raise DeniedError if the same error would meet every block."""
         self._nodes.connector.check(self._nodes.of(key).address, reply)
 
     def each(self, turn: CallTurn[EachJob]) -> None:
-        """Send the same command for many keys, in one round trip a job."""
+        """Send one command for many keys, in one round trip per job."""
         while (job := turn.take()) is not None:
             try:
                 job.replies = self._each(turn, job)
@@ -312,13 +312,13 @@ class Work:
         return self._nodes.perform(turn, key, lambda link: link.exchange(sent, 1)[0])
 
     def shape(self, turn: CallTurn[ShapeJob]) -> None:
-        """Learn how the slots lie. Raises UnreachableError."""
+        """Learn the distribution of slots. Raises ServerUnreachableError."""
         while (job := turn.take()) is not None:
             job.shape = self._nodes.shape(turn)
 
     def marks(self, turn: CallTurn[MarksJob]) -> None:
-        """Do something with the set of marks, at the master, and at the one that the address leads
-        to now. Raises UnreachableError."""
+        """Send a command about the set of marks to the master to which the address leads now.
+        Raises ServerUnreachableError."""
         while (job := turn.take()) is not None:
             verb, *rest = job.words
             operation = partial(Link.members_at_master, key=self.marks_key)
@@ -327,7 +327,7 @@ class Work:
             job.reply = self._nodes.perform(turn, self.marks_key, operation, fresh=True)
 
     def page(self, turn: CallTurn[PageJob]) -> None:
-        """Read the headers of the next page of blocks. Raises UnreachableError."""
+        """Read the headers of the next page of blocks. Raises ServerUnreachableError."""
         while (job := turn.take()) is not None:
             self._nodes.ask(turn, job.node, partial(self._page, job))
 
@@ -343,7 +343,7 @@ class Work:
             case _:
                 raise WireError("SCAN is not understood")
         replies = dict(zip(keys, _beginnings(link, keys, asking=False), strict=True))
-        # Of a slot that is just being moved here a node gives keys only to who says ASKING.
+        # A node gives keys of a slot that is being moved to it only after ASKING.
         moving = [key for key, reply in replies.items() if self._is_redirect(reply)]
         replies |= zip(moving, _beginnings(link, moving, asking=True), strict=True)
         headers: list[BlockHeader] = []
@@ -362,7 +362,7 @@ class Work:
 
 
 def _beginnings(link: Link, keys: list[bytes], *, asking: bool) -> list[Reply]:
-    """What GETRANGE says of the first bytes of each key."""
+    """Return the first HEADER_BYTES of each key, by GETRANGE."""
     if not keys:
         return []
     if not asking:
@@ -374,7 +374,7 @@ def _beginnings(link: Link, keys: list[bytes], *, asking: bool) -> list[Reply]:
 
 
 def _header_of(answer: Answer, job: GetJob) -> BlockHeader | None:
-    """The header, if an answer is the block that is wanted."""
+    """Return the header if an answer is the wanted block."""
     if not isinstance(answer, Value):
         return None
     return match_header(answer.raw_header, job.block, job.request.length, answer.digest)

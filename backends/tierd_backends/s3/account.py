@@ -1,8 +1,8 @@
-"""What botocore knows for the S3 tier: credentials, region, and where a bucket is.
+"""Credentials, region and address of a bucket, as botocore finds them.
 
-The only module that imports botocore, which takes half a second; `open` imports it. A session is
-made by one thread, and asked only for credentials after that. A server that denies may know other
-keys by now, so credentials are looked for anew then, in a session that remembers nothing.
+This is the only module that imports botocore, which takes half a second; `open` imports it. One
+thread makes a session, which then only gives credentials. If the server denies a request, new
+credentials may exist, so they are searched again in a new session, which has no cached ones.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tierd_backends.s3.http import Endpoint
 from tierd_backends.s3.sign import Credentials
 
 RENEW_S = 2.0
-"""Least time between two looks for other credentials after denials: a role's come from a service
-of the instance's, and a batch may be denied once a block."""
+"""Least time between two searches for other credentials after denials: a role's credentials come
+from the instance's metadata service, and a batch may be denied once per block."""
 
 KEY_FILE_BYTES_MAX = 16 << 10
-"""A file of keys that is longer is some other file; tokens have up to 4 KiB."""
+"""A longer file is not a key file; tokens have up to 4 KiB."""
 
 _KEY_FILE = re.compile(r"\s*([!-~]+)\s+([!-~]+)(?:\s+([!-~]+))?\s*", re.ASCII)
 
 _log = logging.getLogger("tierd_backends.s3")
 
 DEFAULT_REGION = "us-east-1"
-"""What a server of one's own expects, and where AWS looks if it is not told."""
+"""Region that a self-hosted server expects, and that AWS assumes by default."""
 
 
 class Wishes(NamedTuple):
-    """The options that decide where a bucket is and who asks; empty means botocore's choice."""
+    """Options that decide where a bucket is and who asks; empty: botocore decides."""
 
     bucket: str
     endpoint: str
@@ -56,7 +56,7 @@ class Wishes(NamedTuple):
 
 
 class Account:
-    """Where a bucket is, and credentials for it. `credentials` may be called by any thread."""
+    """A bucket's address, and credentials for it. `credentials` can be called on any thread."""
 
     def __init__(self, wishes: Wishes) -> None:
         """Blocks: reads files, and may ask the instance's metadata service for credentials.
@@ -83,7 +83,7 @@ class Account:
         self.host = url.netloc.removesuffix(":443" if https else ":80")
 
     def credentials(self) -> Credentials:
-        """What to sign with now; those that expire are renewed in good time, which may block.
+        """Return the credentials to sign with. Renews expiring ones in time, which may block.
 
         Raises BackendError if they cannot be renewed.
         """
@@ -94,14 +94,14 @@ class Account:
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
     def read_anew(self) -> None:
-        """Look for credentials anew, as after a rotation. Blocks. Raises BackendError, and keeps
-        those that there were."""
+        """Read the credentials again, as after a rotation. Blocks. Raises BackendError, and keeps
+        the former credentials."""
         with self._renewing:
             self._read()
 
     def others_than(self, denied: Credentials) -> bool:
-        """Whether there are other credentials by now than those that were denied. Blocks while
-        they are looked for, which is done every RENEW_S at most."""
+        """Return whether credentials other than the denied ones exist by now. May block for a
+        search, which is made every RENEW_S at most."""
         with self._renewing:
             try:
                 if self.credentials() != denied:
@@ -120,10 +120,10 @@ class Account:
             session = botocore.session.Session(profile=self._wishes.profile or None)
             self._source = _find_credentials(session, self._wishes)
         except botocore.exceptions.BotoCoreError as error:
-            raise BackendError(f"credentials cannot be read anew: {error}") from error
+            raise BackendError(f"credentials cannot be read again: {error}") from error
 
     def _object_url(self, session: botocore.session.Session, wishes: Wishes) -> str:
-        """URL of the object "k". For AWS, botocore's endpoint rules know it; they take 0.3 s."""
+        """Return the URL of an object "k". For AWS, botocore's endpoint rules give it, in 0.3 s."""
         if wishes.endpoint:
             scheme, _, rest = wishes.endpoint.rstrip("/").partition("://")
             if wishes.style == "virtual":
@@ -132,8 +132,8 @@ class Account:
         client = session.create_client(
             "s3",
             region_name=self.region,
-            # Unused, but a client looks for credentials if it is given none, and prefers the
-            # region's own endpoint only if it signs by version 4.
+            # Unused. Without them a client searches for credentials; without version 4 it does not
+            # prefer the region's own endpoint.
             aws_access_key_id="unused",
             aws_secret_access_key="unused",
             config=botocore.config.Config(
@@ -165,7 +165,7 @@ def _find_credentials(
 
 
 def _read_key_file(path: str) -> Credentials:
-    """What a file of keys holds. Raises BackendError, which shows nothing of it."""
+    """Parse a key file. Raises BackendError, whose text shows nothing of the file."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), encoding="ascii") as file:
             found = os.fstat(file.fileno())
@@ -175,7 +175,7 @@ def _read_key_file(path: str) -> Credentials:
                 )
             match = _KEY_FILE.fullmatch(file.read(KEY_FILE_BYTES_MAX))
     except (OSError, UnicodeDecodeError) as error:
-        told = error.strerror if isinstance(error, OSError) else "it is no text"
+        told = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise BackendError(f"key_file {path} cannot be read: {told}") from error
     if match is None:
         raise BackendError(

@@ -1,11 +1,11 @@
 """The S3 tier: each block is an object, header first, in a bucket that nodes may share.
 
-This module follows a batch through the tier. What goes over the wire is bucket.py's,
-which threads call; everything here belongs to the event loop. Nothing is cached: the bucket
-is asked for every block, since other nodes store and drop blocks too.
+This module takes a batch through the tier and belongs to the event loop. bucket.py makes the
+requests, on threads. Nothing is cached: the bucket is asked for every block, because other nodes
+store and drop blocks too.
 
-A block is changed by one call at a time. A change whose caller gave up goes on in the
-background once it is under way, and whoever asks for that block waits for its end.
+A block is changed by one call at a time. If the caller is cancelled, a change that has begun goes
+on in the background, and later calls for that block wait for its end.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from tierd_backends.s3.options import S3Options
 from tierd_backends.s3.usage import Usage
 
 ASK_EACH_MAX: Final = 32
-"""Longest list of hashes that are asked for one by one: what one batch of the daemon brings."""
+"""Longest list of hashes that are looked up one by one: the size of one batch of the daemon."""
 
 USE_EVERY_S: Final = 6 * 3600.0
-"""How often blocks in use are looked for: at 0.4 dollars a million questions, 32,000 blocks cost 5
-cents a day."""
+"""How often blocks in use are looked up. At 0.4 dollars per million requests, 32,000 blocks cost
+5 cents a day."""
 
 INDEX_RETRY_S: Final = 30.0
-"""Wait before a listing that failed goes on; only the statistics want it."""
+"""Wait before a failed listing goes on; only the statistics and the shared capacity need it."""
 
 LOG_EVERY_S: Final = 60.0
-"""Failures of one kind are logged this often; all are counted."""
+"""Failures of one kind are logged at most this often; all are counted."""
 
 CLOSE_S_MAX: Final = 5.0
-"""Calls in flight may take so long to end when the tier is closed; then they are called off."""
+"""Longest wait for calls in flight when the tier is closed; then they are called off."""
 
 ABSENT: Final = BlockKey(bytes(SCOPE_BYTES), bytes(HASH_BYTES))
-"""A block that nobody has, to learn how the server says so."""
+"""A block that no node stores. Looking it up shows how the server reports a missing object."""
 
 __all__ = ["S3Backend", "S3Options"]
 
@@ -80,7 +80,7 @@ class S3Backend(Backend):
     in_worker: ClassVar[bool] = True
 
     def __init__(self, options: S3Options) -> None:
-        """Raises ConfigError for an option of a wrong form; touches nothing."""
+        """Raises ConfigError with every malformed option. Touches nothing."""
         options.check()
         self._options = options
         self._where = f"S3 bucket {options.bucket}" + (
@@ -104,7 +104,7 @@ class S3Backend(Backend):
         self._opened = False
         self._in_flight = 0
         self._idle = asyncio.Event()
-        # The change of each block that is under way, and those whose callers gave up.
+        # Each block's change in progress, and the changes whose callers were cancelled.
         self._changing: dict[str, ObjectChange] = {}
         self._abandoned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop
@@ -119,7 +119,7 @@ class S3Backend(Backend):
 
     @property
     def use_every_s(self) -> float:
-        """Each question costs money, and what drops objects is a rule that counts in days."""
+        """Each lookup costs money, and the rules that drop objects count in days."""
         return USE_EVERY_S
 
     @property
@@ -181,9 +181,9 @@ class S3Backend(Backend):
             await self._settled(names)
             if len(names) <= ASK_EACH_MAX:
                 return await self._ask(names)
-            # A prefix is whole as a rule, so what matters is where it ends: each round asks at
-            # so many places as there are connections. A hole shows as a miss when it is fetched.
-            low, high = 0, len(names)  # There as far as asked; not there.
+            # A prefix rarely has holes, so the search is for its end: each round looks at one
+            # place per connection. A hole shows as a miss when it is fetched.
+            low, high = 0, len(names)  # All below `low` are present, `high` is absent.
             ask = self._options.connections
             places = {0}
             while low < high:
@@ -200,7 +200,7 @@ class S3Backend(Backend):
             return [True] * high + [False] * (len(names) - high)
 
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """Objects are ordered by nothing that a use could change. Each is asked for."""
+        """Look every block up. A use changes nothing: the bucket keeps no order of uses."""
         answers: list[bool] = []
         for at in range(0, len(hashes), ASK_EACH_MAX):
             answers += await self.contains_many(namespace, hashes[at : at + ASK_EACH_MAX])
@@ -273,8 +273,8 @@ class S3Backend(Backend):
                 return
 
     async def _peek(self, objects: Sequence[ListedObject]) -> Scanned:
-        """The headers of some objects, about one round trip's worth. Raises BackendError if the
-        server, and no single object, is what is wrong."""
+        """Read the headers of some objects: about one round trip. Raises BackendError if the
+        server fails for all of them."""
         looks = [Look(self._bucket.name(each.key)) for each in objects]
         with self._call_in_flight():
             await self._look(looks, peek=True)
@@ -314,12 +314,12 @@ class S3Backend(Backend):
                 raise BackendError(f"{self._where}: {error}") from error
 
     async def reload(self) -> None:
-        """Look for credentials anew: those that are in use may still be good, but not for long."""
+        """Read the credentials again: those in use may be valid, but not for long."""
         with self._call_in_flight():
             await self._call(self._readers, lambda _: self._bucket.read_keys_anew())
 
     def stats(self) -> BackendStats:
-        """As far as this node knows: what the last listing found, and its own changes since."""
+        """Return this node's estimate: the last listing, and its own changes since."""
         return replace(
             self._usage.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
         )
@@ -334,7 +334,7 @@ class S3Backend(Backend):
 
     @contextlib.contextmanager
     def _call_in_flight(self) -> Iterator[None]:
-        """Keeps the tier from being closed under a call."""
+        """Keep the tier from being closed during a call."""
         self._check_open()
         self._in_flight += 1
         try:
@@ -345,7 +345,7 @@ class S3Backend(Backend):
                 self._idle.set()
 
     async def _call(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
-        """Result of one function on one thread."""
+        """Run one function on one thread and return its result."""
         results: list[_T] = []
 
         def work(turn: CallTurn[None]) -> None:
@@ -358,7 +358,7 @@ class S3Backend(Backend):
         return results[0]
 
     def _make_bucket(self, turn: OnCall) -> Bucket:
-        # Here and not above: the daemon imports this module only to check its options.
+        # Imported late: the daemon imports this module only to check its options.
         from tierd_backends.s3.account import Account, Wishes
 
         options = self._options
@@ -384,7 +384,7 @@ class S3Backend(Backend):
         )
 
     async def _count(self) -> None:
-        """Count what the bucket holds, and again and again if there is a lid."""
+        """Count the bucket's objects; with a capacity, again and again."""
         pause_s: float | None = 0.0
         while pause_s is not None:
             await asyncio.sleep(pause_s)
@@ -394,13 +394,13 @@ class S3Backend(Backend):
             pause_s = self._lid.pause_s(self._loop.time() - began_s)
 
     async def _list(self) -> None:
-        """Count what the bucket holds, a page at a time."""
+        """Count the bucket's objects once, page by page."""
         token = ""
         while True:
             try:
                 page = await self._page(token)
             except BackendError as error:
-                _log.warning("counting what is held goes on in %.0f s: %s", INDEX_RETRY_S, error)
+                _log.warning("cannot count objects; going on in %.0f s: %s", INDEX_RETRY_S, error)
                 await asyncio.sleep(INDEX_RETRY_S)
                 continue
             token = page.token
@@ -416,7 +416,7 @@ class S3Backend(Backend):
             raise BackendError(f"{self._where}: {error}") from error
 
     async def _ask(self, names: Sequence[str]) -> list[bool]:
-        """Whether each object is there."""
+        """Return whether each object is present."""
         looks = [Look(name) for name in names]
         await self._look(looks, peek=False)
         return [look.size_bytes is not None for look in looks]
@@ -467,7 +467,7 @@ class S3Backend(Backend):
     def _fetch_again(
         self, batch: Batch, turn: OnCall, fetch: Fetch, first: Read, raw_header: memoryview
     ) -> None:
-        """Judge a damaged object by a second read, over a connection of its own."""
+        """Judge a damaged object by a second read, over another connection."""
         fetch.fault = DamageSite.UNKNOWN
         try:
             second = self._bucket.read(
@@ -490,13 +490,13 @@ class S3Backend(Backend):
             fetch.outcome = Outcome.CORRUPT
 
     def _missed(self, fetch: Fetch, failure: S3Error) -> None:
-        """In a thread: an object is there, and the server does not give it."""
+        """In a thread: note that the server does not deliver an object which it has."""
         fetch.outcome, fetch.fault = Outcome.MISS, None
         self._tally.add("unreadable_total")
         self._warn(failure.kind, f"{fetch.name}: {failure}")
 
     async def _change(self, changes: Sequence[ObjectChange], batch: Batch) -> None:
-        """Make changes, each when no other call changes its block."""
+        """Make changes, each as soon as no other call changes its block."""
         waiting = list(changes)
         while waiting:
             ready, later = [], []
@@ -514,7 +514,7 @@ class S3Backend(Backend):
                         self._abandoned.add(change.name)
                     else:
                         self._end_change(change)
-            # A batch may hold a block twice, and then no more than one change of it is ready.
+            # A batch may name a block twice; then only one of its changes is ready at a time.
             others = [self._changing[c.name].over for c in later if c.name in self._changing]
             if len(others) == len(later) and others:
                 await asyncio.wait(set(others), return_when=asyncio.FIRST_COMPLETED)
@@ -559,7 +559,7 @@ class S3Backend(Backend):
         change.outcome = Outcome.MISS
 
     def _end_change(self, change: ObjectChange) -> None:
-        """Let the next one change the block; once a change."""
+        """Let the next call change the block. Later calls for the same change do nothing."""
         if self._changing.get(change.name) is not change:
             return
         del self._changing[change.name]
@@ -568,14 +568,14 @@ class S3Backend(Backend):
         change.over.set_result(None)
 
     async def _settled(self, names: Sequence[str]) -> None:
-        """Wait for changes of these blocks that nobody else waits for any more."""
+        """Wait for changes of these blocks whose callers were cancelled."""
         if self._abandoned:
             changes = [self._changing[name].over for name in names if name in self._abandoned]
             if changes:
                 await asyncio.wait(changes)
 
     def _note(self, batch: Batch, failure: S3Error, turn: OnCall) -> None:
-        """In a thread: count and log a failure, unless a cancellation made it."""
+        """In a thread: count and log a failure, unless a cancellation caused it."""
         if turn.cancelled:
             return
         batch.note(failure)
@@ -589,8 +589,8 @@ class S3Backend(Backend):
         kept = "; kept, since it has no ETag to delete it by" if not fetch.etag else ""
         told = {
             DamageSite.STORED: f"is another or a damaged block{kept}",
-            DamageSite.TRANSIT: "was damaged on its way here: look at the network and this machine",
-            DamageSite.UNKNOWN: "was read damaged, and could not be read again: it is kept",
+            DamageSite.TRANSIT: "was damaged in transit: check the network and this machine",
+            DamageSite.UNKNOWN: "was read damaged, and could not be read again: kept",
         }
         self._warn(fault, f"{fetch.name} {told[fault]}")
 
@@ -606,7 +606,7 @@ class S3Backend(Backend):
 
 
 def _try_bucket(bucket: Bucket, turn: OnCall) -> None:
-    """Ask what every call asks, so that what would fail each time fails now, in words."""
+    """Make each kind of request once, so that what would fail each time fails now, explained."""
     for asked, permission in (
         (lambda: bucket.page(turn, "", limit=1), "s3:ListBucket"),
         (lambda: bucket.size_of(turn, bucket.name(ABSENT)), "s3:GetObject"),

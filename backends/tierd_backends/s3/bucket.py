@@ -1,8 +1,8 @@
-"""Requests for a bucket's objects, as one thread makes them: signed, sent, understood, retried.
+"""Requests for a bucket's objects, made on one thread each: signed, sent, parsed, retried.
 
-Each takes the turn of the batch that it is for. Views are touched only inside `Turn.using`,
-so a call that is cancelled gets them back at once. Changes are let run to their end outside
-of it, in the background, because what becomes of a change that is cut off nobody can tell.
+A request takes the turn of its batch. It touches views only inside `CallTurn.using`, so a
+cancelled call gets them back at once. A change runs to its end outside of that, in the background,
+because the outcome of an interrupted change cannot be known.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ if TYPE_CHECKING:
     from tierd_backends.s3.account import Account
 
 RETRIES_MAX: Final = 1
-"""Further tries of a request that a busy server refused: an error costs the engine only a
-recomputation, and more tries would feed the storm."""
+"""Retries of a request that a busy server refused. An error costs the engine only a recomputation,
+and more retries would feed the overload."""
 
 RETRY_S: Final = (0.02, 0.08)
-"""Wait before a retry, at random between these, so that threads do not come back together."""
+"""Bounds of the random wait before a retry: random, so that threads do not return together."""
 
 PIECE_BYTES: Final = 256 << 10
-"""A payload is received and hashed by pieces, while they are in the cache: one pass at the end
-costs 0.05 CPU seconds a GB more."""
+"""Bytes of a payload that are received and then hashed while they are in the cache. Hashing it all
+at the end costs 0.05 CPU seconds more per GB."""
 
 PAGE_BYTES_MAX: Final = 4 << 20
-"""Largest page of a listing: 1,000 names, which take 300 bytes each."""
+"""Largest page of a listing: 1,000 names of about 300 bytes each."""
 
 DRAIN_BYTES_MAX: Final = 64 << 10
-"""Unwanted rest of a body that is read to keep the connection; a new one costs less than more."""
+"""Longest rest of a body that is read to keep the connection; beyond it, a new one is cheaper."""
 
 MARKS: Final = "marks/"
-"""Where marks lie, below the tier's prefix."""
+"""Folder of the marks, below the tier's prefix."""
 
 CHANGE_S_MAX: Final = 30.0
-"""A put or delete whose answer comes by drips is given up then; nobody else would end it."""
+"""Longest put or delete: nothing else ends one whose answer arrives byte by byte."""
 
 RANGE_STATUS: Final = 416
-"""No such bytes: the object is empty."""
+"""Status for a range beyond the end: the object is empty."""
 
 _ETAG: Final = re.compile('"[!#-~]{1,128}"', re.ASCII)
 
@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 
 class OnCall(Protocol):
-    """What a request needs of the `Turn` that it is made in."""
+    """The part of `CallTurn` that a request needs."""
 
     @property
     def cancelled(self) -> bool: ...
@@ -91,22 +91,22 @@ class OnCall(Protocol):
 
 
 class LockedCounters:
-    """Counters that threads may raise. Plain `+=` on a dict loses counts between threads."""
+    """Counters for several threads. A plain `+=` on a dict loses counts between threads."""
 
     def __init__(self, counters: dict[str, int]) -> None:
         self._counters = counters
         self._lock = threading.Lock()
 
     def add(self, name: str) -> None:
-        """One more of `name`, which is there."""
+        """Add one to the existing counter `name`."""
         with self._lock:
             self._counters[name] += 1
 
 
 class Read(NamedTuple):
-    """An object that was found: the header if it is the block wanted and whole, and its size.
+    """An object that was found: its size, and its header if it is the wanted block and whole.
 
-    `seen` tells other bytes apart as far as they were read; `etag` is empty if there was none.
+    `seen` stands for the bytes read, to compare reads; `etag` is empty if the reply had none.
     """
 
     header: BlockHeader | None
@@ -116,15 +116,15 @@ class Read(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """An object that is there, as far as a HEAD tells; `readable` unless it says otherwise."""
+    """An object that exists, by its HEAD; `readable` unless the reply says that a GET fails."""
 
     size_bytes: int
     readable: bool
 
 
 class Written(NamedTuple):
-    """How a block was kept: stored now, or there already. What it took the place of had
-    `replaced_bytes`, if it took anything's."""
+    """Result of keeping a block: stored now, or present before. `replaced_bytes` is the size of
+    the object that it replaced, None if it replaced none."""
 
     stored: bool
     size_bytes: int
@@ -141,7 +141,7 @@ class _Request:
 
 
 class Bucket:
-    """A bucket, and the idle connections to it. May be used by several threads."""
+    """A bucket and the idle connections to it. Can be used by several threads."""
 
     def __init__(
         self,
@@ -170,15 +170,15 @@ class Bucket:
         self._idle_lock = threading.Lock()
 
     def name(self, key: BlockKey) -> str:
-        """Name of the object that holds a block."""
+        """Return the name of a block's object."""
         return f"{self._prefix}{key.namespace.hex()}/{key.block_hash.hex()}"
 
     def read_keys_anew(self) -> None:
-        """Sign with the credentials of this moment from now on. Raises BackendError."""
+        """Sign with the current credentials from now on. Raises BackendError."""
         self._account.read_anew()
 
     def close(self) -> None:
-        """Close what is idle, and what a thread may still be using once it is done with it."""
+        """Close idle connections now, and connections in use when their threads give them back."""
         with self._idle_lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -186,7 +186,7 @@ class Bucket:
             connection.close()
 
     def size_of(self, turn: OnCall, name: str) -> int | None:
-        """Size of an object in bytes, None if there is none that can be read. Raises S3Error."""
+        """Return an object's size in bytes, None if it is missing or unreadable. Raises S3Error."""
         if self._suspects.avoid(name):
             return None
         seen = self.look(turn, name)
@@ -195,7 +195,7 @@ class Bucket:
         return seen.size_bytes if seen is not None and seen.readable else None
 
     def look(self, turn: OnCall, name: str) -> Seen | None:
-        """Whether an object is there, whatever is known of it. Raises S3Error."""
+        """Return whether an object exists, even if it is a suspect. Raises S3Error."""
 
         def finish(connection: HttpConnection) -> Seen | None:
             head = connection.read_head(body=False)
@@ -210,7 +210,7 @@ class Bucket:
         except S3Error as refusal:
             if refusal.status not in (400, 403):
                 raise
-            # The answer to a HEAD has no room for the reason.
+            # The reply to a HEAD has no body for the reason, so GET a part of the object.
             try:
                 self.read_header(turn, name)
             except S3Error as reason:
@@ -229,8 +229,8 @@ class Bucket:
         *,
         fresh: bool = False,
     ) -> Read | None:
-        """Bring a block into `view`, which it must fill, and verify it; over a new connection if
-        it is to be `fresh`. Raises S3Error, of the kind UNREADABLE for the object's own trouble."""
+        """Read a block into `view`, which it must fill, and verify it; `fresh`: over a new
+        connection. Raises S3Error, of kind UNREADABLE if only this object is affected."""
         expected = HEADER_BYTES + len(view)
 
         def finish(connection: HttpConnection) -> Read | None:
@@ -272,7 +272,7 @@ class Bucket:
         return found
 
     def read_header(self, turn: OnCall, name: str) -> bytes | None:
-        """The first bytes of an object, None if there is none, or it has none. Raises S3Error."""
+        """Return an object's first HEADER_BYTES, None if it is missing or empty. Raises S3Error."""
 
         def finish(connection: HttpConnection) -> bytes | None:
             head = connection.read_head()
@@ -290,11 +290,11 @@ class Bucket:
         return self._ask(turn, _Request("GET", self._path(name), headers=headers), finish)
 
     def write(self, turn: OnCall, name: str, raw_header: bytes, view: memoryview) -> Written:
-        """Keep a block unless it is there. Raises S3Error; the server then has all or nothing.
+        """Keep a block unless it is present. Raises S3Error; the server then has all or nothing.
 
-        It is asked for first, since a server tells only after it was sent the whole block. A
-        condition decides between writers; where the server ignores it two writers both store
-        the block, which does no harm: a name has only one content.
+        A HEAD goes first, because a server refuses a block only after it was sent whole. A
+        condition decides between two writers. Where the server ignores it both store the block,
+        which is harmless: a name has only one content.
         """
         size_bytes = len(raw_header) + len(view)
         tries = 0
@@ -305,7 +305,7 @@ class Bucket:
             if seen is not None and seen.size_bytes == size_bytes:
                 return Written(False, size_bytes)
             if seen is not None:
-                # It is no such block, and would be in its way for ever.
+                # It is not this block, and would keep the block from ever being stored.
                 self.delete(turn, name)
             conditional = self._conditional
             try:
@@ -313,10 +313,10 @@ class Bucket:
             except S3Error as refusal:
                 if conditional and refusal.lacks_condition:
                     self._conditional = False
-                    _log.info("the S3 server knows no conditional put: doing without")
+                    _log.info("the S3 server does not know conditional puts: going on without")
                     continue
                 if refusal.status == 409 and tries < RETRIES_MAX:
-                    # Somebody is storing or deleting it: look again.
+                    # Another client is storing or deleting it: look again.
                     tries += 1
                     continue
                 raise
@@ -325,8 +325,8 @@ class Bucket:
     def _write_over(
         self, turn: OnCall, name: str, raw_header: bytes, view: memoryview, seen: Seen
     ) -> Written:
-        """Store a block in the place of an object that was not to be had, if it is not at a second
-        read either. Nothing is deleted: whoever stores it meanwhile stores the same bytes."""
+        """Replace an object that could not be read, unless a second read succeeds. Nothing is
+        deleted: another client that stores it meanwhile stores the same bytes."""
         size_bytes = len(raw_header) + len(view)
         header = unpack_header(raw_header)
         assert header is not None
@@ -352,7 +352,7 @@ class Bucket:
         conditional: bool,
         fresh: bool = False,
     ) -> bool:
-        """Whether the object was stored; False if it was there."""
+        """Store an object. Returns False if it was present."""
         headers = dict(self._put_headers)
         if conditional:
             headers["if-none-match"] = "*"
@@ -364,7 +364,7 @@ class Bucket:
             head = connection.read_head()
             if head.status == 412:
                 _drain(connection)
-                # After a try of which we know no end, it is most likely our own.
+                # After a try with unknown outcome the object is most likely our own.
                 return tries > 1
             self._succeed(connection, head)
             return True
@@ -373,7 +373,7 @@ class Bucket:
         return self._ask(turn, request, finish, fresh=fresh)
 
     def delete(self, turn: OnCall, name: str) -> None:
-        """Drop an object, which may be gone already. Raises S3Error."""
+        """Delete an object, which may already be missing. Raises S3Error."""
 
         def finish(connection: HttpConnection) -> None:
             head = connection.read_head()
@@ -385,7 +385,7 @@ class Bucket:
         self._ask(turn, _Request("DELETE", self._path(name)), finish)
 
     def marks(self, turn: OnCall) -> list[str]:
-        """All marks. Raises S3Error unless the listing is whole."""
+        """Return all marks. Raises S3Error unless the listing is complete."""
         found: list[str] = []
         token = ""
         while True:
@@ -396,19 +396,19 @@ class Bucket:
                 return found
 
     def add_mark(self, turn: OnCall, mark: str) -> None:
-        """Keep a mark: an object of a few bytes, whose name is what matters. Raises S3Error."""
+        """Keep a mark: an object of a few bytes whose name is the mark. Raises S3Error."""
         name = f"{self._prefix}{MARKS}{mark}"
         self._put(turn, name, (b"tierd",), conditional=False, fresh=True)
 
     def drop_mark(self, turn: OnCall, mark: str) -> None:
-        """Forget a mark. Raises S3Error."""
+        """Delete a mark. Raises S3Error."""
         self.delete(turn, f"{self._prefix}{MARKS}{mark}")
 
     def delete_read(self, turn: OnCall, name: str, etag: str) -> int | None:
-        """Drop the object that was read under this ETag; its size, or None if there is another
-        one by now, or none. Raises S3Error.
+        """Delete the object that was read under this ETag. Returns its size, or None if the object
+        is missing or has another ETag by now. Raises S3Error.
 
-        It is looked at first, for servers that do not know the condition, or ignore it.
+        A HEAD goes first, for servers that do not know the condition or ignore it.
         """
 
         def look(connection: HttpConnection) -> int | None:
@@ -439,10 +439,10 @@ class Bucket:
         return size_bytes
 
     def page(self, turn: OnCall, token: str, *, limit: int = 1000, under: str = "") -> Page:
-        """The next objects in the order of their names, of those `under` the tier's prefix; marks
-        over a new connection, since an old one may lead to a server that has none of late.
+        """Return the next objects below the tier's prefix and `under`, in order of their names.
+        Marks are listed over a new connection: an old one may lead to a server without the latest.
 
-        Raises S3Error, also if there are more and the server does not say how to get them.
+        Raises S3Error, also if there are more objects and the server does not say how to get them.
         """
         query = {
             **({"continuation-token": token} if token else {}),
@@ -461,8 +461,8 @@ class Bucket:
         body = self._ask(turn, request, finish, fresh=under == MARKS)
         page = parse_page(body, self._name)
         if token and page.token == token:
-            # Else the listing would never end, and each page of it is paid for.
-            raise S3Error(FailureKind.PEER, "it gives the same page of a listing again and again")
+            # Without this the listing would never end, and each of its pages costs money.
+            raise S3Error(FailureKind.PEER, "the server repeats the same page of a listing")
         return page
 
     def _path(self, name: str) -> str:
@@ -471,13 +471,13 @@ class Bucket:
     def _succeed(
         self, connection: HttpConnection, head: Head, limit: int = ERROR_BYTES_MAX
     ) -> bytes:
-        """The body of a reply that says success. Raises S3Error."""
+        """Return the body of a successful reply. Raises S3Error for any other reply."""
         if not 200 <= head.status < 300:
             raise failure(head.status, head.headers, connection.read_body(ERROR_BYTES_MAX))
         return connection.read_body(limit)
 
     def _missing(self, connection: HttpConnection, head: Head) -> None:
-        """Return if a reply says that there is no such object. Raises S3Error else."""
+        """Return if a reply says that the object does not exist. Raises S3Error otherwise."""
         body = connection.read_body(ERROR_BYTES_MAX)
         if (refusal := unreadable(head.status, body)) is not None:
             raise refusal
@@ -492,7 +492,7 @@ class Bucket:
         *,
         fresh: bool = False,
     ) -> _T:
-        """Send a request and have `finish` read the reply; again if that is worth it."""
+        """Send a request and let `finish` read the reply. Retry where a retry may help."""
         tries, denied = 0, False
         while True:
             try:
@@ -510,7 +510,7 @@ class Bucket:
                 self._tally.add("timeouts_total")
                 raise S3Error(FailureKind.PEER, str(error)) from error
             except PeerError as error:
-                # A server may close an idle connection at any time: no fact about the request.
+                # A server may close an idle connection at any time: it is not about the request.
                 if fresh or not reused or turn.cancelled:
                     raise S3Error(FailureKind.PEER, str(error)) from error
                 fresh = True
@@ -558,16 +558,16 @@ class Bucket:
             *most, tail = request.body
             last = bytes(tail[-1:])
             connection.send(head, *most, tail[:-1], more=True)
-        # A put that was cut off in there lacks its last byte, so it is void for certain. From
-        # here on the views are the caller's again, who need not wait for the end.
+        # A put that is interrupted in there lacks its last byte, so the server drops it. From here
+        # on the caller owns the views again, and need not wait for the end.
         connection.send(last)
         return finish(connection)
 
     def _take(self, fresh: bool) -> HttpConnection:
-        """A connection of this thread's own. Raises UnreachableError.
+        """Take a connection for this thread alone. Raises EndpointUnreachableError.
 
-        A `fresh` one takes the place of the one that has been idle longest: there would be more and
-        more, and old ones may lead to where the server's name led once.
+        A `fresh` one replaces the connection that was idle longest. Without that, connections
+        would add up, and old ones may lead to a former address of the server's name.
         """
         while True:
             with self._idle_lock:
@@ -598,7 +598,7 @@ def _sha256(parts: tuple[bytes | memoryview, ...]) -> str:
 
 
 def _etag(head: Head) -> str:
-    """The strong ETag of a reply, which names an object's bytes; empty if it has none."""
+    """Return a reply's strong ETag, which identifies the object's bytes; "" if there is none."""
     etag = head.headers.get("etag", "")
     return etag if _ETAG.fullmatch(etag) else ""
 

@@ -1,4 +1,4 @@
-"""What an S3 server says when it does not do what it was asked, and what to do about it."""
+"""Failures that an S3 server reports, their meaning, and the operator's remedy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Final
 
 ERROR_BYTES_MAX: Final = 16 << 10
-"""What is read of an error's body: they have a few hundred bytes."""
+"""Longest part of an error's body that is read: bodies have a few hundred bytes."""
 
 MESSAGE_CHARS_MAX: Final = 600
-"""Of a failure's text, of which a server may choose most."""
+"""Longest text of a failure; the server chooses most of it."""
 
 ARCHIVED: Final = frozenset({"GLACIER", "DEEP_ARCHIVE"})
-"""Storage classes from which an object cannot be read at once."""
+"""Storage classes whose objects cannot be read at once."""
 
 _CODE: Final = re.compile(rb"<Code>([^<]{1,100})</Code>")
 _MESSAGE: Final = re.compile(rb"<Message>([^<]{1,300})")
@@ -36,34 +36,34 @@ _DENIED: Final = frozenset(
 _REMEDIES: Final = {
     "RequestTimeTooSkewed": "set this machine's clock (NTP)",
     "InvalidAccessKeyId": "the server does not know this access key",
-    "SignatureDoesNotMatch": "the secret key is not that of the access key",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "ExpiredToken": "the credentials have expired",
 }
 
 
 class FailureKind(enum.Enum):
-    """Whose fault it is, as far as what to do about it differs."""
+    """Cause of a failure, as finely as the reaction to it differs."""
 
     DENIED = "denied"
     """Credentials or permissions."""
     THROTTLED = "throttled"
-    """The server is busy, and says so."""
+    """The server reports that it is busy."""
     NO_BUCKET = "no bucket"
     ELSEWHERE = "elsewhere"
     """The bucket is in another region or at another endpoint."""
     UNREADABLE = "unreadable"
-    """The server does not give this object: a miss of its block, and no other's trouble."""
+    """The server does not deliver this object: its block is a miss, other blocks are fine."""
     SERVER = "server"
     """Any other refusal."""
     PEER = "peer"
-    """No answer at all, or not an S3 server's."""
+    """No answer, or an answer that no S3 server gives."""
 
 
 class S3Error(Exception):
-    """A request came to nothing. The text is one line that says what, and a remedy if known."""
+    """A request failed. The text is one line: the failure, and a remedy if one is known."""
 
     def __init__(self, kind: FailureKind, message: str, *, status: int = 0, code: str = "") -> None:
-        # Servers put lines, and whatever they like, into what they say.
+        # A server's text may contain line breaks and anything else.
         super().__init__(" ".join(message[:MESSAGE_CHARS_MAX].split()))
         self.kind = kind
         self.status = status
@@ -71,23 +71,23 @@ class S3Error(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same request is worth another try soon."""
+        """Whether the same request may succeed soon."""
         return self.kind is FailureKind.THROTTLED or self.status in (500, 502, 504)
 
     @property
     def keys_denied(self) -> bool:
-        """Whether other keys might be let in."""
+        """Whether other keys might be accepted."""
         return self.kind is FailureKind.DENIED and self.code != "RequestTimeTooSkewed"
 
     @property
     def lacks_condition(self) -> bool:
-        """Whether the server says that it knows no conditional put."""
+        """Whether the server reports that it does not know the condition."""
         return self.status == 501 or self.code == "NotImplemented"
 
 
 def unreadable(status: int, body: bytes) -> S3Error | None:
-    """The failure of a GET that is about its object alone, if that is what a reply means: it is in
-    an archive, parts of it are gone, or it is encrypted with a key that is not at hand."""
+    """Return the failure of a GET if it concerns only the object: the object is archived, has lost
+    parts, or is encrypted with a key that the server cannot use. None for other replies."""
     code = _found(_CODE, body)
     about_it = (
         code == "InvalidObjectState"
@@ -98,19 +98,19 @@ def unreadable(status: int, body: bytes) -> S3Error | None:
     if not about_it:
         return None
     words = " ".join(f"HTTP {status} {code}: {_found(_MESSAGE, body)}".split())
-    text = f"the server does not give it ({words}): a miss; it is replaced when it is stored again"
+    text = f"the server does not give it ({words}): a miss; storing the block again replaces it"
     return S3Error(FailureKind.UNREADABLE, text, status=status, code=code)
 
 
 def is_archived(headers: Mapping[str, str]) -> bool:
-    """Whether a HEAD says that a GET would be refused: archived, and not restored."""
+    """Whether a HEAD shows that a GET would be refused: archived and not restored."""
     archived = headers.get("x-amz-storage-class", "") in ARCHIVED
     restored = 'ongoing-request="false"' in headers.get("x-amz-restore", "")
     return (archived or "x-amz-archive-status" in headers) and not restored
 
 
 def failure(status: int, headers: Mapping[str, str], body: bytes) -> S3Error:
-    """The failure that a reply of a status other than success means."""
+    """Return the failure that a reply with a status other than success means."""
     code = _found(_CODE, body)
     region = headers.get("x-amz-bucket-region", "") or _found(_REGION, body)
     words = " ".join(part for part in (f"HTTP {status}", code) if part)
@@ -140,7 +140,7 @@ def failure(status: int, headers: Mapping[str, str], body: bytes) -> S3Error:
 
 
 def code_of(body: bytes) -> str:
-    """The code in an error's body, or nothing."""
+    """Return the code in an error's body, or ""."""
     return _found(_CODE, body)
 
 

@@ -1,9 +1,9 @@
-"""HTTP/1.1 as the S3 tier needs it: bodies go from the socket into memory that it is given.
+"""HTTP/1.1 for the S3 tier: bodies go from the socket straight into the caller's memory.
 
-http.client would do, but it takes 50 us to parse a reply and a copy or two more system
-calls; here a reply's head takes 10 us, and a body is received by few calls, each without
-the GIL. It knows neither S3 nor retries. A connection belongs to one thread at a time;
-another one may shut its socket down, which ends whatever this one waits for.
+http.client would work, but it takes 50 us to parse a reply, and one or two more copying system
+calls. Here a reply's head takes 10 us, and a body is received with few calls, each without the GIL.
+This module knows neither S3 nor retries. A connection belongs to one thread at a time; another
+thread may shut its socket down, which ends any wait on it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 HEAD_BYTES_MAX = 32 << 10
-"""Longest head of a reply; also how much is received ahead of a body."""
+"""Longest head of a reply; also the size of the buffer for received bytes."""
 
 LINE_BYTES_MAX = 256
-"""Longest line that heads a chunk: a number in hex, and extensions that nobody sends."""
+"""Longest first line of a chunk: a number in hex, and extensions, which no server sends."""
 
 GUESS_BYTES = 64 << 10
 """First buffer for a body of unknown length."""
 
 INTERIM_REPLIES_MAX = 8
-"""Replies of status 100 to 199 before the one that counts; more is no server's doing."""
+"""Most replies of status 100 to 199 before the final one; no sound server sends more."""
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?", re.ASCII)
 _LENGTH = re.compile(r"\d{1,15}", re.ASCII)
@@ -38,7 +38,7 @@ _CHUNK = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[^\r\n]*)?", re.ASCII)
 
 
 class PeerError(Exception):
-    """The connection is of no more use: refused, cut, stalled, or the peer talks nonsense."""
+    """The connection is unusable: refused, cut, stalled, or the peer violates the protocol."""
 
 
 class StalledError(PeerError):
@@ -46,11 +46,11 @@ class StalledError(PeerError):
 
 
 class EndpointUnreachableError(PeerError):
-    """No connection could be made; the cause tells why."""
+    """The connection could not be made; the text says why."""
 
 
 class Endpoint(NamedTuple):
-    """Where to connect. `tls` is None for plain http."""
+    """Address of a server. `tls` is None for plain http."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class Endpoint(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Status and headers of a reply; names in lower case, repeated ones joined by commas.
+    """Status and headers of a reply; names in lower case, repeated headers joined by commas.
 
     `length` is the content-length, None if there is none."""
 
@@ -68,25 +68,25 @@ class Head(NamedTuple):
 
 
 class HttpConnection:
-    """A connection that is kept alive as long as replies allow it."""
+    """A connection that is kept alive as long as the replies allow it."""
 
     def __init__(self, address: Endpoint, timeout_s: float) -> None:
-        """Connect. Raises UnreachableError."""
+        """Connect. Raises EndpointUnreachableError."""
         self._timeout_s = timeout_s
         self._buffer = bytearray(HEAD_BYTES_MAX)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        # Of the reply's body: bytes that are still to come, of a chunk if it is chunked.
-        # A body of unknown length, which ends with the connection, has -1.
+        # Bytes of the reply's body, or of its current chunk, that are still to come. -1 for a body
+        # of unknown length, which ends with the connection.
         self._left = 0
         self._chunked = False
         self._keep = True
         self._refused = False
         self.used = False
         self.until = math.inf
-        """When to give up a reply, by time.monotonic, even if it is still coming in."""
+        """When to give up a reply, by time.monotonic, even if bytes still arrive."""
         self.open_ended = False
-        """Whether nothing but the connection's end tells where the body ends."""
+        """Whether only the end of the connection marks the end of the body."""
         try:
             self.sock = _connect(address, timeout_s)
         except (OSError, ValueError) as error:
@@ -94,7 +94,7 @@ class HttpConnection:
         self._flags = 0 if isinstance(self.sock, ssl.SSLSocket) else socket.MSG_WAITALL
 
     def close(self) -> None:
-        """Let go of the socket; idempotent."""
+        """Close the socket; idempotent."""
         with contextlib.suppress(OSError):
             self.sock.close()
 
@@ -104,7 +104,7 @@ class HttpConnection:
         return self._keep and not self._left and not self._chunked and self._start == self._end
 
     def is_stale(self) -> bool:
-        """Whether the peer has closed, or said something unasked, since the last reply."""
+        """Whether the peer has closed the connection, or sent anything, since the last reply."""
         return self._is_readable()
 
     def _is_readable(self) -> bool:
@@ -115,10 +115,10 @@ class HttpConnection:
         return bool(poll.poll(0))
 
     def send(self, *parts: bytes | memoryview, more: bool = False) -> None:
-        """Send a request, or with `more` the beginning of one. Raises PeerError.
+        """Send a request, or with `more` its beginning. Raises PeerError.
 
-        A server that refuses a body says why, and closes without having read it: if there is
-        an answer before the end, nothing more is sent.
+        A server that refuses a body sends the reason and closes without reading the body. So if a
+        reply arrives before the end of sending, nothing more is sent.
         """
         if self._refused:
             return
@@ -145,19 +145,19 @@ class HttpConnection:
                 views[0] = views[0][sent:]
 
     def read_head(self, *, body: bool = True) -> Head:
-        """The head of the reply; without `body` none follows it, as after HEAD."""
+        """Return the head of the reply. Pass `body=False` after HEAD, whose reply has no body."""
         for _ in range(INTERIM_REPLIES_MAX):
             version, status, headers = self._parse_head(self._take_head())
             if status >= 200:
                 break
         else:
-            raise PeerError("it sends interim replies without end")
+            raise PeerError("the server sends interim replies without end")
         self._chunked, self.open_ended, self._left = False, False, 0
         length = headers.get("content-length")
         if length is not None and not _LENGTH.fullmatch(length):
             raise PeerError(f"content-length is {length!r}")
         head = Head(status, headers, None if length is None else int(length))
-        # Not before it is known where the body ends: the rest would be the next reply.
+        # Until the end of the body is known: its rest would be taken for the next reply.
         keep = headers.get("connection", "keep-alive" if version else "close").lower()
         self._keep = not self._refused and "close" not in keep
         if body and status not in (204, 304):
@@ -177,10 +177,10 @@ class HttpConnection:
             self._left = length
 
     def read_into(self, view: memoryview) -> int:
-        """Fill `view` with the next of the body; less only where the body ends.
+        """Fill `view` with the next bytes of the body; with fewer only at the body's end.
 
-        Raises PeerError if the connection ends before the body does. A body whose end only
-        the connection's end tells is not known to be whole: see `open_ended`.
+        Raises PeerError if the connection ends before the body. If `open_ended`, the body may be
+        truncated without an error.
         """
         at = 0
         while at < len(view) and self._left:
@@ -200,11 +200,11 @@ class HttpConnection:
 
     @property
     def body_bytes(self) -> int | None:
-        """Bytes of the body that are still to come; None if not known."""
+        """Bytes of the body that are still to come; None if unknown."""
         return None if self._chunked or self._left < 0 else self._left
 
     def read_body(self, limit: int) -> bytes:
-        """The rest of the body, at most `limit` bytes of it."""
+        """Return the rest of the body, but at most `limit` bytes."""
         known = self.body_bytes
         parts = bytearray(min(limit, GUESS_BYTES if known is None else known))
         got = self.read_into(memoryview(parts))
@@ -216,7 +216,7 @@ class HttpConnection:
         return bytes(parts[:got])
 
     def _receive(self, view: memoryview) -> int:
-        """Some of the stream into `view`, 0 at its end: what was received ahead comes first."""
+        """Receive some bytes into `view`, buffered ones first. Returns 0 at the stream's end."""
         ahead = min(self._end - self._start, len(view))
         if ahead:
             view[:ahead] = self._view[self._start : self._start + ahead]
@@ -229,7 +229,7 @@ class HttpConnection:
             raise _peer_error(error, "receiving") from error
 
     def _fill(self) -> None:
-        """Receive some more ahead. Raises PeerError at the end of the stream."""
+        """Receive more bytes into the buffer. Raises PeerError at the stream's end."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == len(self._buffer):
@@ -250,7 +250,7 @@ class HttpConnection:
             raise StalledError("the reply takes too long")
 
     def _take_until(self, mark: bytes, limit: int) -> bytes:
-        """What comes before `mark`, which is taken as well."""
+        """Return the bytes before `mark`. Consumes both."""
         seen = 0
         while True:
             found = self._buffer.find(mark, max(self._start, self._start + seen), self._end)
@@ -299,13 +299,13 @@ class HttpConnection:
 
 
 def _connect(address: Endpoint, timeout_s: float) -> socket.socket:
-    """A connected socket, with TLS if wanted, that waits no longer than `timeout_s` at a time."""
+    """Return a connected socket, with TLS if configured; no call waits longer than `timeout_s`."""
     sock = socket.create_connection((address.host, address.port), timeout_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if address.tls is not None:
             return address.tls.wrap_socket(sock, server_hostname=address.host)
-        # The kernel's own timeouts: one system call a receive, where Python's would poll first.
+        # Use the kernel's timeouts: one system call per receive, where Python's would poll first.
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -326,7 +326,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         hint = "set tls_ca to the authority that signed it"
         if "match" in error.verify_message:
-            hint = "use a name that is in it in endpoint"
+            hint = "use a name of the certificate in endpoint"
         return f"its certificate is not trusted: {error.verify_message}; {hint}"
     if isinstance(error, TimeoutError):
         return "no answer"

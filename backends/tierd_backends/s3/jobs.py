@@ -1,6 +1,7 @@
-"""What the S3 tier's threads are handed, one a block, and what its blocks have in common.
+"""The jobs of the S3 tier's threads, one per block, and the state that a batch's jobs share.
 
-The event loop makes jobs and reads them when the call is over; in between they are a thread's.
+The event loop makes the jobs, and reads them when the call is over. In between they belong to
+one thread each.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tierd_backends.s3.failure import FailureKind, S3Error
 
 
 class Batch:
-    """How one call's requests fare together; threads share it.
+    """Shared state of one call's requests. Used by several threads.
 
-    A server that is down is found out once a thread, not once a block.
+    A server that is down costs one failure per thread, not one per block.
     """
 
     def __init__(self, patience: int) -> None:
@@ -27,7 +28,7 @@ class Batch:
         self.failure: S3Error | None = None
 
     def note(self, failure: S3Error) -> None:
-        """Remember a failure, the gravest of them if there are several."""
+        """Remember the first failure; a missing bucket replaces it."""
         if self.failure is None or failure.kind is FailureKind.NO_BUCKET:
             self.failure = failure
         if failure.kind is FailureKind.PEER:
@@ -36,7 +37,7 @@ class Batch:
             self._patience = 0
 
     def raise_if_shut_out(self, where: str, outcomes: Sequence[Outcome]) -> None:
-        """Raise BackendError, which tells the operator why, if it is no single block's trouble."""
+        """Raise BackendError with the reason if the failure affects all blocks."""
         if self.failure is None:
             return
         kind = self.failure.kind
@@ -48,15 +49,15 @@ class Batch:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the jobs that are left need not be tried."""
+        """Whether the remaining jobs need not be tried."""
         return self._patience <= 0
 
 
 @dataclass(slots=True, eq=False)
 class Look:
-    """A block to look for: its object's size, or with `peek` its header; None if not there.
+    """A block to look up: its object's size, or with `peek` its header; None if it is missing.
 
-    `failure` says why neither is known.
+    `failure` explains why neither is known.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A block to bring. `fault` is where it was damaged, and `etag` that of its object then."""
+    """A block to get. `fault` says where it was damaged; `etag` is the damaged object's ETag."""
 
     name: str
     key: BlockKey
@@ -81,10 +82,10 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class ObjectChange:
-    """A block to put, or to drop if there is nothing to put, whatever it is or under this `etag`.
+    """A block to put; or, without `raw_header`, to drop. With `etag` only that object is dropped.
 
-    A thread sets `begun` before and `done` after it, and between them what came of it:
-    `blocks` and `size_bytes` are what the bucket holds more.
+    A thread sets `begun` before and `done` after the change, and the result in between: `blocks`
+    and `size_bytes` are the change of the bucket's content.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A page of a bucket's listing, from the XML that the server sends."""
+"""A page of a bucket's listing, parsed from the server's XML."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _ANY: Final = "{*}"
 
 
 class ListedObject(NamedTuple):
-    """An object of ours."""
+    """An object that holds a block of this tier."""
 
     key: BlockKey
     size_bytes: int
 
 
 class Page(NamedTuple):
-    """Part of a listing. `names` are those of all objects in it, `last` is the last one, `token`
-    asks for the next page."""
+    """Part of a listing. `names` has all its objects, `last` is the last name, and `token`
+    requests the next page ("" if there is none)."""
 
     objects: list[ListedObject]
     names: list[str]
@@ -31,7 +31,7 @@ class Page(NamedTuple):
 
 
 def parse_page(body: bytes, ours: re.Pattern[str]) -> Page:
-    """The page; `ours` matches names of blocks, scope and hash in hex. Raises S3Error, also if
+    """Parse a page; `ours` matches names of blocks, scope and hash in hex. Raises S3Error, also if
     there are more objects and the server does not say how to get them."""
     objects, names, last = [], [], ""
     try:
@@ -47,11 +47,11 @@ def parse_page(body: bytes, ours: re.Pattern[str]) -> Page:
                 objects.append(ListedObject(key, int(each.findtext(f"{_ANY}Size", "0"))))
     except (ElementTree.ParseError, LookupError, ValueError) as error:
         # LookupError is an encoding that Python does not know.
-        text = f"it does not speak S3: no listing where one was asked for ({error})"
+        text = f"it does not speak S3: its reply is not a listing ({error})"
         raise S3Error(FailureKind.PEER, text) from error
     truncated = root.findtext(f"{_ANY}IsTruncated")
     token = root.findtext(f"{_ANY}NextContinuationToken", "") if truncated == "true" else ""
     if truncated not in ("true", "false") or (truncated == "true" and not token):
-        text = "it does not say where its listing goes on: does it know ListObjectsV2?"
+        text = "it does not say where its listing continues: does it know ListObjectsV2?"
         raise S3Error(FailureKind.PEER, text)
     return Page(objects, names, last, token)

@@ -1,4 +1,4 @@
-"""Options of the S3 tier, and what is wrong with them before anything is opened."""
+"""Options of the S3 tier, checked before anything is opened."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tierd_backends.common.shared_capacity import Capacity, capacity_problems
 from tierd_backends.s3.failure import ARCHIVED
 
 CONNECTIONS_MAX = 256
-"""More would only wait for this process's GIL; a typing error should not start thousands."""
+"""More would only wait for this process's GIL; a typing error must not start thousands."""
 
 TIMEOUT_MS_MAX = 60_000
-"""A silence longer than the daemon waits for any call."""
+"""Longer than the daemon waits for any call."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX = re.compile(r"[A-Za-z0-9_~.-]+(?:/[A-Za-z0-9_~.-]+)*", re.ASCII)
@@ -92,7 +92,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     ] = 1000
 
     def check(self) -> None:
-        """Raise ConfigError for all options that cannot be right."""
+        """Raise ConfigError with every malformed option."""
         if problems := [*self._problems()]:
             raise ConfigError(*problems)
 
@@ -137,8 +137,8 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         if not self.endpoint:
             return
         if "@" in self.endpoint:
-            # Not shown: what stands before it is a secret.
-            yield "endpoint has an @; keys belong into access_key and secret_key"
+            # Do not show it: the part before the @ is a secret.
+            yield "endpoint has an @; put keys into access_key and secret_key"
             return
         try:
             url = urlsplit(self.endpoint)
@@ -156,7 +156,7 @@ class S3Options(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
 
     @property
     def put_headers(self) -> dict[str, str]:
-        """Headers that every new object is sent with."""
+        """Headers of every put of a block."""
         headers = {
             "x-amz-server-side-encryption": "" if self.sse == "none" else self.sse,
             "x-amz-server-side-encryption-aws-kms-key-id": self.kms_key,

@@ -1,9 +1,9 @@
-"""Objects that are listed, and looked up well, but were not to be had when they were read.
+"""Suspects: objects that are listed, and found by a lookup, but could not be read.
 
-A server's rules may have moved an object to an archive, its bytes or its key may be gone, or it
-may be encrypted with a key of somebody else's. It is no outage: that block is missed. It must not
-be in the block's way for ever either: a put that finds one of these reads it again, and stores the
-block over it. Used by several threads.
+A server's rules may have archived the object, its bytes or its encryption key may be lost, or the
+key may belong to another account. This is no outage: only the object's block is a miss. The object
+must not block its name forever either: a put that finds a suspect reads it again, and if that fails
+stores the block over it. Used by several threads.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import time
 from typing import Final
 
 SUSPECTS_MAX: Final = 4096
-"""The latest ones: a few hundred bytes each."""
+"""Most suspects kept, the latest ones: a few hundred bytes each."""
 
 AVOID_S: Final = 60.0
-"""How long one that the server does not give is not looked up: each request for its block would
-read it in vain. Another node may store it anew meanwhile."""
+"""How long a lookup misses an object that the server refuses to deliver: otherwise each request for
+its block would read it in vain. Not longer, because another node may store it again."""
 
 
 class Suspects:
-    """Names of such objects, each with the time until which a lookup does not find it."""
+    """Names of suspects, each with the time until which lookups miss it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._until_s: dict[str, float] = {}
 
     def add(self, name: str, *, refused: bool) -> None:
-        """An object was not to be had; `refused` if the server says that it will not give it,
-        and not that it is gone."""
+        """Note that an object could not be read; `refused`: the server has it but does not deliver
+        it."""
         with self._lock:
             self._until_s.pop(name, None)
             self._until_s[name] = time.monotonic() + AVOID_S * refused
@@ -37,13 +37,13 @@ class Suspects:
                 del self._until_s[next(iter(self._until_s))]
 
     def clear(self, name: str) -> None:
-        """It was read well, or stored."""
+        """Forget an object that was read well, or stored."""
         if name in self._until_s:
             with self._lock:
                 self._until_s.pop(name, None)
 
     def avoid(self, name: str) -> bool:
-        """Whether it is not to be looked up now."""
+        """Whether a lookup should miss it now."""
         return self._until_s.get(name, 0.0) > time.monotonic()
 
     def __contains__(self, name: str) -> bool:

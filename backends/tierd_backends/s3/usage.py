@@ -1,8 +1,8 @@
-"""How many blocks a bucket holds, as far as one node can tell.
+"""Estimate of the blocks in a bucket, as one node sees them.
 
-A listing in the background counts what is there, in the order of names. What this node
-stores or drops meanwhile counts at once behind the listing, and is seen by it ahead. What
-other nodes do after a listing shows in the next one.
+A listing in the background counts the objects in order of their names. This node's own changes
+during a listing count at once if the listing has passed their names, and are seen by it if not.
+Other nodes' changes show in the next listing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tierd.backend import BackendStats
 
 @dataclass(slots=True)
 class _Held:
-    """What there is."""
+    """Number and size of blocks."""
 
     blocks: int = 0
     size_bytes: int = 0
 
     def change(self, blocks: int, size_bytes: int) -> None:
-        """So many more, or with negative numbers less."""
+        """Add blocks and bytes; negative numbers subtract."""
         self.blocks = max(0, self.blocks + blocks)
         self.size_bytes = max(0, self.size_bytes + size_bytes)
 
 
 class Usage:
-    """Belongs to the event loop. A listing in progress shows, unless there is a whole one."""
+    """Belongs to the event loop. Before the first complete listing, the one in progress shows."""
 
     def __init__(self) -> None:
         self._complete = False
@@ -36,14 +36,14 @@ class Usage:
         self._listed_to = ""
 
     def begin(self) -> None:
-        """A listing begins."""
+        """Begin a listing. Discards an unfinished one."""
         self._listing = _Held()
         self._listed_to = ""
         if not self._complete:
             self._shown = self._listing
 
     def listed(self, sizes_bytes: Iterable[int], last: str, *, complete: bool) -> None:
-        """Count a page of the listing, whose last name is `last`."""
+        """Count a page of the listing; `last` is its last name."""
         assert self._listing is not None
         for size_bytes in sizes_bytes:
             self._listing.change(1, size_bytes)
@@ -53,14 +53,14 @@ class Usage:
             self._complete = True
 
     def changed(self, name: str, blocks: int, size_bytes: int) -> None:
-        """Count what this node stored, or, with negative numbers, dropped."""
+        """Count a change by this node; negative numbers for a drop."""
         if self._listing is not None and name <= self._listed_to:
             self._listing.change(blocks, size_bytes)
         if self._shown is not self._listing:
             self._shown.change(blocks, size_bytes)
 
     def stats(self) -> BackendStats:
-        """The counts now, but for the capacity."""
+        """Return the counts, without the capacity."""
         return BackendStats(
             blocks=self._shown.blocks,
             used_bytes=self._shown.size_bytes,

@@ -227,7 +227,7 @@ def test_an_s3_round_trip_leaves_nothing(examine: Examine) -> None:
     [
         ("NoSuchBucket", "create it, or correct its name"),
         ("InvalidAccessKeyId", "does not know this access key"),
-        ("SignatureDoesNotMatch", "secret key is not that of the access key"),
+        ("SignatureDoesNotMatch", "secret key does not belong to the access key"),
     ],
 )
 def test_what_is_wrong_with_a_bucket(examine: Examine, code: str, words: str) -> None:
