@@ -51,7 +51,7 @@ def test_protocol_numbers() -> None:
     """An implementer would follow PROTOCOL.md and be refused."""
     text = (ROOT / "tierd" / "wire" / "PROTOCOL.md").read_text()
     assert f"at most {FRAME_BYTES_MAX >> 20} MiB" in text
-    assert f"at most {m.KEYS_PER_CALL_MAX:,} a call" in text
+    assert f"at most {m.KEYS_PER_CALL_MAX:,} per call" in text
     rows = {
         int(n): name for n, name in re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", text, re.MULTILINE)
     }

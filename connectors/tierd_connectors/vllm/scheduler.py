@@ -392,7 +392,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """Stop using stored blocks: change to a new, empty namespace.
 
-        An untouched engine keeps its namespace: its stored blocks are what it would compute.
+        An untouched engine keeps its namespace: it would compute the same blocks again.
         """
         for tracked in self._tracked.values():
             self._let_go(tracked)

@@ -3,10 +3,10 @@
 vLLM resets its caches at every pause, whether weights are replaced during it or not. Only vLLM's
 code runs in the engine's processes (`identity.fields` refuses other workers), so only a call from
 outside can replace weights or the model's code, and all such calls go through
-`EngineCore.collective_rpc`. An engine without such a call computes what it did at its start. After
-a call that may change something it uses a new namespace, whether caches are reset or not. There are
-other ways if the engine runs in its user's process, or if its user can reach the workers (Ray):
-then calls are still recorded, and every reset leads to a new namespace.
+`EngineCore.collective_rpc`. An engine without such a call computes the same KV as at its start.
+After a call that may change the KV the engine uses a new namespace, whether caches are reset or
+not. There are other ways if the engine runs in its user's process, or if its user can reach the
+workers (Ray): then calls are still observed, and every reset leads to a new namespace.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every environment variable that vLLM reads, with a verdict: does it change the KV of tokens?
 
-The verdicts are those of `identity.fields`. An IN variable is in the namespace only if it is set:
-if it is unset, vLLM's version, which is in the namespace, determines its effect.
+`identity.fields` defines the verdicts. An IN variable is in the namespace only if it is set: if it
+is unset, vLLM's version, which is in the namespace, determines its effect.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Weights are identified, in order of preference, by:
    whose times were all set to one value;
 4. the seed, for vLLM's `dummy` weights, which are a function of the architecture.
 
-Other weights, such as those of a third-party load format or a bucket, are not identified: no cache
+Other weights, for example from a third-party load format or a bucket, are not identified: no cache
 is better than another model's KV. Files are used only if they are unchanged since before the load.
 """
 

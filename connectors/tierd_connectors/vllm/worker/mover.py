@@ -159,7 +159,7 @@ class Mover(Queues):
 
         Before the engine uses its pages any block will do; a random one also verifies the stride.
         Later only vLLM's null block, number 0, is unused. The bytes are new each time, because
-        memory that the engine has freed may hold those of an earlier probe.
+        memory that the engine has freed may hold the bytes of an earlier probe.
         """
         count = self._pages.blocks.count
         self._probed = 0 if self._in_use or not first else secrets.randbelow(count)
