@@ -42,7 +42,7 @@ def test_a_call_is_noted_before_it_is_made(core: Any) -> None:
     assert engine.collective_rpc("update_weights", None, ("x",)) == "done"
     assert noted == [("update_weights", [])] * 2, "each connector, once"
     engine.collective_rpc(lambda worker: worker)
-    assert noted[-1] == ("a function of the caller's", ["update_weights"])
+    assert noted[-1] == ("a function sent by a caller", ["update_weights"])
     for harmless in ("compute_weight_checksums", "get_model_inspection"):
         engine.collective_rpc(harmless)
     assert len(noted) == 4, "vLLM's own"

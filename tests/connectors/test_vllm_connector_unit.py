@@ -650,7 +650,7 @@ def test_an_engine_that_is_touched_stores_nothing_under_its_old_name(
     if resets:
         bench.side.reset()
     bench.step(idle=not computes)
-    bench.side.touched("a function of the caller's")
+    bench.side.touched("a function sent by a caller")
     assert namespaces_of(bench).isdisjoint(before)
     assert [worthless for _, worthless in bench.daemon.left] == [False] * len(before)
     assert not bench.daemon.leases

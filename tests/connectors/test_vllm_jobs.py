@@ -484,7 +484,7 @@ def test_runs_are_cut_where_allocations_end() -> None:
     layout = blocks.within([Stretch(2000, 600), Stretch(1100, 700), Stretch(900, 200)])
     assert list(layout.runs) == [(2, 100, 100), (1, 0, 200), (0, 0, 50)]
     assert layout.block_bytes == blocks.block_bytes
-    with pytest.raises(LayoutError, match="no exported"):
+    with pytest.raises(LayoutError, match="outside of every exported"):
         blocks.within([Stretch(1000, 300)])
 
 

@@ -620,8 +620,8 @@ def test_a_session_that_broke_the_rules_keeps_its_slots_until_it_closes(
         (encode(m.Reserve(1, 77, bytes(32), bytes(32))), b"handle 77 is not registered"),
         (encode(m.Acquire(1, [], bytes(32), 0, 0, 0, 0)), b"handles"),
         (encode(m.Acquire(1, [3], bytes(32), 0, 0, 0, 0)), b"handle 3 is not registered"),
-        (encode(m.Hello(1, "again")), b"unknown here"),
-        (encode(m.Welcome(1, b"", "", 1)), b"unknown here"),
+        (encode(m.Hello(1, "again")), b"unknown, or out of order"),
+        (encode(m.Welcome(1, b"", "", 1)), b"unknown, or out of order"),
     ],
     ids=["http", "random", "huge", "handle", "no handles", "foreign", "hello twice", "mirrored"],
 )

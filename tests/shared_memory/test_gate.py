@@ -74,7 +74,7 @@ def test_number_of_a_load_that_was_called_off_is_spent(sides: tuple[Gate, Gate])
     engine, copier = sides
     old, new = 5, 5 + GATE_JOBS
     assert engine.call_off(old)
-    with pytest.raises(ValueError, match="is spent"):
+    with pytest.raises(ValueError, match="called off: use a number"):
         engine.prepare(old)
     copier.advance(old, 3)
     engine.prepare(new)

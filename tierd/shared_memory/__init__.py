@@ -1,1 +1,1 @@
-"""Memory that an engine and the daemon share: mappings, what is shown of it, who may write."""
+"""Memory shared by an engine and the daemon: mappings, exports, and the gate for writes."""

@@ -1,6 +1,6 @@
-"""What an engine shows of its memory to a daemon that copies for it: allocations and pages.
+"""An engine's memory as exported to a daemon that copies for it: allocations and pages.
 
-Plain values, used by both ends. Who opens an allocation, and how, is tierd.device's.
+Plain values, used by both ends. `tierd.device` opens the allocations.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 HOST_UUID: Final = bytes(16)
-"""Stands for the host's own memory where a device's UUID is asked for."""
+"""Stands for host memory in place of a device's UUID."""
 
 RUNS_MAX: Final = 65_536
-"""Runs of a block: 128 layers of 64 heads with K and V apart are 16,384."""
+"""Most runs of a block: 128 layers of 64 heads with separate K and V have 16,384."""
 
 NO_EVENT: Final = 0xFFFF_FFFF
-"""In a copy: nothing has to happen before it."""
+"""Event number of a copy that waits for no event."""
 
 _RUN = struct.Struct("<IQQ")
 _COUNTER = struct.Struct("<BIQ")
@@ -27,20 +27,20 @@ _COUNTER_TAG: Final = 1
 
 
 class ExportKind(enum.IntEnum):
-    """How another process gets at an allocation."""
+    """How another process opens an allocation."""
 
     MEMFD = 0
-    """Host memory: one part, a memfd that is sealed against shrinking."""
+    """Host memory: one part, a memfd sealed against shrinking."""
 
     CUDA_IPC = 1
     """cudaMalloc: `handle` is the 64-byte cudaIpcMemHandle_t of the allocation's base."""
 
     CUDA_VMM = 2
-    """Reserved addresses: a part a physical chunk, each a POSIX file descriptor."""
+    """Reserved addresses: one part per physical chunk, each a POSIX file descriptor."""
 
 
 class Part(NamedTuple):
-    """A stretch of an allocation that has a file descriptor of its own."""
+    """A stretch of an allocation with its own file descriptor."""
 
     offset: int
     size_bytes: int
@@ -48,10 +48,10 @@ class Part(NamedTuple):
 
 
 class Export(NamedTuple):
-    """One allocation, from its base on; what lies in it is a PageLayout's to say.
+    """One whole allocation; a PageLayout describes its content.
 
-    `device` is the 16-byte UUID of the GPU, HOST_UUID for host memory. The descriptors of
-    `parts` stay their owner's.
+    `device` is the 16-byte UUID of the GPU, or HOST_UUID for host memory. The descriptors in
+    `parts` belong to the caller that made them.
     """
 
     kind: ExportKind
@@ -62,18 +62,18 @@ class Export(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive bytes of block 0 in an allocation; block b's are `block_stride * b` further."""
+    """Consecutive bytes of block 0 in an allocation; block b lies `block_stride * b` further on."""
 
     export: int
-    """Which of the layout's allocations."""
+    """Index of the allocation in the layout."""
     offset: int
     length: int
 
 
 class PageLayout(NamedTuple):
-    """Where the blocks of an engine lie: a slot holds the runs one after the other.
+    """Where an engine's blocks lie. A slot holds a block's runs one after the other.
 
-    `layout_error` says whether it can be used with allocations of given sizes.
+    `layout_error` checks a layout against allocations of given sizes.
     """
 
     runs: tuple[Run, ...]
@@ -87,30 +87,30 @@ class PageLayout(NamedTuple):
 
 
 def device_text(uuid: bytes) -> str:
-    """A device's UUID as NVIDIA's tools write it; "host" for the host's own memory."""
+    """Return a device's UUID as NVIDIA's tools write it; "host" for host memory."""
     if uuid == HOST_UUID:
         return "host"
     return f"GPU-{uuids.UUID(bytes=uuid)}"
 
 
 def layout_error(layout: PageLayout, sizes: Sequence[int], block_bytes: int) -> str:
-    """Why blocks of `block_bytes` cannot be copied by this layout; empty if they can.
+    """Return why this layout cannot copy blocks of `block_bytes`; empty: it can.
 
-    Nothing outside of the allocations, whose sizes are given in bytes, is ever touched by a
-    layout that passes.
+    Copies by a layout that passes never touch memory outside the allocations. `sizes` are the
+    allocations' sizes in bytes.
     """
     if not 0 < len(layout.runs) <= RUNS_MAX:
         return f"a block has {len(layout.runs)} runs; 1 to {RUNS_MAX} are possible"
     if layout.block_count < 1 or layout.block_stride < 1:
-        return "a layout has at least one block and a stride between blocks"
+        return "a layout needs at least one block, and at least one byte between blocks' starts"
     if layout.block_stride > max(sizes, default=0):
-        return f"its blocks lie {layout.block_stride} bytes apart, more than an allocation has"
+        return f"its blocks lie {layout.block_stride} bytes apart, more than any allocation has"
     if layout.block_bytes != block_bytes:
-        return f"its runs have {layout.block_bytes} bytes, a block {block_bytes}"
+        return f"its runs have {layout.block_bytes} bytes, but a block has {block_bytes}"
     reach = (layout.block_count - 1) * layout.block_stride
     for run in layout.runs:
         if run.export >= len(sizes):
-            return f"it names allocation {run.export} of {len(sizes)}"
+            return f"a run names allocation {run.export}; there are {len(sizes)}"
         if layout.block_count > 1 and run.length > layout.block_stride:
             return (
                 f"a run of {run.length} bytes is longer than the {layout.block_stride} bytes "
@@ -125,12 +125,12 @@ def layout_error(layout: PageLayout, sizes: Sequence[int], block_bytes: int) -> 
 
 
 def pack_runs(runs: Sequence[Run]) -> bytes:
-    """Runs for the wire: allocation u32, offset u64, length u64, little-endian."""
+    """Encode runs for the wire: allocation u32, offset u64, length u64, little-endian."""
     return b"".join([_RUN.pack(*run) for run in runs])
 
 
 def unpack_runs(packed: bytes) -> tuple[Run, ...]:
-    """The opposite of pack_runs; ValueError for a wrong length or too many."""
+    """Undo `pack_runs`. Raises ValueError for a wrong length or too many runs."""
     count, rest = divmod(len(packed), _RUN.size)
     if rest or count > RUNS_MAX:
         raise ValueError(f"runs must be at most {RUNS_MAX} times {_RUN.size} bytes")
@@ -138,25 +138,25 @@ def unpack_runs(packed: bytes) -> tuple[Run, ...]:
 
 
 def native_handle(ipc_handle: bytes) -> bytes:
-    """An event's handle: a GPU's own event, by what its runtime exported it as."""
+    """Return an event's handle for a GPU event that the GPU's runtime exported."""
     return _NATIVE_TAG + ipc_handle
 
 
 def native_of(handle: bytes) -> bytes | None:
-    """What the runtime exported; None if the handle is another kind's."""
+    """Return the runtime's handle of a GPU event; None for another kind of event."""
     return handle[1:] if handle[:1] == _NATIVE_TAG else None
 
 
 def counter_handle(export: int, offset: int) -> bytes:
-    """An event's handle: it happens when the 64-bit counter at that place has reached a value.
+    """Return an event's handle for a 64-bit counter: it happens when the counter reaches a value.
 
-    `export` says which of the layout's allocations; the counter is aligned and only grows.
+    `export` is the index of the layout's allocation. The counter is aligned and only grows.
     """
     return _COUNTER.pack(_COUNTER_TAG, export, offset)
 
 
 def counter_of(handle: bytes) -> tuple[int, int] | None:
-    """Allocation and offset of an event's counter; None if the handle is another kind's."""
+    """Return allocation and offset of an event's counter; None for another kind of event."""
     if len(handle) != _COUNTER.size or handle[0] != _COUNTER_TAG:
         return None
     _, export, offset = _COUNTER.unpack(handle)

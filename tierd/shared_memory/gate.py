@@ -1,14 +1,14 @@
-"""Who may write an engine's pages: agreed in memory that both processes share, not by message.
+"""The gate: shared memory in which an engine and a copy process agree who may write its pages.
 
-An engine takes the pages of a load back only once nobody can write to them any more. A message
-could not settle that: the daemon may be stopped, with the message unread and a copy about to
-begin. So each load has a place in a memfd: which loads have been called off there, and a lock
-that the copying process holds while it writes. Whoever gets the lock first wins; the kernel gives
-it back when a process dies.
+An engine reuses the pages of a load only once no process can write to them. A message cannot
+ensure that: the daemon may be stopped with the message unread and a copy about to begin. So each
+load has a place in a memfd, with a record of called-off loads and a lock that the copy process
+holds while it writes. The first process to get the lock wins; the kernel releases the lock when a
+process dies.
 
-A load that is called off takes its number with it, and all below it in the same place: a stopped
-daemon may still have its message, and must find it called off however late that is. So loads are
-best numbered upwards for as long as the gate lives.
+Calling off a load also uses up its number, and all lower numbers of the same place: a stopped
+daemon may still have its message, and must find the load called off, however late it is. So number
+loads upwards during the whole life of the gate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 from typing import Final
 
 GATE_JOBS: Final = 1024
-"""Loads that an engine's worker may have under way: load n has place n modulo this."""
+"""Places of a gate, and most loads in progress: load n has place n modulo this number."""
 
 _PROGRESS_AT: Final = GATE_JOBS * 8
 _SIZE_BYTES: Final = _PROGRESS_AT + GATE_JOBS * 4
@@ -31,7 +31,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def make_gate() -> int:
-    """A memfd for a gate, sealed against resizing; the caller's to close."""
+    """Return a memfd for a gate, sealed against resizing. The caller must close it."""
     fd = os.memfd_create("tierd-gate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, _SIZE_BYTES)
@@ -43,19 +43,19 @@ def make_gate() -> int:
 
 
 class Gate:
-    """One process's view of a gate. Two of one process exclude each other, too.
+    """One view of a gate. Views exclude each other, even within one process.
 
-    The engine's side calls `prepare`, `call_off` and `progress`, the copying side `enter`,
+    The engine's side calls `prepare`, `call_off` and `progress`; the copying side calls `enter`,
     `unwanted`, `advance` and `leave`.
     """
 
     def __init__(self, fd: int) -> None:
-        """Opens the memfd anew: locks belong to an open file, and `fd` may share another's.
+        """Open the memfd again: locks belong to an open file, and `fd` may share another view's.
 
-        Raises OSError, or ValueError for a file that could be cut while it is mapped.
+        Raises OSError, or ValueError for a file that could shrink while it is mapped.
         """
         if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != _SIZE_BYTES:
-            raise ValueError("this descriptor is not a sealed gate")
+            raise ValueError("the descriptor is not a sealed gate: use one from make_gate()")
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._map = mmap.mmap(self._fd, _SIZE_BYTES)
@@ -67,7 +67,7 @@ class Gate:
         self._progress = memoryview(self._map)[_PROGRESS_AT:].cast("I")
 
     def close(self) -> None:
-        """Give the view up, and every lock that it holds."""
+        """Close the view and release every lock that it holds."""
         self._called_off.release()
         self._progress.release()
         self._map.close()
@@ -76,19 +76,19 @@ class Gate:
     # The engine's side
 
     def prepare(self, job: int) -> None:
-        """A load is about to be sent under this number, and the one before in its place is over.
+        """Prepare for sending a load with this number. The previous load of its place must be over.
 
         Raises ValueError for a number that has been called off.
         """
         if self.unwanted(job):
-            raise ValueError(f"load {job} has been called off, and its number is spent")
+            raise ValueError(f"load {job} has been called off: use a number that is not used up")
         self._progress[_place(job)] = 0
 
     def call_off(self, job: int) -> bool:
-        """Keep a load from writing; False while it is writing, which is when to ask again.
+        """Call a load off. Returns False while it is being written; call again then.
 
-        After True no process writes a page of it, now or later. After False it may still come
-        to its end, but is stopped as soon as can be.
+        After True no process writes its pages, now or later. After False the load may still
+        complete, but the copying side stops it as soon as possible.
         """
         place = _place(job)
         self._called_off[place] = max(job + 1, self._called_off[place])
@@ -98,15 +98,15 @@ class Gate:
         return True
 
     def progress(self, job: int) -> int:
-        """How many layer groups of a load are in place."""
+        """Return the number of layer groups of a load that are loaded."""
         return self._progress[_place(job)]
 
     # The copying side
 
     def enter(self, job: int) -> bool:
-        """Begin to write a load's pages; False if it has been called off, or is being so.
+        """Begin to write a load's pages. Returns False if it has been, or is being, called off.
 
-        Also while another load is in its place: this view's lock would not keep them apart.
+        Also returns False while another load is in its place: one view's lock cannot separate them.
         """
         place = _place(job)
         if place in self._held or not self._lock(place, fcntl.F_WRLCK):
@@ -118,15 +118,15 @@ class Gate:
         return True
 
     def unwanted(self, job: int) -> bool:
-        """Whether a load has been called off; if it has been entered, leave it soon."""
+        """Whether a load has been called off; a load that was entered must then be left soon."""
         return self._called_off[_place(job)] > job
 
     def advance(self, job: int, groups: int) -> None:
-        """So many layer groups of a load are in place."""
+        """Record that `groups` layer groups of a load are loaded."""
         self._progress[_place(job)] = groups
 
     def leave(self, job: int) -> None:
-        """Nothing more is written by a load that has been entered."""
+        """End the writing of a load that was entered."""
         self._held.remove(_place(job))
         self._lock(_place(job), fcntl.F_UNLCK)
 

@@ -1,8 +1,8 @@
-"""Shared mappings of memfds, as the daemon and its clients both need them.
+"""Shared mappings of memfds, for the daemon and its clients.
 
-Faulting a fresh 4 KiB-page mapping by writing to it runs at a tenth of memcpy, so
-both sides populate ahead of use. `mmap.madvise` holds the GIL for the whole range
-(0.7 s a GiB); the call through ctypes does not.
+Writing to a fresh mapping of 4 KiB pages faults them in at a tenth of the speed of memcpy, so both
+sides populate mappings before use. `mmap.madvise` holds the GIL for the whole range (0.7 s per
+GiB); the call through ctypes does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MADV_DONTDUMP = 16
 _MADV_POPULATE_WRITE = 23
 
 POPULATE_CHUNK_BYTES = 16 << 20
-"""Bytes populated by one call: about 10 ms, so that a stop or a request waits no longer."""
+"""Bytes populated by one call. It takes about 10 ms, the longest wait of a stop or a request."""
 
 _serials = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,14 +29,14 @@ class ViewPlace(NamedTuple):
     """Where a view lies, for a process that maps the same memfd."""
 
     serial: int
-    """Names the mapping in this process, never used again; the descriptor's number may be."""
+    """Number of the mapping in this process. It is never reused, unlike a descriptor's number."""
     fd: int
     size_bytes: int
     offset: int
 
 
 class _SharedMmap(mmap.mmap):
-    """A mapping that knows its file, so that any view of it can be found in another process."""
+    """A mapping with its descriptor, so that another process can find the place of a view."""
 
     serial: int
     fd: int
@@ -44,7 +44,7 @@ class _SharedMmap(mmap.mmap):
 
 
 def place_of(view: memoryview) -> ViewPlace:
-    """The place of a writable view that was cut from a `SharedMapping.view`."""
+    """Return the place of a writable view that was cut from a `SharedMapping.view`."""
     shared = view.obj
     assert isinstance(shared, _SharedMmap)
     offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - shared.address
@@ -52,16 +52,18 @@ def place_of(view: memoryview) -> ViewPlace:
 
 
 class SharedMapping:
-    """A read-write shared mapping of `size_bytes` of a memfd. Owns the mapping, not the fd,
-    which must stay open as long as the mapping is used."""
+    """A read-write shared mapping of `size_bytes` of a memfd.
+
+    It owns the mapping, not the descriptor, which must stay open while the mapping is used.
+    """
 
     __slots__ = ("_address", "_inode", "_mmap", "populated_bytes", "size_bytes", "view")
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         found = os.fstat(fd)
         if found.st_size < size_bytes:
-            # Touching a page past the end of the file would be a SIGBUS.
-            raise ValueError(f"segment is shorter than the {size_bytes} bytes declared")
+            # Touching a page past the end of the file would raise SIGBUS.
+            raise ValueError(f"the segment is shorter than the {size_bytes} bytes declared")
         self._inode = found.st_dev, found.st_ino
         self._mmap = _SharedMmap(fd, size_bytes)
         self.size_bytes = size_bytes
@@ -71,28 +73,28 @@ class SharedMapping:
         self._mmap.fd = fd
         self._mmap.address = self._address
         self.populated_bytes = 0
-        # A crash would write the arena into a core file, and hold its slots for minutes.
+        # Otherwise a crash would dump the arena to a core file, and hold its slots for minutes.
         self._advise(0, size_bytes, _MADV_DONTDUMP)
 
     def is_of(self, fd: int) -> bool:
-        """Whether this maps the file that `fd` is open on."""
+        """Whether this maps the file that `fd` refers to."""
         found = os.fstat(fd)
         return self._inode == (found.st_dev, found.st_ino)
 
     @property
     def serial(self) -> int:
-        """Names this mapping in this process, never used again."""
+        """Number of this mapping in this process; never reused."""
         return self._mmap.serial
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process."""
+        """Start address of the mapping in this process."""
         return self._address
 
     def populate_next(self) -> bool:
-        """Fault in the next chunk without the GIL; True while more remains.
+        """Fault in the next chunk without the GIL. Returns True while more remains.
 
-        Raises OSError (ENOMEM) when the memory is not to be had.
+        Raises OSError (ENOMEM) if memory is exhausted.
         """
         offset = self.populated_bytes
         if offset >= self.size_bytes:
@@ -103,12 +105,12 @@ class SharedMapping:
         return self.populated_bytes < self.size_bytes
 
     def give_back(self) -> None:
-        """Return the memory to the system; the mapping stays valid and reads as zeros."""
+        """Decommit the memory; the mapping stays valid and reads as zeros."""
         self._advise(0, self.size_bytes, _MADV_REMOVE)
         self.populated_bytes = 0
 
     def advise(self, advice: int) -> None:
-        """Tell the kernel about the whole mapping, as madvise(2) does. Raises OSError."""
+        """Call madvise(2) for the whole mapping. Raises OSError."""
         self._advise(0, self.size_bytes, advice)
 
     def _advise(self, offset: int, length: int, advice: int) -> None:

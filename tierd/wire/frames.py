@@ -1,8 +1,8 @@
 """Frames on a byte stream that may carry file descriptors.
 
-A frame is an 8-byte head and a payload. The kernel may hand over the bytes of
-several frames at once, with the descriptors of a later one, so descriptors wait
-in a FIFO until the frame that declares them is complete.
+A frame is an 8-byte head and a payload. One read may return the bytes of several frames with the
+descriptors of a later one, so descriptors wait in a FIFO until the frame that declares them is
+complete.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _MAGIC: Final = b"TK"
 HEAD_BYTES: Final = _HEAD.size
 
 FRAME_BYTES_MAX: Final = 5 << 20
-"""Payload of one frame: the slots of a call at its key limit for 64 ranks take 4 MiB."""
+"""Largest payload of a frame: the slots for 64 ranks of a call at its key limit take 4 MiB."""
 
 FDS_PER_FRAME_MAX: Final = 1
-"""SEGMENT carries one descriptor; nothing carries more."""
+"""Most descriptors per frame: the messages with descriptors carry one each."""
 
 FDS_WAITING_MAX: Final = 64
-"""Descriptors received ahead of their frames; more than that is a peer gone wrong."""
+"""Most descriptors received before their frames; a peer that sends more is faulty."""
 
 
 def encode_frame(payload: bytes, fd_count: int = 0) -> bytes:
-    """Head and payload. The descriptors must be sent with the first byte of the frame."""
+    """Return head and payload. Send the descriptors with the first byte of the frame."""
     assert len(payload) <= FRAME_BYTES_MAX
     assert fd_count <= FDS_PER_FRAME_MAX
     return _HEAD.pack(_MAGIC, fd_count, 0, len(payload)) + payload
@@ -39,7 +39,7 @@ FrameHandler = Callable[[bytes | bytearray | memoryview, tuple[int, ...]], None]
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames, however it was split or merged on the way."""
+    """Cuts a byte stream into frames, regardless of how it was split or merged in transit."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -51,13 +51,13 @@ class FrameDecoder:
         fds: Sequence[int],
         handle: FrameHandler,
     ) -> None:
-        """Take bytes and descriptors as they arrived and call `handle` for each complete frame.
+        """Take bytes and descriptors in order of arrival; call `handle` for each complete frame.
 
-        `handle` gets the payload, good until it returns, and descriptors, which it owns.
-        Raises RemoteProtocolError at the first unsound head; the stream is over then.
+        `handle` gets the payload, valid until it returns, and descriptors, which it then owns.
+        Raises RemoteProtocolError at the first invalid head; the stream is unusable then.
         """
         if not fds and not self._buffer and len(data) >= HEAD_BYTES:
-            # Nearly always: one whole frame in one read, and no copy of its payload.
+            # The common case: one whole frame in one read, whose payload is not copied.
             magic, fd_count, reserved, length = _HEAD.unpack_from(data)
             if length == len(data) - HEAD_BYTES and magic == _MAGIC and not fd_count | reserved:
                 handle(data[HEAD_BYTES:], ())
@@ -65,7 +65,7 @@ class FrameDecoder:
         if fds:
             self._fds.extend(fds)
             if len(self._fds) > FDS_WAITING_MAX:
-                raise RemoteProtocolError("too many descriptors without their frames")
+                raise RemoteProtocolError("too many descriptors came before their frames")
         if self._buffer:
             self._buffer += data
             used = self._cut(self._buffer, handle)
@@ -103,11 +103,11 @@ class FrameDecoder:
         return offset
 
     def keep(self, fds: Sequence[int]) -> None:
-        """Put back descriptors that nobody took, for `take_fds`."""
+        """Put back descriptors that no message took, for `take_fds`."""
         self._fds.extend(fds)
 
     def take_fds(self) -> list[int]:
-        """Descriptors whose frames never came, for the owner of the stream to close."""
+        """Return the descriptors whose frames never came; the caller must close them."""
         left = list(self._fds)
         self._fds.clear()
         return left

@@ -1,8 +1,7 @@
 """The messages of the protocol, as typed values. PROTOCOL.md is the specification.
 
-A message travels as a MessagePack array: its number, then its fields in order.
-Every field is checked by type on arrival, so that nothing past this file sees
-anything but what the annotations say.
+A message is encoded as a MessagePack array: its number, then its fields in order. `decode` checks
+the type of every field, so that all other code gets the annotated types only.
 """
 
 from __future__ import annotations
@@ -22,51 +21,51 @@ from tierd.types import NEVER as NEVER
 PROTOCOL_VERSION: Final = 5
 
 KEYS_PER_CALL_MAX: Final = 16_384
-"""Hashes in one call: 512 KiB, 3 ms of the daemon's loop. A longer prefix is cut by the caller."""
+"""Most hashes in one call: 512 KiB, 3 ms of the daemon's loop. Callers cut longer prefixes."""
 
 HANDLES_PER_CALL_MAX: Final = 64
-"""Ranks of one engine on one node that an ACQUIRE or a HINT may name."""
+"""Most handles in one ACQUIRE or HINT: one per rank of an engine on one node."""
 
 EVENTS_MAX: Final = 64
-"""Events of an attachment; a few in turn are enough, since a later record only waits longer."""
+"""Most events of an attachment; a few in rotation are enough: a later record only waits longer."""
 
 EXPLAINED_MAX: Final = 1024
-"""Hashes in one EXPLAIN."""
+"""Most hashes in one EXPLAIN."""
 
 LOADED_MAX: Final = 1 << 24
-"""Blocks in one LOADED; a step of an engine admits a few thousand."""
+"""Most blocks in one LOADED; a step of an engine admits a few thousand."""
 
 LOADED_US_MAX: Final = 1 << 40
-"""Time of computing in one LOADED: twelve days."""
+"""Longest saved computing time in one LOADED: twelve days."""
 
 TAUGHT_MAX: Final = 1024
-"""Hashes in one TEACH: 1 ms of the daemon's loop."""
+"""Most hashes in one TEACH: 1 ms of the daemon's loop."""
 
 SLOT_PRESENT: Final = 0xFFFF_FFFE
-"""RESERVED: the block is there already; nothing to write."""
+"""RESERVED: the block is already in L2; do not write it."""
 
 SLOT_REFUSED: Final = 0xFFFF_FFFF
-"""RESERVED: no room, or another session is writing the block just now."""
+"""RESERVED: no room, or another session is writing the block."""
 
 _UINT_MAX: Final = (1 << 63) - 1
 
 
 class Warmth(enum.IntEnum):
-    """What a WARM came to for a block."""
+    """The outcome of a WARM for one block."""
 
     HERE = 0
-    """It was there already."""
+    """It was already in the target."""
     BROUGHT = 1
     NOWHERE = 2
     """No tier has it."""
     NO_ROOM = 3
-    """What is there instead is worth more, leased, or kept."""
+    """The target is full of blocks that are worth more, leased, or kept by hints."""
     AWAY = 4
-    """A tier that may have it took no reads, or failed."""
+    """A tier that may have it accepted no reads, or failed."""
     CORRUPT = 5
-    """What a tier, or L2, had of it was not what it had been."""
+    """Its bytes in a tier or in L2 were damaged."""
     LATE = 6
-    """The deadline passed, or it was called off."""
+    """The deadline passed, or the WARM was cancelled."""
     BARRED = 7
     """It is being flushed."""
     UNWRITTEN = 8
@@ -85,7 +84,7 @@ class Register(NamedTuple):
 
 
 class Acquire(NamedTuple):
-    """`own` leading blocks are in the engine's own cache: they are used, and not wanted."""
+    """`own` leading blocks are in the engine's own cache: they count as used, without a lease."""
 
     call: int
     handles: list[int]
@@ -104,10 +103,11 @@ class Ready(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What engines did with answers, since they said so last: of the `wanted` blocks that requests
-    asked for, `sources` are the ones that they compute on instead of computing them. The first
-    number is what host memory had, each further one what a storage tier had brought.
-    `prefill_us` is how long computing blocks that were loaded would have taken."""
+    """Blocks that requests wanted, and loaded instead of computing them, since the last LOADED.
+
+    `sources` counts the loaded blocks by source: first host memory, then each storage tier.
+    `prefill_us` is the estimated time to compute the loaded blocks.
+    """
 
     handles: list[int]
     wanted: int
@@ -145,7 +145,7 @@ class Status(NamedTuple):
 
 
 class Hint(NamedTuple):
-    """What the engine says of a prefix; `priority` is 0 (low), 1 or 2 (high)."""
+    """The engine's hints for a prefix; `priority` is 0 (low), 1 or 2 (high)."""
 
     handles: list[int]
     hashes: bytes
@@ -156,7 +156,7 @@ class Hint(NamedTuple):
 
 
 class Export(NamedTuple):
-    """An allocation of the engine's, under a number of its choice; `device` is its UUID."""
+    """An allocation of the engine, under a number that the client chooses; `device` is a UUID."""
 
     export: int
     kind: int
@@ -166,7 +166,7 @@ class Export(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A stretch of an export that has a descriptor of its own, which comes with it."""
+    """A stretch of an export with its own descriptor, which comes with this message."""
 
     export: int
     offset: int
@@ -178,7 +178,7 @@ class DropExport(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """Where the blocks of a handle lie in exports; comes with the gate's memfd."""
+    """The layout of a handle's blocks in exports; comes with the gate's memfd."""
 
     call: int
     handle: int
@@ -209,7 +209,7 @@ class Store(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Copy slots into pages."""
+    """Copy a lease's slots into the engine's pages."""
 
     call: int
     attachment: int
@@ -222,8 +222,8 @@ class Load(NamedTuple):
 
 
 class Flush(NamedTuple):
-    """Drop blocks of the namespaces whose digest, in hex, begins with `prefix`: those of L2, if
-    `host`, and those of storage tiers, by their numbers in STATUS."""
+    """Drop the blocks of all namespaces whose digest, in hex, begins with `prefix`: from L2 if
+    `host`, and from the storage tiers `tiers`, numbered as in STATUS."""
 
     call: int
     prefix: str
@@ -232,7 +232,7 @@ class Flush(NamedTuple):
 
 
 class Scrub(NamedTuple):
-    """Read and verify what tiers hold; no tiers: those that are this node's own."""
+    """Read and verify all blocks of tiers; no tiers: all tiers that no other node uses."""
 
     call: int
     tiers: list[int]
@@ -251,9 +251,9 @@ class Describe(NamedTuple):
 
 
 class Warm(NamedTuple):
-    """Bring blocks of a handle into L2 (`target` 0), or into the storage tier of number
-    `target` - 1, behind all requests. Parents come before their children. `bytes_per_s` 0: no
-    limit. `verify`: read what is there already, and see its checksums."""
+    """Bring blocks of a handle into L2 (`target` 0), or into storage tier `target` - 1, at lower
+    priority than requests. Parents come before their children. `bytes_per_s` 0: no limit.
+    `verify`: also verify the checksums of blocks that are already in the target."""
 
     call: int
     handle: int
@@ -266,7 +266,7 @@ class Warm(NamedTuple):
 
 
 class Teach(NamedTuple):
-    """What is known of the uses of blocks from elsewhere: how often, and how long ago."""
+    """Earlier uses of blocks, known from another source: their number, and the last one's age."""
 
     handle: int
     hashes: bytes
@@ -275,7 +275,7 @@ class Teach(NamedTuple):
 
 
 class Explain(NamedTuple):
-    """Ask where blocks of a namespace are, and why not where they are not."""
+    """Ask where blocks of a namespace are, and why they are not elsewhere."""
 
     call: int
     digest: bytes
@@ -283,8 +283,8 @@ class Explain(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """Ask for the next page of all that L2 (`source` 0), or the storage tier of number
-    `source` - 1, has of a namespace."""
+    """Ask for the next page of a namespace's blocks in L2 (`source` 0), or in storage tier
+    `source` - 1."""
 
     call: int
     digest: bytes
@@ -292,7 +292,7 @@ class Inventory(NamedTuple):
 
 
 class Unregister(NamedTuple):
-    """The client uses a handle no more, and has nothing of it mapped; `worthless` says that nobody
+    """The client no longer uses a handle, and has unmapped its segments. `worthless`: no session
     will ask for the namespace's blocks again."""
 
     handle: int
@@ -319,12 +319,12 @@ class Segment(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """Comes with a descriptor, and says nothing else."""
+    """A message without fields, which brings a descriptor."""
 
 
 class Acquired(NamedTuple):
-    """`sources` has a byte a block: 0 if host memory had it, else the number of the storage tier
-    that brought it + 1. It is empty if host memory had them all."""
+    """`sources` has one byte per block: 0 for host memory, else the number of the storage tier
+    that it was promoted from, plus 1. Empty: all blocks were in host memory."""
 
     call: int
     lease: int
@@ -351,7 +351,7 @@ class StatusReply(NamedTuple):
 
 
 class Attached(NamedTuple):
-    """`how` says which way copies go, for a log."""
+    """`how` describes the way of copying, for a log."""
 
     call: int
     attachment: int
@@ -359,7 +359,7 @@ class Attached(NamedTuple):
 
 
 class Detached(NamedTuple):
-    """Nothing is copied any more. `call` 0: nobody has asked, the copying process is gone."""
+    """The daemon no longer copies. `call` 0: the client did not ask, the copy process is gone."""
 
     call: int
     attachment: int
@@ -367,7 +367,7 @@ class Detached(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The first so many blocks of a STORE or LOAD are copied; `reason` says why not all."""
+    """The first `blocks` blocks of a STORE or LOAD are copied; `reason` says why not all."""
 
     call: int
     blocks: int
@@ -375,14 +375,14 @@ class Copied(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a FLUSH or SCRUB has got; more of them and DONE follow."""
+    """The progress of a FLUSH or SCRUB; more PROGRESS, and then DONE, follow."""
 
     call: int
     body: dict[str, object]
 
 
 class Done(NamedTuple):
-    """What a FLUSH or SCRUB came to."""
+    """The result of a FLUSH or SCRUB."""
 
     call: int
     body: dict[str, object]
@@ -394,7 +394,7 @@ class Described(NamedTuple):
 
 
 class Warmed(NamedTuple):
-    """What a WARM came to: a `Warmth` in a byte for each block, and what it took."""
+    """The result of a WARM: one byte per block, a `Warmth`, and its totals in `body`."""
 
     call: int
     outcomes: bytes
@@ -407,7 +407,7 @@ class Explained(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """A page of an INVENTORY; `more` of them follow if asked for."""
+    """A page of an INVENTORY; `more`: another INVENTORY returns the next page."""
 
     call: int
     more: bool
@@ -418,7 +418,7 @@ class Listed(NamedTuple):
 
 
 class Error(NamedTuple):
-    """`call` 0: the session as a whole, which ends with this message."""
+    """A failed call; `call` 0: the session has failed, and ends with this message."""
 
     call: int
     reason: str
@@ -526,11 +526,11 @@ _NUMBERS: Final[dict[type[Message], int]] = {
 }
 
 WITH_DESCRIPTOR: Final = frozenset({Segment, Guard, Part, Attach})
-"""Messages that come with one descriptor; all others come with none."""
+"""Messages that bring one descriptor; all other messages bring none."""
 
 
 class _Shape(NamedTuple):
-    """What a message's array must look like: the types of number and fields, in order."""
+    """The required shape of a message's array: the types of its number and fields, in order."""
 
     cls: type[Message]
     types: list[type]
@@ -541,7 +541,7 @@ class _Shape(NamedTuple):
 def _shape(cls: type[Message]) -> _Shape:
     types = [int, *(get_origin(kind) or kind for kind in get_type_hints(cls).values())]
     places = [place for place, kind in enumerate(types) if kind is int]
-    # Place 0 twice: itemgetter of a single place gives no tuple.
+    # Place 0 appears twice, because itemgetter with a single place returns no tuple.
     ints = itemgetter(0, *places)
     return _Shape(cls, types, ints, tuple(i for i, kind in enumerate(types) if kind is list))
 
@@ -555,14 +555,14 @@ _pack: Final[Callable[[object], bytes]] = msgpack.Packer(use_bin_type=True).pack
 
 
 def encode(message: Message) -> bytes:
-    """The payload of a frame for `message`."""
+    """Return the frame payload for `message`."""
     return _pack((_NUMBERS[type(message)], *message))
 
 
 def decode(payload: bytes | bytearray | memoryview, accepted: frozenset[int]) -> Message:
-    """The message in `payload`, which must be one of the `accepted` numbers.
+    """Return the message in `payload`; its number must be in `accepted`.
 
-    Raises RemoteProtocolError with the reason; the payload has no more to say then.
+    Raises RemoteProtocolError with the reason; the whole payload is then discarded.
     """
     try:
         value = msgpack.unpackb(payload, raw=False, strict_map_key=True)
@@ -571,7 +571,7 @@ def decode(payload: bytes | bytearray | memoryview, accepted: frozenset[int]) ->
     if type(value) is not list or not value or type(value[0]) is not int:
         raise RemoteProtocolError("a message is an array that starts with its number")
     if value[0] not in accepted:
-        raise RemoteProtocolError(f"message number {value[0]} is unknown here")
+        raise RemoteProtocolError(f"message number {value[0]} is unknown, or out of order")
     cls, types, ints, lists = shape = _SHAPES[value[0]]
     if [*map(type, value)] != types:
         raise RemoteProtocolError(_mismatch(shape, value))
@@ -599,41 +599,43 @@ def _mismatch(shape: _Shape, value: list[object]) -> str:
 
 
 def split_hashes(blob: bytes) -> tuple[bytes, ...]:
-    """The hashes in a blob of them; raises RemoteProtocolError on a wrong or excessive length."""
+    """Split joined hashes. Raises RemoteProtocolError on a wrong or excessive length."""
     count, rest = divmod(len(blob), HASH_BYTES)
     if rest or count > KEYS_PER_CALL_MAX:
         raise RemoteProtocolError(
             f"hashes must be at most {KEYS_PER_CALL_MAX} times {HASH_BYTES} bytes"
         )
-    # One unpack of 1,000 hashes takes 11 us; slicing takes 52.
+    # One unpack of 1,000 hashes takes 11 µs; slicing takes 52 µs.
     return struct.unpack(f"{HASH_BYTES}s" * count, blob)
 
 
 def pack_handles(handles: Sequence[bytes]) -> bytes:
-    """Event handles, each after its length as one byte."""
+    """Join event handles, each after its length as one byte."""
     return b"".join([bytes([len(handle)]) + handle for handle in handles])
 
 
 def unpack_handles(blob: bytes) -> list[bytes]:
-    """Event handles from `pack_handles`; raises RemoteProtocolError on a wrong length."""
+    """Undo `pack_handles`. Raises RemoteProtocolError on a wrong length."""
     handles: list[bytes] = []
     at = 0
     while at < len(blob):
         end = at + 1 + blob[at]
         if end > len(blob) or len(handles) == EVENTS_MAX:
-            raise RemoteProtocolError(f"events must be at most {EVENTS_MAX}, each with its length")
+            raise RemoteProtocolError(
+                f"event handles must be at most {EVENTS_MAX}, each after its length as one byte"
+            )
         handles.append(blob[at + 1 : end])
         at = end
     return handles
 
 
 def pack_slots(slots: Sequence[int]) -> bytes:
-    """Slot numbers, or other u32, little-endian."""
+    """Join slot numbers, or other u32, as little-endian."""
     return struct.pack(f"<{len(slots)}I", *slots)
 
 
 def unpack_slots(blob: bytes) -> tuple[int, ...]:
-    """Slot numbers from little-endian u32; raises RemoteProtocolError on a wrong length."""
+    """Split joined little-endian u32. Raises RemoteProtocolError on a wrong length."""
     count, rest = divmod(len(blob), 4)
     if rest:
         raise RemoteProtocolError("slots must be a multiple of 4 bytes")

@@ -1,7 +1,6 @@
-"""The protocol's order: HELLO and WELCOME first, then anything of the other side's.
+"""The protocol's order: first HELLO and WELCOME, then any message of the other side.
 
-Sans-io: bytes and descriptors in, messages out. Both ends use it; what they do
-with a message is theirs.
+Sans-io: bytes and descriptors in, messages out. Both ends use it, each with its own handler.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tierd.wire.messages import Error, FromClient, FromDaemon, Hello, Message, W
 
 
 class Role(enum.Enum):
-    """Which end of the socket this is."""
+    """The local end of the socket."""
 
     CLIENT = "client"
     DAEMON = "daemon"
@@ -26,9 +25,9 @@ Handler = Callable[[FromClient | FromDaemon, tuple[int, ...]], None]
 
 
 class WireSession:
-    """One connection's framing and order, for one end of it.
+    """Framing and order of messages, at one end of a connection.
 
-    `handle` is called with each message and its descriptors, which it owns.
+    `handle` is called with each message and its descriptors, which it then owns.
     """
 
     def __init__(self, role: Role, handle: Handler) -> None:
@@ -40,15 +39,15 @@ class WireSession:
             self._accepted, self._accepted_later = frozenset({64, 71}), messages.FROM_DAEMON - {64}
 
     def receive(self, data: bytes | bytearray | memoryview, fds: Sequence[int] = ()) -> None:
-        """Take bytes and descriptors as they arrived and handle the messages they complete.
+        """Take bytes and descriptors in order of arrival; handle the messages that they complete.
 
-        Raises RemoteProtocolError at the first wrong one; the session is over then, and
-        `take_fds` says what to close.
+        Raises RemoteProtocolError at the first invalid message. The session is over then, and the
+        caller must close the descriptors from `take_fds`.
         """
         self._decoder.feed(data, fds, self._frame)
 
     def take_fds(self) -> list[int]:
-        """Descriptors that belong to no message, for the owner of the stream to close."""
+        """Return the descriptors that belong to no message; the caller must close them."""
         return self._decoder.take_fds()
 
     def _frame(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
@@ -66,14 +65,14 @@ class WireSession:
 
 
 def encode(message: Message, fd_count: int = 0) -> bytes:
-    """The frame of one message."""
+    """Return the frame of one message."""
     return encode_frame(messages.encode(message), fd_count)
 
 
 def version_error(theirs: int) -> Error:
-    """What a daemon answers to a HELLO of a version that it does not speak."""
+    """Return the daemon's answer to a HELLO with a version that it does not support."""
     return Error(
         0,
-        f"this tierd speaks protocol version {messages.PROTOCOL_VERSION}, "
+        f"the daemon speaks protocol version {messages.PROTOCOL_VERSION}, "
         f"the client speaks {theirs}: install the same tierd release on both sides",
     )

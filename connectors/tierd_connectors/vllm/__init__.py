@@ -1,7 +1,7 @@
 """vLLM's connector. `kv_connector_module_path` names this package.
 
-The plugin runs in every process of vLLM, before vLLM itself is imported: so `TierdConnector`,
-which needs all of vLLM, is imported when somebody asks for it.
+The plugin runs in every vLLM process before vLLM itself is imported. `TierdConnector` needs all of
+vLLM, so it is imported on first access.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@ Start the engine with
     --prefix-caching-hash-algo sha256_cbor
     --kv-transfer-config '{"kv_connector": "TierdConnector", "kv_role": "kv_both"}'
 
-vLLM makes one object in its scheduler and one in each worker. This module translates
-vLLM's hooks; what they decide is in `scheduler`, what they copy in `worker.mover`, what
-they show the daemon so that it copies in `worker.export`.
+vLLM makes one object in its scheduler and one in each worker. This module translates vLLM's
+hooks. `scheduler` makes the decisions, `worker.mover` copies, and `worker.export` exports the
+engine's memory so that the daemon can copy.
 
-Only asynchronous loads are used, which may be reported early (`worker.layerwise`). Stores read
-the engine's blocks after their step, also once their request has ended; blocks are not held
-back for that, instead every step names the blocks that get a new owner and no stale read
-survives that (`worker.queues.fence`).
-So a request's end frees its blocks at once, as without a connector.
+All loads are asynchronous; they may be reported early (`worker.layerwise`). A store reads the
+engine's blocks after their step, possibly after their request has ended. The connector does not
+hold the blocks for that: every step names the blocks that get a new owner, and a store that read
+such a block is discarded (`Queues.fence`). So a request's end frees its blocks at once, as it does
+without a connector.
 
-Written for, and run with, vLLM 0.29 to 0.32; 0.33 was looked at.
+Run with vLLM 0.29 to 0.32; for 0.33 only its source was read.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 IDLE_WAIT_S = 0.005
-"""Waited for a load in a step that computes nothing. Without it the engine spins, takes the
-GIL at every turn and makes a load of 10 ms last seconds."""
+"""Wait for a load in a step that computes nothing. Without it the engine spins and takes the GIL
+in every iteration, and a load of 10 ms lasts seconds."""
 
 START_WAIT_S = 0.2
-"""Waited once, at start, so that the log can say whether there is a daemon."""
+"""Wait at start-up, so that the log can say whether a daemon is running."""
 
 DRAIN_S = 0.5
-"""Given to queued stores when the engine ends."""
+"""Time for queued stores to finish when the engine ends."""
 
 
 class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
-    """vLLM's hooks, in the order in which vLLM declares them: worker's, then scheduler's."""
+    """vLLM's hooks in vLLM's order: first the worker's, then the scheduler's."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -106,7 +106,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_role != "kv_both":
-            raise ConfigError(f"kv_role is {transfer.kv_role!r}; TierdConnector needs 'kv_both'")
+            raise ConfigError(f"kv_role is {transfer.kv_role!r}; set it to 'kv_both'")
         self.boundary = Boundary()
         self._options = parse(transfer.kv_connector_extra_config)
         self._errors_told = 0
@@ -126,33 +126,33 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._hints = HintReader()
         self._callers: Callers | None = None
         if role == KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != "recompute":
-            # vLLM reads the policy after it has made its connector. With "fail" a load
-            # that fails would fail the user's request.
+            # vLLM reads the policy after it has made its connector. With "fail", a failed load
+            # would fail the user's request.
             transfer.kv_load_failure_policy = "recompute"
             logger.info('tierd: kv_load_failure_policy set to "recompute"')
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, object]) -> bool:
-        """Whether the engine may only capture what lies between the layers' attentions."""
+        """Whether CUDA graphs must leave out attention layers: `layerwise` waits in them."""
         return bool(extra_config.get("layerwise"))
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache hands nothing over: what it drops is computed again."""
+        """False: the engine recomputes a block that the cache does not store."""
         return False
 
     # Worker
 
     @guarded(nothing)
     def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
-        """Where the engine is to allocate its KV; asked for before it does."""
+        """Return the context in which the engine allocates its KV; None: the default."""
         on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
         if self._options.transfer is not Transfer.HOST_IPC or not on_cpu:
             return None
         return self._pool.context()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the blocks lie, and start the copying thread."""
+        """Record where the blocks lie, and start the copying thread."""
         self._info = RankInfo(None, "an error, see its log")
         self._start_worker(kv_caches)
 
@@ -199,14 +199,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._mover.attach(self._ways(blocks, tensors))
         self._info = RankInfo(namespace)
         if not on_gpu:
-            # On a GPU only the first step tells that no graph is being captured any more, which
-            # other threads' calls would spoil.
+            # Calls from other threads would break a graph capture. On a GPU, the first step shows
+            # that capturing has ended.
             self._mover.start()
 
     def _make_layerwise(self, views: list[TensorView], blocks: BlockPages) -> Layerwise | None:
-        """What loads are reported early by, or None where they cannot be."""
+        """Return the state for early reports of loads; None if the engine does not allow them."""
         if self._vllm_config.speculative_config is not None:
-            reason = "a drafting model runs after loads are reported"
+            reason = "a draft model runs after loads are reported"
         else:
             try:
                 names = self._kv_cache_config.kv_cache_groups[0].layer_names
@@ -217,7 +217,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return None
 
     def _ways(self, blocks: BlockPages, tensors: list[torch.Tensor]) -> Iterator[Shown]:
-        """How the daemon may be shown the engine's memory, by the setting `transfer`."""
+        """Yield the ways to export the engine's memory that the setting `transfer` allows."""
         on_gpu = tensors[0].device.type == "cuda"
         match self._options.transfer:
             case Transfer.SHM:
@@ -230,22 +230,22 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 yield self._pool.show(blocks)
             case transfer:
                 raise LayoutError(
-                    f"transfer is {transfer.value!r} and KV on {tensors[0].device}: "
-                    "take 'auto' or 'shm'"
+                    f"transfer is {transfer.value!r}, but the KV is on {tensors[0].device}: "
+                    "set it to 'auto' or 'shm'"
                 )
 
     def get_handshake_metadata(self) -> TierdHandshake:
-        """This worker's namespace, for the scheduler."""
+        """Return this worker's namespace for the scheduler."""
         return TierdHandshake(self._info)
 
     def handle_preemptions(self, kv_connector_metadata: TierdMetadata) -> None:
-        """Before blocks are overwritten: no store may read what this step hands out."""
+        """Fence the blocks that this step hands out, before they are overwritten."""
         self._fence(kv_connector_metadata.work)
 
     def bind_connector_metadata(self, connector_metadata: TierdMetadata) -> None:
-        """The step's work, before its forward pass."""
+        """Take the step's work before its forward pass, and fence the blocks that it hands out."""
         super().bind_connector_metadata(connector_metadata)
-        # Also here: not every version calls handle_preemptions in every step.
+        # Fence here too: not every version calls handle_preemptions in every step.
         self._fence(connector_metadata.work)
         if self._layerwise is not None:
             self._layerwise.begin_step(connector_metadata.work.begun)
@@ -254,14 +254,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Queue this step's loads."""
         work = self._get_connector_metadata().work
         if not self._enter_generation(work.generation):
-            self.boundary.switch_off("the namespace after a cache reset could not be entered")
+            self.boundary.switch_off("the new namespace after a cache reset could not be entered")
         for load in work.loads:
-            # After an error the mover may have it all the same, and is the one to report it.
+            # The mover may have the load in spite of an error, and then it reports the load.
             if not (self._submit_load(load) or self._has_load(load)):
                 self._unfit.append(FinishedLoad(load.request_id, load.blocks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """With the setting `layerwise`, wait for the layer's part of loads that go on."""
+        """With the setting `layerwise`, wait for this layer's part of reported loads."""
         if self._layerwise is not None:
             self._layerwise.wait_layer(layer_name)
 
@@ -272,10 +272,10 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         attn_metadata: AttentionMetadata,
         **kwargs: object,
     ) -> None:
-        """Nothing: blocks are stored whole, after the step."""
+        """Do nothing: blocks are stored whole, after the step."""
 
     def wait_for_save(self) -> None:
-        """Queue this step's stores; its forward pass is done."""
+        """Queue this step's stores after its forward pass."""
         work = self._get_connector_metadata().work
         if self._layerwise is not None:
             self._layerwise.end_step(idle=work.idle)
@@ -287,7 +287,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._mover.submit_stores(stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have ended, each exactly once."""
+        """Return the requests whose loads have ended, each exactly once."""
         finished, self._unfit = self._unfit, []
         if self._mover is not None:
             if self.has_connector_metadata() and self._get_connector_metadata().work.idle:
@@ -298,12 +298,12 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return None, {load.request_id for load in finished} or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of the loads just reported that hold no KV."""
+        """Return the blocks of the loads just reported that hold no KV."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def build_connector_worker_meta(self) -> TierdProgress | None:
-        """Which loads that were reported have not ended."""
+        """Return changes in early reported loads, and whether weights changed; None: neither."""
         changes = self._layerwise.take_changes() if self._layerwise is not None else {}
         moved = bool(self._weights.moved) and not self._moved_told
         self._moved_told |= moved
@@ -338,18 +338,18 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             assert self._info.namespace is not None
             self._mover.use(of_generation(self._info.namespace, generation))
             self._generation = generation
-            # What is stored and loaded from here on is nobody else's.
+            # No other engine shares the new namespace.
             self._weights.moved, self._moved_told = "", False
         return True
 
     # Scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Where the engine's own cache can be looked up, before its scheduler does."""
+        """Keep the engine's block pool, to look up the engine's own cache."""
         self._own_cache = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, TierdHandshake]) -> None:
-        """The workers' namespaces, from a vLLM that knows no pipeline ranks here."""
+        """Take the workers' namespaces from a vLLM whose handshake has no pipeline ranks."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): handshake for rank, handshake in metadata.items()}
         )
@@ -357,18 +357,20 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], TierdHandshake]
     ) -> None:
-        """The workers' namespaces: with all of them the connector is on, else it is off."""
+        """Take the workers' namespaces. The connector is off unless every worker has one."""
         self._start_scheduler(metadata)
         if self._scheduler is None:
-            self.boundary.switch_off("its start failed, see the log")
+            self.boundary.switch_off("the connector's start failed, see the log")
 
     @guarded(nothing)
     def _start_scheduler(self, metadata: Mapping[tuple[int, int], TierdHandshake]) -> None:
         namespaces: list[Namespace] = []
         for rank, handshake in sorted(metadata.items()):
             if not isinstance(handshake, TierdHandshake):
-                # vLLM's MultiConnector passes on that of one connector only.
-                self.boundary.switch_off("another connector's handshake took the place of its own")
+                # vLLM's MultiConnector passes on the handshake of one connector only.
+                self.boundary.switch_off(
+                    "MultiConnector passed on another connector's handshake instead of tierd's"
+                )
                 return
             if handshake.info.namespace is None:
                 self.boundary.switch_off(f"worker {rank} (pp, tp): {handshake.info.refusal}")
@@ -378,10 +380,10 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         backend = getattr(parallel, "distributed_executor_backend", None)
         if backend == "external_launcher" and ranks > 1:
-            # Answers that come at different times would have the schedulers decide differently.
+            # Answers arrive at different times, so the schedulers would decide differently.
             self.boundary.switch_off(
                 f"distributed_executor_backend is 'external_launcher' with {ranks} workers: each "
-                "has a scheduler of its own, and all must decide alike; use 'mp' or 'ray'"
+                "has its own scheduler, and they could decide differently; use 'mp' or 'ray'"
             )
             return
         if len(namespaces) != ranks:
@@ -403,7 +405,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         side.untouched = self._callers.watch(executor)
         client.wait(START_WAIT_S)
         logger.info(
-            "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes a rank, %s, %s",
+            "tierd: namespace %s, %d rank(s), blocks of %d tokens and %d bytes per rank, %s, %s",
             namespaces[0].digest.hex(),
             ranks,
             namespaces[0].block_tokens,
@@ -414,7 +416,9 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def _touched(self, how: str) -> None:
         if not self._try_touched(how):
-            self.boundary.switch_off("a call to its workers may have changed what it computes")
+            self.boundary.switch_off(
+                "a call to the engine's workers may have changed the KV that it computes"
+            )
 
     @guarded(lambda: False)
     def _try_touched(self, how: str) -> bool:
@@ -424,7 +428,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def on_new_request(self, request: Request) -> None:
-        """Start to look the request up."""
+        """Start to look up the request's prefix."""
         adapter = adapter_of(request.lora_request, self._options.loras)
         if self._scheduler is None or self.boundary.off or adapter is None:
             return
@@ -441,7 +445,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """What can be loaded beyond the engine's own hit; None while that is not known."""
+        """Return the tokens that can be loaded beyond the engine's own hit, and whether the load
+        is asynchronous; None tokens: ask again in the next step."""
         if self._scheduler is None or self.boundary.off:
             return 0, False
         tokens = self._scheduler.matched_tokens(request.request_id, num_computed_tokens)
@@ -450,10 +455,10 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request has its blocks; plan the load of its external tokens.
+        """Plan the load of the request's external tokens into its newly allocated blocks.
 
-        Under vLLM's MultiConnector others may load into blocks of which this one is told nothing
-        but this.
+        Under vLLM's MultiConnector another connector may load into these blocks. This call is then
+        the only notice of it.
         """
         if self._scheduler is None:
             return
@@ -471,14 +476,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[str, int]:
-        """Every block comes from host memory, where storage has been read into."""
+        """Return all tokens as host hits: blocks from storage pass through host memory."""
         if num_external_tokens == 0:
             return {}
         sources = importlib.import_module("vllm.v1.metrics.cache_hit_source")
         return {sources.CacheHitSource.HOST: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TierdMetadata:
-        """This step's work."""
+        """Return this step's work for the workers."""
         if self._scheduler is None:
             return TierdMetadata(StepWork())
         idle = scheduler_output.total_num_scheduled_tokens == 0
@@ -494,7 +499,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Loads that every rank has finished."""
+        """Take the loads that every rank has finished, and reports of changed weights."""
         if self._scheduler is not None:
             progress = connector_output.kv_connector_worker_meta
             told = isinstance(progress, TierdProgress)
@@ -505,8 +510,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             )
             if told and progress.moved:
                 logger.warning(
-                    "tierd: the engine's weights were replaced: it goes on in a namespace of its "
-                    "own, which no other engine shares, until it is restarted"
+                    "tierd: the engine's weights were replaced: until its restart it uses a new "
+                    "namespace, which no other engine shares"
                 )
                 self._scheduler.untouched = False
                 self._scheduler.reset()
@@ -531,14 +536,14 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._scheduler.finish(request_id)
 
     def reset_cache(self) -> bool:
-        """Asked for with the engine's own cache reset, when stored KV must not come back.
+        """Stop using stored KV: the engine resets its own cache. False: the connector is off.
 
-        The daemon keeps what it has, for other engines; this one goes on in a namespace
-        of its own, unless nobody can have changed it (`identity.calls`).
+        The daemon keeps its blocks for other engines. This engine changes to a new namespace,
+        unless no call can have changed its weights or code (`identity.calls`).
         """
         done = self._reset()
         if not done:
-            self.boundary.switch_off("a cache reset failed, so what is stored may be outdated")
+            self.boundary.switch_off("a cache reset failed, so stored blocks may be outdated")
         return done
 
     @guarded(lambda: False)
@@ -551,7 +556,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def shutdown(self) -> None:
-        """Leave the daemon; what is queued to be stored has half a second."""
+        """Disconnect from the daemon, after at most DRAIN_S for queued stores."""
         if self._mover is not None:
             self._mover.stop(DRAIN_S)
         if self._scheduler is not None:
@@ -559,7 +564,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def get_kv_connector_stats(self) -> TierdStats | None:
-        """What this side counted since the last call."""
+        """Return this side's counts since the last call; None if there are none."""
         counted: dict[str, float] = {}
         for side in (self._mover, self._scheduler):
             if side is not None:
@@ -571,7 +576,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, float] | None = None) -> TierdStats:
-        """Sums as they arrive in the process that logs them."""
+        """Wrap sums that arrive in the process that logs them."""
         return TierdStats(dict(data or {}))
 
     @classmethod
@@ -582,13 +587,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         labelnames: Sequence[str],
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> TierdPromMetrics:
-        """The counters on the engine's metrics endpoint."""
+        """Return the counters for the engine's metrics endpoint."""
         return TierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Inside
 
     def _blocks_in_own_cache(self, request: Request) -> int:
-        """Leading blocks that the engine has, as its scheduler would find them just now."""
+        """Return the number of leading blocks that the engine's scheduler would find now."""
         if self._own_cache is None:
             return 0
         blocks = 0
@@ -596,39 +601,39 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             if self._own_cache.get_cached_block(block_hash, [0]) is None:
                 break
             blocks += 1
-        # Drafting models have the scheduler leave out the last one.
+        # With a draft model, the scheduler does not use the last block found.
         return max(0, blocks - (self._vllm_config.speculative_config is not None))
 
     def _serves(self, request: Request) -> bool:
-        """Whether the request takes part.
+        """Whether the request's blocks may be looked up and stored.
 
-        vLLM before 0.31, known by its untagged keys, leaves all images but the last one out of a
-        block that generated tokens complete.
+        vLLM before 0.31 (it uses untagged keys) hashes only the last image of a block that
+        generated tokens complete.
         """
         trusted = self._options.trust_media_uuids and not self._untagged
         return names_its_kv(request, media_trusted=trusted)
 
     def _check_root(self) -> None:
-        """The workers computed the hash root; the core has one of its own by now."""
+        """Switch off if the engine core's hash root differs from the workers'."""
         assert self._scheduler is not None
         root = hash_root_in_use()
         self._root_checked = root is not None
         if root is not None and root != self._scheduler.hash_root:
             self.boundary.switch_off(
-                "the engine's hash root differs from its workers': set PYTHONHASHSEED to the "
+                "the engine core's hash root differs from its workers': set PYTHONHASHSEED to the "
                 "same value in all of its processes"
             )
 
 
 def _check_memory(config: VllmConfig) -> None:
-    """Raise RefusedError if the engine may give its KV memory back while blocks are copied.
+    """Raise UnsupportedEngineError if the engine may free its KV memory while blocks are copied.
 
-    Nothing tells a worker's connector before that happens, and on a GPU to read memory that is
-    gone ends the engine's process.
+    vLLM does not notify a worker's connector before that, and on a GPU a read of freed memory ends
+    the engine's process.
     """
     for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
         if getattr(config.model_config, setting, False):
             raise UnsupportedEngineError(
-                f"{setting} is on, and an engine that sleeps discards KV memory that is being "
-                "copied: start vLLM without it"
+                f"{setting} is on: a sleeping engine discards KV memory while it is being copied; "
+                "start vLLM without it"
             )

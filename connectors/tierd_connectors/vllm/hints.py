@@ -1,6 +1,6 @@
-"""What a request may say of how its prefix will be used: its `kv_transfer_params`, key "tierd".
+"""A request's hints on future uses of its prefix: key "tierd" of its `kv_transfer_params`.
 
-A user's mistake costs the hint and a line in the log, never the request.
+A malformed hint is ignored and logged; the request is served.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Final
 logger = logging.getLogger("vllm.tierd")
 
 TOLD_MAX: Final = 16
-"""Different mistakes that are logged, each once."""
+"""Largest number of different mistakes that are logged, each once."""
 
 SECONDS_MAX: Final = 10**9
-"""Longer times are cut to this one, and by the daemon to what it grants."""
+"""Longer times are cut to this one; the daemon may cut them further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHints:
-    """Each field is a key under "tierd", documented below it. They hold from the request's end."""
+    """A request's hints. Each field is a key under "tierd"; times count from the request's end."""
 
     pin_s: float = 0
-    """Keep the blocks of the request in host memory for so long, within the daemon's quota."""
+    """Keep the request's blocks in host memory for this time in seconds, within the quota."""
 
     next_use_s: float = 0
-    """The prefix is likely to be used again in so many seconds."""
+    """Expected time in seconds until the prefix is used again."""
 
     priority: int = 0
-    """-1: the blocks may go before those of others; 1: they had better stay."""
+    """-1: evict the request's blocks before others; 1: keep them longer than others."""
 
     session_end: bool = False
-    """No request will continue this one: the blocks that only it has are the first to go."""
+    """No later request continues this one: blocks that only this request uses are evicted first."""
 
 
 NOTHING: Final = RequestHints()
 
 
 class HintReader:
-    """Reads requests' hints and says once what is wrong with them."""
+    """Reads requests' hints, and logs each kind of mistake once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def read(self, params: object) -> RequestHints:
-        """The sound hints in a request's `kv_transfer_params`; what is not is left out."""
+        """Return the valid hints in a request's `kv_transfer_params`; others keep the default."""
         if not isinstance(params, Mapping) or "tierd" not in params:
             return NOTHING
         given = params["tierd"]
@@ -75,7 +75,7 @@ class HintReader:
 
     def _seconds(self, given: Mapping[object, object], key: str) -> float:
         value = given.get(key, 0)
-        # NaN is not at least 0 either.
+        # `not value >= 0` also rejects NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             self._tell(f"the hint {key} must be a number of seconds, 0 or more")
             return 0

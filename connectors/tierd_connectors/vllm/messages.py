@@ -1,4 +1,4 @@
-"""What the connector's sides tell each other through the engine, in vLLM's classes."""
+"""Messages between the scheduler's and the workers' side, in the classes that vLLM transports."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tierd_connectors.vllm.work import RankInfo, StepWork
 
 @dataclass
 class TierdHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """A worker's namespace on its way to the scheduler."""
+    """A worker's namespace, sent to the scheduler."""
 
     info: RankInfo
 
 
 @dataclass
 class TierdProgress(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """What the ranks tell the scheduler: `Layerwise.take_changes`, and whether weights moved."""
+    """A rank's report: `Layerwise.take_changes`, and whether its weights were replaced."""
 
     finishing: dict[str, int]
     moved: bool = False
 
     def aggregate(self, other: TierdProgress) -> TierdProgress:
-        """Add another rank's."""
+        """Add another rank's report to this one."""
         for request_id, count in other.finishing.items():
             self.finishing[request_id] = self.finishing.get(request_id, 0) + count
         self.moved |= other.moved
@@ -37,6 +37,6 @@ class TierdProgress(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is
 
 @dataclass
 class TierdMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """A step's work on its way to the workers."""
+    """A step's work, sent to the workers."""
 
     work: StepWork

@@ -16,67 +16,66 @@ DEFAULT_DEADLINE_MS = 2000
 DEADLINE_MS_MAX = 600_000
 
 LORAS_MAX = 32
-"""Adapters that are offloaded: each has a namespace a rank, and an attachment."""
+"""Largest number of offloaded adapters: each has a namespace per rank, and an attachment."""
 
 LORA_CHARS_MAX = 256
-"""Of an adapter's name, and of its revision."""
+"""Longest name of an adapter, and longest revision."""
 
 
 class Transfer(enum.Enum):
-    """Who copies between the engine's pages and the daemon's slots, and how it gets at them."""
+    """Which process copies between the engine's pages and the daemon's slots, and how."""
 
     AUTO = "auto"
     """CUDA_IPC for KV on a GPU, SHM for KV in host memory."""
 
     CUDA_IPC = "cuda_ipc"
-    """The daemon, which opens the engine's GPU memory."""
+    """The daemon copies; it opens the engine's GPU memory."""
 
     SHM = "shm"
-    """The engine's worker, in a thread of its own."""
+    """The engine's worker copies, in a separate thread."""
 
     HOST_IPC = "host_ipc"
-    """The daemon, which maps the memory of an engine on CPUs. For tests and CPU nodes."""
+    """The daemon copies; it maps the memory of a CPU engine. For tests and CPU nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Each field is a key of the extra config, documented below it."""
+    """Settings of the connector. Each field is a key of the extra config."""
 
     socket: str = DEFAULT_SOCKET
     """The daemon's unix socket. The environment variable TIERD_SOCKET changes the default."""
 
     prefetch_deadline_ms: int = DEFAULT_DEADLINE_MS
-    """How long a request may wait for its prefix to be brought from storage into host memory."""
+    """Longest wait of a request, in ms, while its prefix is read from storage to host memory."""
 
     weights: str | None = None
-    """Names the model's weights where tierd cannot identify them, or where copies of the
-    same files on several nodes are to share KV. Two different weights must never be given
-    one name."""
+    """Name of the model's weights. Needed where tierd cannot identify them, or where copies of the
+    same files on several nodes should share KV. Two different weights must never have one name."""
 
     draft_weights: str | None = None
-    """The same for a drafting model that has weights of its own."""
+    """Name of a draft model's own weights, with the rules of `weights`."""
 
     transfer: Transfer = Transfer.AUTO
-    """Who copies: `auto`, `cuda_ipc`, `shm` or `host_ipc`. What cannot be had becomes `shm`,
-    which the log says."""
+    """How blocks are copied: `auto`, `cuda_ipc`, `shm` or `host_ipc`. If the chosen way is not
+    possible, the worker copies (`shm`) and logs a warning."""
 
     layerwise: bool = False
     """Whether a request starts to compute once the first layers of its prefix are loaded; each
-    layer then waits for its own. It pays for long prefixes on a GPU, and takes the place of
-    full CUDA graphs by piecewise ones. Only where the daemon copies."""
+    later layer waits for its part of the load. It helps with long prefixes on a GPU, and replaces
+    full CUDA graphs with piecewise ones. It has an effect only where the daemon copies."""
 
     loras: Mapping[str, str] = field(default_factory=dict)
-    """LoRA adapters whose requests are offloaded, by name, each with a revision of its weights.
-    The revision must change whenever they do. Requests with any other adapter are left alone."""
+    """LoRA adapters whose requests are offloaded: a map from name to revision. The revision must
+    change whenever the adapter's weights do. Requests with any other adapter are not offloaded."""
 
     trust_media_uuids: bool = False
-    """Whether requests with images, videos or audio are offloaded. A client may name them by a
-    UUID, which vLLM takes for their identity: whoever may send requests could then have others
-    answered from another image's KV. Say true if nobody can, or nobody would."""
+    """Whether requests with images, videos or audio are offloaded. A client may give such media a
+    UUID, which vLLM uses as their identity: a client that reuses a UUID for another image can cause
+    wrong answers for other clients. Set it to true only if all clients are trusted."""
 
 
 def parse(given: Mapping[str, object]) -> Options:
-    """Settings from the extra config. Raises ConfigError that names the key and the remedy."""
+    """Read the settings from the extra config. Raises ConfigError with the key and the remedy."""
     known = [f.name for f in fields(Options)]
     for key in given:
         if key not in known:
@@ -85,7 +84,7 @@ def parse(given: Mapping[str, object]) -> Options:
             raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
     socket = given.get("socket", os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET))
     if not isinstance(socket, str) or not socket:
-        raise ConfigError("kv_connector_extra_config 'socket' must be the path of a unix socket")
+        raise ConfigError("kv_connector_extra_config 'socket' must be the path of a Unix socket")
     deadline_ms = given.get("prefetch_deadline_ms", DEFAULT_DEADLINE_MS)
     if type(deadline_ms) is not int or not 0 <= deadline_ms <= DEADLINE_MS_MAX:
         raise ConfigError(
@@ -103,9 +102,9 @@ def parse(given: Mapping[str, object]) -> Options:
     loras = given.get("loras", {})
     if not _are_loras(loras):
         raise ConfigError(
-            "kv_connector_extra_config 'loras' must name a revision for each adapter, as in "
-            f'{{"NAME": "REVISION"}}: at most {LORAS_MAX}, none empty or longer than '
-            f"{LORA_CHARS_MAX} characters, and no name with '='"
+            "kv_connector_extra_config 'loras' must map each adapter's name to a revision, as in "
+            f'{{"NAME": "REVISION"}}: at most {LORAS_MAX} adapters, each text of 1 to '
+            f"{LORA_CHARS_MAX} characters, and no '=' in a name"
         )
     return Options(
         socket=socket,

@@ -1,7 +1,7 @@
 """Makes `"kv_connector": "TierdConnector"` known to vLLM, without importing the connector.
 
-vLLM calls `register` through the entry point group `vllm.general_plugins`, in every
-process, possibly more than once, and before it loads a model's weights.
+vLLM calls `register` through the entry point group `vllm.general_plugins` in every process,
+possibly more than once, before it loads a model's weights.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ MODULE = "tierd_connectors.vllm"
 
 
 def register() -> None:
-    """Register the connector unless it is registered already, and watch weights being loaded."""
+    """Register the connector if it is not registered yet, and watch the loading of weights."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # A second registration is a ValueError there, and there is no other way to ask.
+    # A second registration raises ValueError, and vLLM has no public way to check.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     watch()

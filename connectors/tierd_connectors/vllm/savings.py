@@ -1,8 +1,8 @@
-"""What the engine did not compute because tierd had it, kept until the daemon has been told.
+"""Counts of blocks loaded instead of computed, kept until they are sent to the daemon.
 
-A request counts when it is admitted: what it wanted, and what it goes on from. So a load that
-failed, or whose request ended before, saves nothing, and one that a preempted request needs again
-saves it again. It refuses to know requests and leases.
+A request is counted when it is admitted: its wanted blocks and its loaded blocks. So a load that
+failed, or whose request ended before, saves nothing. A repeated load after a preemption counts
+again. This module does not know requests or leases.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ class _Untold:
     wanted: int = 0
     sources: bytes = b""
     untimed: int = 0
-    """Blocks that were loaded before it was known how fast the engine computes."""
+    """Blocks loaded before the engine's prefill speed was known."""
 
 
 class Savings:
-    """What has not been told yet, by adapter."""
+    """Counts that have not been sent yet, by adapter."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._untold: dict[str, _Untold] = {}
 
     def add(self, adapter: str, wanted: int, sources: bytes) -> None:
-        """A request that wanted so many blocks goes on from loaded ones, a byte of a lease's
-        `sources` each."""
+        """Count a request's wanted blocks, and its loaded ones by a lease's `sources` byte each."""
         untold = self._untold.setdefault(adapter, _Untold())
         untold.wanted += wanted
         untold.sources += sources
@@ -43,14 +42,14 @@ class Savings:
     def tell(
         self, client: Client, handles: Mapping[str, Sequence[Handle]], tokens_per_s: int
     ) -> None:
-        """Tell the daemon, if it is there; the time saved, once the speed is known."""
+        """Send the counts if the daemon is connected, with the time saved once speed is known."""
         for adapter, untold in list(self._untold.items()):
             timed = untold.untimed if tokens_per_s else 0
             if not untold.wanted and not timed:
                 continue
             saved_us = timed * self._block_tokens * 1_000_000 // max(1, tokens_per_s)
             counts = by_source(untold.sources)
-            # Forgotten before it is told: after an error in between it must not be told again.
+            # Reset the counts before sending: after an error they must not be sent twice.
             self._untold[adapter] = _Untold(untimed=untold.untimed - timed)
             if not client.loaded(handles[adapter], untold.wanted, counts, prefill_us=saved_us):
                 self._untold[adapter] = untold

@@ -1,28 +1,28 @@
-"""The scheduler's side of the vLLM connector: what to look up, load and store.
+"""The scheduler's side of the vLLM connector: it decides what to look up, load and store.
 
-It knows requests, block hashes and leases, and never a tensor. No method waits: lookups
-are answered from the client's memory, and one that has no answer yet is asked again in
-the next step, until its deadline. A lease is given back on every way out.
+It knows requests, block hashes and leases, and no tensors. No method waits: a lookup is answered
+from the client's memory, and a lookup without an answer is asked for again in the next step, until
+its deadline. Every path out of a request releases its lease.
 
-Life of a request: looked up when it arrives, past what the engine's own cache has, and again if
-that has shrunk when the scheduler asks -> offered (a lease is held) -> loading (the
-worker copies; the lease is held until every rank is done) -> computing, during which each
-block is stored once it is full. A preemption starts it again. A failed load never makes a request
-be looked up again, so that none can go round in circles.
+States of a request: looked up on arrival, past the blocks in the engine's own cache (again, if the
+engine evicts some of them before its scheduler asks) -> offered (a lease is held) -> loading (the
+workers copy; the lease is held until every rank is done) -> computing; each block is stored once it
+is full. A preemption starts the sequence again. A failed load never causes another lookup of its
+request, so no request can loop.
 
-Which blocks may be stored: KV exists for the positions below `num_computed_tokens` plus
-what this step computes, but both count tokens that are not known yet (placeholders of
-asynchronous scheduling) or may be rejected (drafts). Block hashes exist for known tokens
-only, and the KV of the last known token is computed at the latest in this step, so a block
-is final when it lies below both counts.
+Which blocks may be stored: KV exists for the positions below `num_computed_tokens` plus this step's
+tokens, but both counts include tokens that are not known yet (placeholders of asynchronous
+scheduling) or may be rejected (drafts). Block hashes exist for known tokens only, and the KV of the
+last known token is computed in this step at the latest. So a block is final when it lies below both
+counts.
 
-Whose bytes they are: `_content` has the hash of each of the engine's blocks that holds what a
-request's own forward pass computed, or what tierd loaded. A block that is handed out is taken
-off it at once, before anybody writes to it. The engine's own prefix hits are stored only if they
-are on it: another connector may have filled the block. Past tokens that another connector loaded
-a request is not stored at all, for what it computes there follows from them.
+Whose KV the blocks hold: `_content` maps an engine block to its hash if a request's own forward
+pass computed the block, or tierd loaded it. A block that the engine hands out is removed at once,
+before its new owner writes to it. A prefix hit in the engine's own cache is stored only if the
+block is in `_content`: another connector may have filled it. Behind tokens that another connector
+loaded, no block of the request is stored, because its KV depends on them.
 
-After an error that the boundary has caught, `start_over` forgets all of this.
+After an error caught by the boundary, `start_over` discards this state.
 """
 
 from __future__ import annotations
@@ -59,51 +59,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 GRACE_MS = 100
-"""Waited beyond a lookup's deadline for an answer that is on its way."""
+"""Wait beyond a lookup's deadline for an answer that is in transit."""
 
 SILENCE_MS, SILENCE_MS_MAX = 1_000, 30_000
-"""Pause in lookups after one that the daemon did not answer at all, doubled each time: a
-daemon that hangs costs its deadline now and then, not once a request."""
+"""First and longest pause in lookups after the daemon did not answer one; it doubles each time.
+So a daemon that hangs delays a request now and then, not every request."""
 
 LEASE_RESERVE = 4
-"""A lease is replaced in the last 1/4 of its life, so that the load that follows fits."""
+"""A lease is replaced in the last 1/4 of its time, so that it outlasts the load."""
 
 IDLE_WAIT_S = 0.002
-"""Waited in a step that has nothing to do but lookups, where the engine would spin."""
+"""Wait in a step with nothing but pending lookups, in which the engine would spin."""
 
 NO_LIMIT = 1 << 62
-"""In place of a number of blocks: all of a request's may be stored."""
+"""Value of `_Tracked.limit`: all blocks of the request may be stored."""
 
 
 @dataclass(slots=True)
 class _Tracked:
     request: EngineRequest
     since_ns: int
-    """When it arrived or was preempted: what the daemon's prefetch policy counts from."""
+    """Time of arrival or preemption, from which the daemon's prefetch policy counts."""
     hints: RequestHints = NOTHING
     adapter: str = NO_ADAPTER
     own: int = 0
-    """Leading blocks that the engine had when it was looked up: answers begin after them."""
+    """Leading blocks in the engine's own cache at the lookup; the answer begins after them."""
     pending: PendingAcquire | None = None
     give_up_ns: int = 0
     wanted: bool = False
-    """The engine has asked, and the daemon has been told so."""
+    """The engine has asked for the request's tokens, and READY was sent to the daemon."""
     lease: Lease | None = None
     renew_ns: int = 0
     asked: bool = False
     running: bool = False
     local_blocks: int = 0
-    """Found in the engine's own cache when it was last asked about."""
+    """Blocks in the engine's own cache when the engine last asked about the request."""
     loaded: range = range(0)
-    """Blocks that tierd has loaded, or is loading, since then."""
+    """Blocks that tierd has loaded, or is loading, for the request."""
     sources: bytes = b""
-    """What had each of them, as in a lease."""
+    """The source of each loaded block, as in a lease."""
     uncounted: bool = False
-    """The daemon was asked, and what comes of it is not counted yet."""
+    """A lookup was sent, and its result is not counted yet."""
     table: Sequence[int] = ()
     stored: int = 0
     limit: int = NO_LIMIT
-    """Blocks that may be stored: those before the first whose content is not known."""
+    """Number of leading blocks that may be stored: the content of the next one is not known."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Loading:
 
 
 class SchedulerSide:
-    """Decides each step's loads and stores. Lives in the engine's scheduler thread only."""
+    """Decides each step's loads and stores. Used by the engine's scheduler thread only."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class SchedulerSide:
         boundary: Boundary,
         loras: Mapping[str, str] | None = None,
     ) -> None:
-        """`loras` are the revisions of the adapters whose requests may be added, by name."""
+        """`loras` maps each adapter whose requests may be added to its revision."""
         self.boundary = boundary
         self.tally = DrainedCounters()
         self._client = client
@@ -149,7 +149,7 @@ class SchedulerSide:
         self._silence_ms = 0
         self._speed = PrefillSpeed()
         self.untouched = False
-        """Whether this engine computes what it did at its start, for certain: `touched` ends it."""
+        """Whether this engine certainly computes the same KV as at its start; see `touched`."""
         self._fresh = False
         """Whether nothing has been computed under this generation yet."""
         self._savings = Savings(self._block_tokens)
@@ -157,7 +157,7 @@ class SchedulerSide:
         self._refusals: set[str] = set()
 
     def _register(self, namespaces: Iterable[Namespace]) -> dict[str, list[Handle]]:
-        """Handles of all ranks, by adapter."""
+        """Register the namespaces. Returns the handles of all ranks, by adapter."""
         handles: dict[str, list[Handle]] = {}
         for namespace in namespaces:
             for adapter, its_own in of_adapters(namespace, self._loras).items():
@@ -173,9 +173,9 @@ class SchedulerSide:
         adapter: str = NO_ADAPTER,
         own: int = 0,
     ) -> None:
-        """A new request: start to look up its prefix, past the `own` blocks that the engine has.
+        """Start to look up a new request's prefix, past the `own` blocks that the engine has.
 
-        Its hints are passed on when it ends.
+        The request's hints are sent to the daemon when it ends.
         """
         self._client.poll()
         waited_ns = max(0, int((time.time() - request.arrival_time) * 1e9))
@@ -184,24 +184,24 @@ class SchedulerSide:
         self._look_up(tracked, own)
 
     def matched_tokens(self, request_id: str, computed_tokens: int) -> int | None:
-        """Tokens past `computed_tokens` that can be loaded; None: ask again in the next step.
+        """Return the tokens past `computed_tokens` to load; None: ask again in the next step.
 
-        May be asked in every step and changes nothing that a repetition would notice.
+        The engine may ask in every step; asking again does not change the answer.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None or request_id in self._loading:
             return 0
         if tracked.running:
-            # Asked about a request that had computed: it was preempted.
+            # The engine asks about a request that was computing: it was preempted.
             self._restart(tracked)
-        # Also if nothing is offered: another connector may load what comes after.
+        # Set them even if nothing is offered: another connector may load the blocks after these.
         tracked.local_blocks = computed_tokens // self._block_tokens
         tracked.loaded = range(0)
         if self._useful_blocks(tracked.request) <= tracked.local_blocks:
             self._let_go(tracked)
             return 0
         if not tracked.asked or tracked.local_blocks < tracked.own:
-            # The latter if the engine has evicted meanwhile what it had.
+            # Fewer local blocks than `own`: the engine has evicted some since the lookup.
             self._let_go(tracked)
             self._look_up(tracked, tracked.local_blocks)
         now_ns = time.monotonic_ns()
@@ -232,10 +232,10 @@ class SchedulerSide:
         return (found - tracked.local_blocks) * self._block_tokens
 
     def allocated(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
-        """The engine admits the request with these blocks and wants `external_tokens` loaded.
+        """Plan the load of `external_tokens` into the blocks that the request was given.
 
-        Called for each request, also for one that is not served here, or that another
-        connector loads for. Its blocks are then written by whoever is to fill them.
+        Called for every request, also for one that tierd does not serve, or that another connector
+        loads for. The engine or that connector then writes its blocks.
         """
         tracked = self._tracked.get(request_id)
         kept = 0
@@ -243,7 +243,7 @@ class SchedulerSide:
             kept = max(tracked.local_blocks, tracked.loaded.stop)
         self._hand_out(blocks[kept:])
         if external_tokens == 0:
-            # Either the second call, after a load, or the engine did not take the offer.
+            # Either the second call, after a load, or the engine declined the offer.
             if tracked is not None:
                 self._let_go(tracked)
             return
@@ -263,13 +263,13 @@ class SchedulerSide:
         self._planned[request_id] = load
 
     def doom(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
-        """The engine waits for a load that is not to be had: have the workers say so."""
+        """Have the workers report failure: the engine waits for a load that cannot be planned."""
         count = -(-external_tokens // self._block_tokens)
-        # What it found in its own cache, which others may be using, comes first.
+        # Leave out the leading blocks: they are the engine's own hits, and may be shared.
         self._planned[request_id] = _doomed(request_id, blocks[max(0, len(blocks) - count) :])
 
     def _hand_out(self, blocks: Sequence[int]) -> None:
-        """From now on anybody may write to these blocks."""
+        """Record that these blocks get a new owner, which may write to them from now on."""
         self._handed_out.extend(blocks)
         for block in blocks:
             self._content.pop(block, None)
@@ -279,7 +279,7 @@ class SchedulerSide:
     def build(
         self, scheduled: Iterable[Scheduled], preempted: Iterable[str], *, idle: bool
     ) -> StepWork:
-        """This step's stores; `hand_over` adds what must not be lost by an error."""
+        """Return this step's stores; `hand_over` adds the parts that an error must not lose."""
         for request_id in preempted:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.running:
@@ -301,10 +301,10 @@ class SchedulerSide:
         return work
 
     def hand_over(self, work: StepWork | None, *, idle: bool) -> StepWork:
-        """What `build` made, None after an error, with the loads and fences of this step.
+        """Add this step's loads and fences to the work from `build` (None after an error).
 
-        Raises nothing: loads that are lost would be waited for for ever. After an error no
-        block is to be read, and loads that had been reported are waited for, whichever they were.
+        Raises nothing: the engine would wait forever for a lost load. After an error the workers
+        read no block, and wait for all reported loads.
         """
         work = StepWork() if work is None else work
         work.generation, work.idle = self._generation, idle
@@ -315,11 +315,11 @@ class SchedulerSide:
         return work
 
     def start_over(self) -> None:
-        """After an error: throw away whatever it may have left half done.
+        """Discard all state that an error may have left half done.
 
-        Requests that are under way are neither looked up nor stored any more, loads that no
-        worker has been told of fail, and of no block it is known what it holds. Leases of copies
-        under way are not given back but run out: somebody may be reading their slots.
+        Current requests are no longer looked up or stored, loads not sent to a worker fail, and the
+        content of every block is unknown. Leases of copies in progress are left to expire, not
+        released: a worker may be reading their slots.
         """
         tracked, self._tracked = self._tracked, {}
         loading, self._loading = self._loading, {}
@@ -340,10 +340,10 @@ class SchedulerSide:
         invalid_blocks: Iterable[int],
         finishing: Mapping[str, int] | None = None,
     ) -> None:
-        """Every rank has reported these loads; `invalid_blocks` were not filled by some rank.
+        """Take loads that every rank has reported; some rank did not fill `invalid_blocks`.
 
-        `finishing` is the sum of the ranks' `Layerwise.take_changes`: the lease of a load that
-        was reported early is kept until the last rank has it whole.
+        `finishing` is the sum of the ranks' `Layerwise.take_changes`: the lease of a load that was
+        reported early is kept until the last rank has completed it.
         """
         self._begun.extend(request_ids)
         for request_id, count in (finishing or {}).items():
@@ -362,7 +362,7 @@ class SchedulerSide:
         for request_id in request_ids:
             done = self._loading.pop(request_id, None)
             if done is None:
-                # A load that was doomed.
+                # No lease: `doom` planned this load as failed.
                 self._load_failed(request_id)
                 continue
             if request_id in self._finishing:
@@ -371,7 +371,7 @@ class SchedulerSide:
                 self._client.release(done.lease)
 
     def finish(self, request_id: str) -> None:
-        """The request has ended. A load that is under way keeps its lease until it is done."""
+        """Forget a request that has ended. A load in progress keeps its lease until it is done."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None:
             self._let_go(tracked)
@@ -379,24 +379,24 @@ class SchedulerSide:
                 self._pass_on(tracked)
 
     def touched(self, how: str) -> None:
-        """Somebody is about to call the engine's workers, and may change what it computes.
+        """Change to a new namespace: a call to the workers may change the KV that they compute.
 
-        So it goes on in another namespace at once: others serve from the one that it leaves, and
-        no reset need follow. Not where it has computed nothing since it came to its own.
+        The change is immediate, because other engines use the old namespace, and a reset may not
+        follow. It is skipped if nothing was computed since the last change.
         """
         self.untouched = False
         if not self._fresh:
-            logger.info("tierd: %s may change what this engine computes", how)
+            logger.info("tierd: %s may change the KV that this engine computes", how)
             self.reset()
 
     def reset(self) -> None:
-        """Forget all that is stored: from now on another namespace is used, empty at first.
+        """Stop using stored blocks: change to a new, empty namespace.
 
-        But for an engine that is untouched: what it has stored is what it computes.
+        An untouched engine keeps its namespace: it would compute the same blocks again.
         """
         for tracked in self._tracked.values():
             self._let_go(tracked)
-        # What they have computed may be of old weights: it is not stored either.
+        # Old weights may have computed their blocks, so they are not stored either.
         self._tracked.clear()
         self._content.clear()
         self._savings.tell(self._client, self._handles, self._speed.tokens_per_s)
@@ -406,17 +406,17 @@ class SchedulerSide:
         generation = secrets.token_hex(8)
         fresh = [of_generation(namespace, generation) for namespace in self._namespaces]
         left = self._handles
-        # Both or, after an error, neither: workers use the namespaces of the generation.
+        # Set both or, after an error, neither: workers derive their namespace from the generation.
         self._generation, self._handles = generation, self._register(fresh)
         for handle in itertools.chain(*left.values()):
             self._client.unregister(handle, worthless=is_generation(handle.namespace))
         logger.info(
-            "tierd: caches were reset; this engine goes on in a namespace of its own, %s",
+            "tierd: caches were reset; this engine now uses its own namespace, %s",
             fresh[0].digest.hex(),
         )
 
     def close(self) -> None:
-        """Give back every lease and leave the daemon."""
+        """Release every lease and disconnect from the daemon."""
         for tracked in self._tracked.values():
             self._let_go(tracked)
         for loading in self._loading.values():
@@ -431,25 +431,25 @@ class SchedulerSide:
 
     @property
     def epoch(self) -> bytes:
-        """The life of the daemon that has accepted every rank's namespace; empty if none has."""
+        """The daemon's epoch, once it has accepted every rank's namespace; empty before."""
         ready = all(handle.ready for handle in self._handles[NO_ADAPTER])
         return self._client.epoch if ready else b""
 
     @property
     def leases_held(self) -> int:
-        """Leases not given back yet, for tests and for status."""
+        """Number of leases not released yet, for tests and for status."""
         held = sum(tracked.lease is not None for tracked in self._tracked.values())
         return held + len(self._loading) + sum(len(leases) for leases in self._kept.values())
 
     # Inside
 
     def _useful_blocks(self, request: EngineRequest) -> int:
-        """Blocks worth loading: at least one token must be left to compute."""
+        """Return the number of blocks to load at most: one token must be left to compute."""
         return min((request.num_tokens - 1) // self._block_tokens, len(request.block_hashes))
 
     def _look_up(self, tracked: _Tracked, own: int) -> None:
-        """Ask for what lies past the first `own` blocks; also if that is nothing, for they are
-        used."""
+        """Send a lookup of the blocks past the first `own`, even if none are left: the daemon
+        counts the own blocks as used."""
         now_ns = time.monotonic_ns()
         count = self._useful_blocks(tracked.request)
         tracked.asked, tracked.own = True, min(own, max(0, count))
@@ -489,9 +489,9 @@ class SchedulerSide:
                 self._let_go(tracked)
 
     def _pass_on(self, tracked: _Tracked) -> None:
-        """Tell the daemon what a request said, of its prompt and of what it generated.
+        """Send the daemon an ended request's hints for its prompt and its generated tokens.
 
-        Only now are all blocks known. The last may not be stored yet; the daemon does not mind.
+        All blocks are known only now. The last ones may not be stored yet; the daemon accepts that.
         """
         hints, hashes = tracked.hints, list(tracked.request.block_hashes)
         self._client.hint(
@@ -504,7 +504,7 @@ class SchedulerSide:
         )
 
     def _let_go(self, tracked: _Tracked) -> None:
-        """Give back the lease, also one that has not arrived yet."""
+        """Release the lease, and cancel a pending lookup."""
         if tracked.lease is not None:
             self._client.release(tracked.lease)
             tracked.lease = None
@@ -513,14 +513,14 @@ class SchedulerSide:
             tracked.pending = None
 
     def _load_failed(self, request_id: str) -> None:
-        """The engine computes these blocks; they are stored again, and not asked for again."""
+        """Drop the lease of a failed load: the engine recomputes the blocks, and stores them."""
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._let_go(tracked)
             tracked.own = 0
 
     def _restart(self, tracked: _Tracked) -> None:
-        """After a preemption: the blocks are gone, and what is stored may bring them back."""
+        """Start a preempted request again: its blocks are gone, and stored ones may be loaded."""
         self._let_go(tracked)
         tracked.since_ns = time.monotonic_ns()
         tracked.asked = tracked.running = False
@@ -553,21 +553,21 @@ class SchedulerSide:
         tracked.stored = min(final, tracked.limit)
 
     def _admit(self, tracked: _Tracked, step: Scheduled) -> None:
-        """A request begins to compute; what lies before was found, or loaded by somebody."""
+        """Note that a request begins to compute behind blocks that were found or loaded."""
         self._let_go(tracked)
         tracked.running = True
         tracked.stored = 0
-        # Of a load that failed the engine has taken what came before, and computes the rest.
+        # After a failed load the engine keeps the blocks before the failure, and computes the rest.
         known = min(tracked.loaded.stop, step.computed // self._block_tokens)
         tracked.loaded = range(min(tracked.loaded.start, known), known)
-        # A block of which others have loaded a part counts as well.
+        # Count a block that another connector has loaded in part, too.
         filled = -(-step.computed // self._block_tokens)
         known = max(tracked.local_blocks, known)
         self._count(tracked)
         tracked.limit = tracked.local_blocks if filled > known else NO_LIMIT
 
     def _count(self, tracked: _Tracked) -> None:
-        """What a lookup came to: the request computes, and goes on from what is loaded."""
+        """Count a lookup's result when its request begins to compute behind loaded blocks."""
         loaded = tracked.sources[: len(tracked.loaded)]
         if tracked.uncounted:
             wanted = self._useful_blocks(tracked.request) - tracked.local_blocks
@@ -586,11 +586,11 @@ class SchedulerSide:
                 logger.warning("tierd: the daemon refuses this engine: %s", handle.refusal)
         if self._client.connected != self._connected:
             if self._connected is not None:
-                state = "is back" if self._client.connected else "is lost; every lookup misses"
+                state = "is back" if self._client.connected else "is lost: every lookup misses"
                 logger.warning("tierd: the connection to the daemon %s", state)
             self._connected = self._client.connected
 
 
 def _doomed(request_id: str, blocks: Sequence[int]) -> Load:
-    """A load that the workers report as failed."""
+    """Return a load that the workers report as failed."""
     return Load(request_id, b"", 0, list(blocks), [])

@@ -1,21 +1,21 @@
-"""How fast the engine computes prompts, seen from its scheduler."""
+"""The engine's prefill speed, measured from its scheduler's steps."""
 
 from __future__ import annotations
 
 from typing import Final
 
 STEP_TOKENS_MIN: Final = 256
-"""Prompt tokens of a step that counts: a smaller one is mostly overhead."""
+"""Fewest prompt tokens of a step that is measured: a smaller step is mostly overhead."""
 
 STEP_NS_MAX: Final = 10_000_000_000
-"""A longer pause between two steps was none of the first one's making."""
+"""A longer time between two steps is a pause, not computation of the first step."""
 
 MEMORY: Final = 0.9
-"""Of what was counted before, at each step that counts: the last ten or so make the speed."""
+"""Factor on older measurements at each measured step: the last ten or so determine the speed."""
 
 
 class PrefillSpeed:
-    """Prompt tokens a second, over the last steps that computed many of them."""
+    """Prompt tokens per second, over the last steps with at least STEP_TOKENS_MIN of them."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -24,7 +24,7 @@ class PrefillSpeed:
         self._step_tokens = 0
 
     def step(self, now_ns: int, prompt_tokens: int) -> None:
-        """A step begins, and so the one before it has ended."""
+        """Measure the previous step, which has ended, and begin one of `prompt_tokens`."""
         took_ns = now_ns - self._began_ns
         if self._step_tokens >= STEP_TOKENS_MIN and 0 < took_ns < STEP_NS_MAX:
             self._tokens = self._tokens * MEMORY + self._step_tokens
@@ -33,5 +33,5 @@ class PrefillSpeed:
 
     @property
     def tokens_per_s(self) -> int:
-        """The speed, or 0 if it is not known yet."""
+        """The speed in tokens per second; 0 until it is known."""
         return int(self._tokens * 1e9 / self._ns) if self._ns else 0

@@ -1,4 +1,4 @@
-"""The connector's counters as vLLM reports them: in its log, and on its /metrics."""
+"""The connector's counters, reported by vLLM in its log and on its /metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Counter(Protocol):
-    """A counter of whichever metrics library vLLM was started with."""
+    """A counter of the metrics library that vLLM uses."""
 
     def inc(self, amount: float) -> None: ...
 
@@ -24,37 +24,37 @@ class _Counter(Protocol):
 COUNTERS = {
     "lookups": "Requests whose prefix was looked up in tierd.",
     "lookup_timeouts": "Lookups that tierd did not answer before their deadline.",
-    "loaded_tokens": "Tokens loaded from tierd that requests began to compute behind.",
-    "load_blocks": "Blocks copied from tierd, by all ranks.",
-    "load_bytes": "Bytes copied from tierd, by all ranks.",
-    "load_seconds": "Time spent copying from tierd, by all ranks.",
-    "load_early_starts": "Loads reported once their first layers were in place, by all ranks.",
-    "load_failures": "Loads that failed and were recomputed, by all ranks.",
-    "store_blocks": "Blocks copied to tierd, by all ranks.",
-    "store_bytes": "Bytes copied to tierd, by all ranks.",
-    "store_seconds": "Time spent storing to tierd, waits included, by all ranks.",
-    "store_blocks_dropped": "Blocks not stored: queue full, reused too early, or no daemon.",
-    "errors": "Errors of the connector that were treated as misses.",
+    "loaded_tokens": "Prompt tokens that requests took from tierd instead of computing them.",
+    "load_blocks": "Blocks copied from tierd, summed over ranks.",
+    "load_bytes": "Bytes copied from tierd, summed over ranks.",
+    "load_seconds": "Time spent copying from tierd, summed over ranks.",
+    "load_early_starts": "Loads reported once their first layers were loaded, summed over ranks.",
+    "load_failures": "Loads from tierd that failed and were recomputed, summed over ranks.",
+    "store_blocks": "Blocks copied to tierd, summed over ranks.",
+    "store_bytes": "Bytes copied to tierd, summed over ranks.",
+    "store_seconds": "Time spent storing to tierd, including waits, summed over ranks.",
+    "store_blocks_dropped": "Blocks not stored in tierd: queue full, reused early, or no daemon.",
+    "errors": "Errors in the tierd connector that were treated as misses.",
 }
-"""Names and meanings; on /metrics they are called vllm:tierd_NAME_total."""
+"""Name and help of each counter; on /metrics its name is vllm:tierd_NAME_total."""
 
 
 @dataclass
 class TierdStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed here
-    """Sums since the last report, by name."""
+    """Sums since the last report, by counter name."""
 
     def reset(self) -> None:
-        """Start again from nothing."""
+        """Clear all sums."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: TierdStats) -> TierdStats:
-        """Add another worker's or interval's sums to these."""
+        """Add the sums of another worker or interval to these."""
         for name, amount in other.data.items():
             self.data[name] = self.data.get(name, 0) + amount
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log line shows."""
+        """Return the nonzero sums, as vLLM's log line shows them."""
         shown: dict[str, int | float] = {}
         for name in COUNTERS:
             amount = self.data.get(name, 0)
@@ -63,12 +63,12 @@ class TierdStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed h
         return shown
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Whether there are no sums to report."""
         return not self.data
 
 
 class TierdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is not typed here
-    """Counters on the engine's own metrics endpoint, one set an engine index."""
+    """Counters on the engine's own metrics endpoint, one set per engine index."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TierdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is
                 self._counters[engine, name] = counter.labels(*labels)
 
     def observe(self, transfer_stats_data: Mapping[str, float], engine_idx: int = 0) -> None:
-        """Add one report of TierdStats."""
+        """Add the sums of one TierdStats report."""
         for name, amount in transfer_stats_data.items():
             counter = self._counters.get((engine_idx, name))
             if counter is not None and amount > 0:

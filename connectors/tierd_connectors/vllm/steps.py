@@ -1,7 +1,7 @@
-"""What the engine says of a step, without vLLM's classes: who computes, and in which blocks.
+"""A step's requests and their blocks, without vLLM's classes.
 
-Block tables are asked of the engine anew whenever a request has got blocks, and never put
-together here from what came in each step: an error in one step would shift all that follow.
+The engine is asked for a request's whole block table whenever the request gets blocks. Tables are
+never assembled here from each step's new blocks: an error in one step would shift all later blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EngineRequest(Protocol):
-    """What is used of vLLM's Request."""
+    """The attributes of vLLM's Request that the connector uses."""
 
     @property
     def request_id(self) -> str: ...
@@ -33,9 +33,9 @@ class EngineRequest(Protocol):
 class Scheduled(NamedTuple):
     """A request that computes in this step.
 
-    `computed` are the tokens whose KV exists before the step. `restarted` says that it was
-    admitted in this step; else `blocks` are those that it has got since. `table` are all of its
-    blocks, asked of the engine anew; None if none came and the engine does not tell.
+    `computed` is the number of tokens whose KV exists before the step. `restarted`: the request was
+    admitted in this step; otherwise `blocks` are its new blocks. `table` asks the engine for all of
+    the request's blocks; None if it got no new blocks and the engine does not report its table.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class Scheduled(NamedTuple):
 
 
 def scheduled_requests(output: SchedulerOutput) -> list[Scheduled]:
-    """The requests that compute in this step."""
+    """Return the requests that compute in this step."""
     cached, tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
     steps = [
         Scheduled(
@@ -78,7 +78,7 @@ def scheduled_requests(output: SchedulerOutput) -> list[Scheduled]:
 
 def _table(output: SchedulerOutput, request_id: str) -> Sequence[int] | None:
     state = output.kv_connector_block_state
-    # vLLM 0.29 has the tables of requests that have got blocks, later versions make any.
+    # vLLM 0.29 has the tables of requests with new blocks; later versions make any table.
     given = getattr(state, "block_ids", None)
     groups = state.get_block_ids(request_id) if given is None else given.get(request_id)
     return None if groups is None else groups[0]

@@ -1,6 +1,6 @@
-"""What the scheduler side tells the worker side each step, and what both count.
+"""One step's work, from the scheduler's side to the workers, and the counters of both sides.
 
-Plain picklable values: they cross process boundaries with the engine's own messages.
+All are plain picklable values: they travel between processes in the engine's own messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tierd.types import Namespace
 _RESET = "+reset-"
 
 NO_ADAPTER = ""
-"""In place of a LoRA adapter's name: the model itself."""
+"""Stands for the model without a LoRA adapter."""
 
 
 class StoreItem(NamedTuple):
@@ -32,9 +32,9 @@ class StoreItem(NamedTuple):
 class Load:
     """Copy leased slots into the engine's blocks, for one request.
 
-    `slots` has one list a rank, in the order of the handshake, each as long as `blocks`;
-    it is empty for a load that could not be planned and must be reported as failed.
-    `expires_ns` is CLOCK_MONOTONIC: a copy that ended later counts as failed.
+    `slots` has one list per rank, in the order of the handshake, each as long as `blocks`.
+    It is empty for a load that could not be planned and must be reported as failed.
+    `expires_ns` is CLOCK_MONOTONIC; a copy that ends later counts as failed.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class Load:
 
     @property
     def expired(self) -> bool:
-        """Whether the slots may be others' by now."""
+        """Whether the slots may hold other blocks now."""
         return time.monotonic_ns() >= self.expires_ns
 
 
@@ -54,10 +54,9 @@ class Load:
 class StepWork:
     """One step's work for every worker.
 
-    `reused` are the block ids that get a new owner in this step: whatever else they held
-    must not be read any more. `reused_unknown` stands for any block. `idle` says that no
-    token is computed in this step. `begun` are requests whose loads the engine takes for
-    finished from this step on.
+    `reused` are the block ids that get a new owner in this step: their previous content must no
+    longer be read. `reused_unknown`: any block may have a new owner. `idle`: this step computes no
+    token. `begun` are requests whose loads the engine treats as finished from this step on.
     """
 
     generation: str = ""
@@ -71,17 +70,17 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A worker's part of the handshake: its namespace, or why it takes no part."""
+    """A worker's part of the handshake: its namespace, or why it has none."""
 
     namespace: Namespace | None
     refusal: str = ""
 
 
 def of_generation(namespace: Namespace, generation: str) -> Namespace:
-    """The namespace that an engine uses once its caches were reset by hand.
+    """Return the namespace that an engine uses after a reset of its caches.
 
-    A reset says that what was stored is no longer what the engine computes (its weights
-    may have been replaced in place), so neither side may see the other's blocks again.
+    After a reset the engine may compute other KV than the stored blocks (its weights may have been
+    replaced in place), so the old and the new namespace must not share blocks.
     """
     if not generation:
         return namespace
@@ -89,15 +88,15 @@ def of_generation(namespace: Namespace, generation: str) -> Namespace:
 
 
 def is_generation(namespace: Namespace) -> bool:
-    """Whether a namespace is one of an engine's own, after a reset: nobody comes back to it."""
+    """Whether a namespace belongs to one engine after a reset; no session uses it again later."""
     return _RESET in namespace.weights
 
 
 def of_adapters(namespace: Namespace, revisions: Mapping[str, str]) -> dict[str, Namespace]:
-    """The namespace of each LoRA adapter, by name, and the model's own.
+    """Return the namespaces of the LoRA adapters by name, and the model's under NO_ADAPTER.
 
-    An adapter changes all KV, so its revision is a part of the weights. Raises NamespaceError
-    if that makes a name that is too long.
+    An adapter changes all KV, so its revision is part of the weights. Raises NamespaceError if the
+    name of the weights becomes too long.
     """
     namespaces = {NO_ADAPTER: namespace}
     for name, revision in revisions.items():
@@ -107,10 +106,10 @@ def of_adapters(namespace: Namespace, revisions: Mapping[str, str]) -> dict[str,
 
 
 def adapter_of(lora: object, revisions: Mapping[str, str]) -> str | None:
-    """The name of a request's adapter; None if what its weights are is not known.
+    """Return the name of a request's adapter; None if its weights are not known.
 
-    A block's hash has an adapter's name and path, and both can stay while its weights change:
-    its revision must be given, and it not have been replaced in the running engine.
+    A block hash covers an adapter's name and path, and both can stay while the weights change. So
+    the settings must name its revision, and the running engine must not have replaced it in place.
     """
     if lora is None:
         return NO_ADAPTER
@@ -121,10 +120,10 @@ def adapter_of(lora: object, revisions: Mapping[str, str]) -> str | None:
 
 
 def names_its_kv(request: object, *, media_trusted: bool) -> bool:
-    """Whether a request's block hashes name its KV for certain, and it wants a cache at all.
+    """Whether the request allows caching, and its block hashes identify its KV with certainty.
 
-    A resumable session can take back tokens that it had computed. An image's identifier may be a
-    client's, or be made from a client's; nothing tells it from one that was made from the image.
+    A resumable session can take back computed tokens. A client may choose an image's identifier, or
+    a part of it; it looks like an identifier that was computed from the image.
     """
     return not (
         (getattr(request, "mm_features", None) and not media_trusted)
@@ -140,7 +139,7 @@ def _of_weights(namespace: Namespace, weights: str) -> Namespace:
 
 
 class DrainedCounters:
-    """Counters that several threads add to and one drains."""
+    """Counters that several threads add to and one thread drains."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -153,7 +152,7 @@ class DrainedCounters:
                 self._values[name] = self._values.get(name, 0) + amount
 
     def drain(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return the sums since the last call, by name."""
         with self._lock:
             values, self._values = self._values, {}
         return values

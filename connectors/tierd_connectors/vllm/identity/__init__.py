@@ -1,1 +1,1 @@
-"""What decides what an engine's KV means: its weights, settings and variables."""
+"""The identity of an engine's KV: its weights, settings and environment variables."""

@@ -1,12 +1,12 @@
-"""Whether anybody can have changed what an engine computes since it was started.
+"""Detects calls that may have changed an engine's weights or code since its start.
 
-vLLM resets its caches when it pauses, for weights that may be replaced then, or stay. What runs in
-the engine's own processes is vLLM's code alone (`identity.fields` refuses workers that are
-others'), so only a call from outside can replace weights, or the model's code, and all of them take
-one way, `EngineCore.collective_rpc`. An engine that has had none is what it was at its start. With
-one that may change something it goes on in a namespace of its own, whether or not caches are reset.
-In a process of its user's own, or with workers that its user can reach (Ray), there are other ways:
-calls are noted all the same, and each reset counts.
+vLLM resets its caches at every pause, whether weights are replaced during it or not. Only vLLM's
+code runs in the engine's processes (`identity.fields` refuses other workers), so only a call from
+outside can replace weights or the model's code, and all such calls go through
+`EngineCore.collective_rpc`. An engine without such a call computes the same KV as at its start.
+After a call that may change the KV the engine uses a new namespace, whether caches are reset or
+not. There are other ways if the engine runs in its user's process, or if its user can reach the
+workers (Ray): then calls are still observed, and every reset leads to a new namespace.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _HARMLESS = frozenset(
         "update_max_model_len",
     }
 )
-"""What vLLM itself calls by this way and that only reads, or leaves weights and code alone."""
+"""Methods that vLLM itself calls this way, and that change neither weights nor code."""
 
 _told: weakref.WeakSet[Callers] = weakref.WeakSet()
 _watched: set[type] = set()
 
 
 class Callers:
-    """Has `called` called before each call from outside; `watch` says whether that is so."""
+    """Calls `called` before each call from outside, once `watch` is called."""
 
     def __init__(self, called: Callable[[str], None]) -> None:
         self._called = called
 
     def note(self, method: object) -> None:
-        """The engine's workers are about to be called."""
+        """Report a call to the engine's workers that is about to be made, unless harmless."""
         if method not in _HARMLESS:
-            self._called(method if isinstance(method, str) else "a function of the caller's")
+            self._called(method if isinstance(method, str) else "a function sent by a caller")
 
     def watch(self, executor: object) -> bool:
-        """Hear of calls from now on. False if there may be others that are not heard of, by the
-        engine's setting `distributed_executor_backend`, or by where it runs."""
+        """Observe calls from now on. Returns False if some may be missed, because of `executor`
+        (the setting `distributed_executor_backend`) or of the process that the engine runs in."""
         core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
         rpc = vars(core).get("collective_rpc") if core is not None else None
         if core is None or rpc is None:

@@ -1,12 +1,12 @@
 """Every field of vLLM's configs, with a verdict: does it change the KV of given tokens?
 
-IN: its value is a part of the namespace. FREE: it does not change KV, and why not. REFUSED: with
-anything but its neutral value the connector stays off. A field that is in none of them is
-unknown: see `identity.settings`. The table covers vLLM 0.29 to 0.33; `engine/list_fields.py` lists
-what a version has.
+IN: its value is part of the namespace. FREE: it does not change KV, for the given reason. REFUSED:
+the connector stays off unless the value is neutral. A field without a verdict is unknown: see
+`identity.settings`. The table covers vLLM 0.29 to 0.33; `engine/list_fields.py` lists a version's
+fields.
 
-When in doubt a field is IN: that costs reuse between engines that set it differently, nothing
-else. FREE needs a reason, and must be what differs between two starts of the same engine.
+When in doubt, a field is IN: that only costs reuse between engines with different values. FREE
+needs a reason, and a field that differs between two starts of the same engine must be FREE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 
 class Verdict(enum.Enum):
-    """What a field is to the namespace."""
+    """A field's role in the namespace."""
 
     IN = "in"
     FREE = "free"
@@ -92,11 +92,11 @@ IN: Mapping[str, str] = {
         "performance_mode speculative_config"
     ),
 }
-"""By class. A field that holds a config stands for the fields of that."""
+"""Fields by class. A field that holds another config stands for that config's fields."""
 
 FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
-        "A field of the namespace says it, or a check refuses what would matter.",
+        "A field of the namespace has the value, or a check refuses values that change KV.",
         {
             "CacheConfig": (
                 "block_size kv_cache_layout hash_block_size prefix_match_unit "
@@ -110,7 +110,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "Where the model, its code or its config were read from; what was read is in the "
+        "Where the model, its code or its config were read from; the content is in the "
         "fingerprint.",
         {
             "ModelConfig": (
@@ -123,7 +123,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "How weights get into memory, and where in it they lie; their values are the same.",
+        "How weights are loaded, and where they lie in memory; their values are the same.",
         {
             "LoadConfig": (
                 "device pt_load_map_location safetensors_load_strategy "
@@ -146,9 +146,8 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "How much memory there is, and how many tokens and requests are computed together. A "
-        "token's KV depends on its prefix, and on its batch only as far as sums are rounded, "
-        "which they are without a cache, too.",
+        "Amounts of memory, and of tokens and requests computed together. A token's KV depends on "
+        "its prefix; its batch only affects the rounding of sums, as it does without a cache.",
         {
             "CacheConfig": (
                 "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
@@ -185,7 +184,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "Mamba states and sliding windows: models with them are refused.",
+        "Mamba states and sliding windows: models that have them are refused.",
         {
             "CacheConfig": (
                 "mamba_page_size_padded skip_page_size_padded mamba_block_size "
@@ -201,8 +200,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "What is done with hidden states once KV is computed: sampling, drafts, pooling, "
-        "grammars, output.",
+        "Use of hidden states after KV is computed: sampling, drafts, pooling, grammars, output.",
         {
             "ModelConfig": (
                 "seed return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel "
@@ -244,8 +242,8 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "What becomes of a request before it is tokens and media, which block hashes name; "
-        "names, limits and rights.",
+        "Processing of a request into tokens and media, which block hashes cover; names, limits "
+        "and permissions.",
         {
             "ModelConfig": (
                 "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init "
@@ -261,8 +259,8 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "Which processes there are, where they run and how they talk. Ranks that share a sum "
-        "are in the namespace.",
+        "Number, place and communication of processes. Ranks that share a sum are in the "
+        "namespace.",
         {
             "ParallelConfig": (
                 "_allow_auto_resolve_cp_interleave_size _api_process_count _api_process_rank "
@@ -300,7 +298,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "Logs, metrics, traces, caches of compiled code, warming up.",
+        "Logs, metrics, traces, caches of compiled code, warm-up.",
         {
             "ObservabilityConfig": (
                 "collect_detailed_traces cudagraph_metrics custom_histogram_buckets "
@@ -333,7 +331,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "What this decides is in `compilation_config`, or in `model_config` itself.",
+        "Its effect is in `compilation_config`, or in `model_config` itself.",
         {
             "ModelConfig": "enforce_eager",
             "SpeculativeConfig": (
@@ -342,7 +340,7 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
     (
-        "Only where its config is given, which is refused.",
+        "Fields of a config that is refused whenever it is given.",
         {
             "DiffusionConfig": "canvas_length max_denoising_steps",
             "ECTransferConfig": (
@@ -355,25 +353,25 @@ FREE: tuple[tuple[str, Mapping[str, str]], ...] = (
         },
     ),
 )
-"""Why, and the fields by class."""
+"""Pairs of a reason and the fields, by class, that it applies to."""
 
 REFUSED: Mapping[str, str] = {
-    "VllmConfig.weight_transfer_config": "the engine's weights are to be replaced while it runs",
-    "VllmConfig.ec_transfer_config": "another engine computes what images become",
+    "VllmConfig.weight_transfer_config": "it lets the engine's weights be replaced while it runs",
+    "VllmConfig.ec_transfer_config": "another engine encodes the images",
     "VllmConfig.diffusion_config": "a diffusion model rewrites the KV of its tokens",
-    "AttentionConfig.hisparse_config": "part of the KV lies outside of the engine's pages",
+    "AttentionConfig.hisparse_config": "part of the KV lies outside the engine's pages",
     "KVTransferConfig.enable_permute_local_kv": "the engine reorders KV that was loaded",
-    "MultiModalConfig.mm_encoder_fp8_scale_path": "a file scales images, and it may change",
-    "MultiModalConfig.mm_encoder_fp8_scale_save_path": "images are scaled by those before them",
+    "MultiModalConfig.mm_encoder_fp8_scale_path": "a file sets the scale of images, and may change",
+    "MultiModalConfig.mm_encoder_fp8_scale_save_path": "earlier images set the scale of later ones",
     "ParallelConfig.decode_context_parallel_size": "context parallelism is not supported",
     "ParallelConfig.prefill_context_parallel_size": "context parallelism is not supported",
-    "ParallelConfig.nnodes": "the engine spans several nodes, and the daemon serves one",
-    "ParallelConfig.enable_elastic_ep": "ranks come and go while the engine runs",
-    "ParallelConfig.worker_cls": "code that is not vLLM's runs the model",
-    "ParallelConfig.sd_worker_cls": "code that is not vLLM's runs the model",
-    "ParallelConfig.worker_extension_cls": "code that is not vLLM's can replace the weights",
+    "ParallelConfig.nnodes": "the engine spans several nodes, and a daemon serves only one",
+    "ParallelConfig.enable_elastic_ep": "ranks are added and removed while the engine runs",
+    "ParallelConfig.worker_cls": "code outside of vLLM runs the model",
+    "ParallelConfig.sd_worker_cls": "code outside of vLLM runs the model",
+    "ParallelConfig.worker_extension_cls": "code outside of vLLM can replace the weights",
 }
-"""Class and field, and why."""
+"""Why each of these fields is refused; keys are Class.field."""
 
 
 def _verdicts() -> dict[tuple[str, str], Verdict]:
@@ -389,14 +387,14 @@ def _verdicts() -> dict[tuple[str, str], Verdict]:
 
 
 VERDICTS = _verdicts()
-"""By class and field."""
+"""The verdict on each (class, field)."""
 
 CONFIGS = frozenset(config for config, _ in VERDICTS)
-"""The classes that the table knows."""
+"""Names of the config classes in the table."""
 
 
 def is_neutral(value: object) -> bool:
-    """Whether a REFUSED field has a value that changes nothing: none, off, one, vLLM's own."""
+    """Whether a REFUSED field's value changes nothing: None, off, 1, or a class of vLLM's."""
     if isinstance(value, str):
         return value in ("", "auto") or value.startswith("vllm.")
     return value is None or value is False or value == 1

@@ -1,10 +1,9 @@
-"""From a vLLM worker's configuration and tensors to its namespace, or the reason for none.
+"""Derives a namespace from a vLLM worker's configuration and tensors, or the reason for none.
 
-Everything that decides what a block's bytes mean is read from the engine that runs, not
-from what was asked for: the weights as they were loaded, every setting of `identity.fields`, the
-resolved layout, the attention backend and, on CPUs, the instruction set that packs a page's
-inside. Whatever the connector cannot copy or name for certain is refused here, once, with the
-setting to change.
+All inputs come from the running engine, not from its command line: the loaded weights, every
+setting of `identity.fields`, the resolved layout, the attention backend and, on CPUs, the
+instruction set that determines a page's internal packing. KV that the connector cannot copy, or
+cannot identify with certainty, is refused here, with the setting to change.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ HASH_ALGORITHM = "sha256_cbor"
 
 HASH_SCHEME_TAGGED = "vllm-sha256-cbor-tagged"
 HASH_SCHEME_UNTAGGED = "vllm-sha256-cbor-untagged"
-"""Extra keys as vLLM hashes them from 0.31 on, and before."""
+"""How vLLM hashes extra keys: tagged from 0.31 on, untagged before."""
 
 _PLAIN_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
-"""Specs whose blocks live as long as their request; windows and states drop them earlier."""
+"""Specs whose blocks are kept until their request ends; windows and states drop them earlier."""
 
 
 class UnsupportedEngineError(ValueError):
-    """This engine cannot use tierd; the message says why, and what to change if anything."""
+    """This engine cannot use tierd; the message says why, and which setting to change, if any."""
 
 
 def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
-    """Raise RefusedError unless every block is a whole prefix-cached block of one group."""
+    """Raise UnsupportedEngineError unless every block is prefix-cached, whole and of one group."""
     cache = config.cache_config
     if not cache.enable_prefix_caching:
         raise UnsupportedEngineError(
@@ -65,35 +64,35 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
         )
     if cache.prefix_caching_hash_algo != HASH_ALGORITHM:
         raise UnsupportedEngineError(
-            f"block hashes are made by {cache.prefix_caching_hash_algo!r}, which nothing else "
-            f"can reproduce: start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}"
+            f"block hashes are made by {cache.prefix_caching_hash_algo!r}, which other processes "
+            f"cannot reproduce: start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}"
         )
     if len(kv.kv_cache_groups) != 1:
         raise UnsupportedEngineError(
             f"the model has {len(kv.kv_cache_groups)} KV cache groups (hybrid attention); "
-            "this connector handles one"
+            "this connector supports one"
         )
     spec = kv.kv_cache_groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in _PLAIN_SPECS:
         raise UnsupportedEngineError(
-            f"KV cache of kind {kind}; this connector handles full attention"
+            f"the KV cache has the spec {kind}; this connector supports full attention only"
         )
     if getattr(spec, "non_causal", False):
         raise UnsupportedEngineError(
-            "the model attends to later tokens, so a prefix has no KV of its own"
+            "the model attends to later tokens, so a prefix's KV depends on the tokens after it"
         )
     if getattr(config.model_config, "is_diffusion", False):
         raise UnsupportedEngineError("a diffusion model rewrites the KV of its tokens")
     hash_tokens = getattr(kv, "hash_block_size", None)
     if hash_tokens not in (None, spec.block_size):
         raise UnsupportedEngineError(
-            f"block hashes cover {hash_tokens} tokens, blocks {spec.block_size}"
+            f"block hashes cover {hash_tokens} tokens, but blocks have {spec.block_size}"
         )
 
 
 def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[TensorView]:
-    """The registered tensors, by layer; each is its view's owner. Raises RefusedError."""
+    """Return a view of each layer's tensor, which it keeps alive. Raises UnsupportedEngineError."""
     views = []
     for name in kv.kv_cache_groups[0].layer_names:
         tensor = kv_caches.get(name)
@@ -101,7 +100,7 @@ def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[T
             raise UnsupportedEngineError(f"layer {name} has no plain KV tensor")
         if tensor.device.type not in ("cpu", "cuda"):
             raise UnsupportedEngineError(
-                f"KV tensors are on {tensor.device}: no GPU of NVIDIA's, no CPU"
+                f"KV tensors are on {tensor.device}; only NVIDIA GPUs and CPUs are supported"
             )
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
@@ -115,7 +114,7 @@ def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[T
 
 
 def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> BlockPages:
-    """Where the blocks lie in these tensors. Raises RefusedError."""
+    """Return where the blocks lie in these tensors. Raises UnsupportedEngineError."""
     try:
         return blocks_of(views, kv.num_blocks)
     except LayoutError as error:
@@ -124,31 +123,31 @@ def kv_blocks(views: Sequence[TensorView], kv: KVCacheConfig) -> BlockPages:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A model's name, and a digest of everything else that the namespace has no field for."""
+    """A model's name, and its weights with a digest of all that has no field in the namespace."""
 
     model: str
     weights: str
     version: str
     content: dict[str, Plain]
-    """What the digest is of."""
+    """The values that the digest in `weights` covers."""
 
 
 def fingerprint_of(
     config: VllmConfig, weights: Weights, options: Options, environ: Mapping[str, str]
 ) -> Fingerprint:
-    """What this engine runs, as it was when it took effect. Raises RefusedError, OSError."""
+    """Return the fingerprint of the running engine. Raises UnsupportedEngineError, OSError."""
     model, speculative = config.model_config, config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     envs = importlib.import_module("vllm.envs")
     if weights.moved:
-        raise UnsupportedEngineError(f"{weights.moved} while it started: restart it")
+        raise UnsupportedEngineError(f"{weights.moved}, while the engine started: restart it")
     try:
         settings = settings_of(config) | {"max_model_len": _rope_length(model)}
         variables = variables_of(environ, envs.environment_variables)
         source = identify(_facts(model, config.load_config, weights), options.weights)
         sources: list[Plain] = [source.weights]
         if draft is not None and _source(draft) != _source(model):
-            # A drafting model's layers are in the same blocks.
+            # A draft model's layers are in the same blocks.
             load = getattr(speculative, "draft_load_config", None) or config.load_config
             facts = _facts(draft, load, weights, setting="draft_weights")
             sources.append(identify(facts, options.draft_weights).weights)
@@ -178,15 +177,15 @@ def namespace_of(
     *,
     rank: tuple[int, int],
 ) -> Namespace:
-    """The namespace of a worker of (pp, tp) rank `rank`. Raises RefusedError, OSError."""
+    """Return the namespace of (pp, tp) rank `rank`. Raises UnsupportedEngineError, OSError."""
     group = kv.kv_cache_groups[0]
     spec, parallel = group.kv_cache_spec, config.parallel_config
     layout = getattr(kv, "kv_cache_layout", None) or getattr(
         config.cache_config, "kv_cache_layout", None
     )
     if layout is None:
-        raise UnsupportedEngineError("this vLLM does not tell its physical KV layout")
-    # Which layers a stage holds follows from neither its rank nor how many it holds.
+        raise UnsupportedEngineError("this vLLM does not report its physical KV layout")
+    # A stage's rank and its number of layers do not determine which layers it holds.
     layers = hashlib.sha256("\n".join(group.layer_names).encode()).hexdigest()[:16]
     namespace = Namespace(
         model=fingerprint.model,
@@ -208,13 +207,13 @@ def namespace_of(
         format_version=FORMAT_VERSION,
     )
     namespace.validate()
-    # The namespace has its digest only: this line tells an operator which setting differs.
+    # The namespace has only the digest: this line lets an operator find the setting that differs.
     logger.info("tierd: %s is the digest of %s", fingerprint.weights, text_of(fingerprint.content))
     return namespace
 
 
 def hash_scheme() -> str:
-    """Which of vLLM's two ways to hash extra keys is in use: found out by hashing a salt."""
+    """Find out which of vLLM's two ways to hash extra keys is in use, by hashing a salt."""
     utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
     salted = SimpleNamespace(
         mm_features=[], lora_request=None, cache_salt="salt", prompt_embeds=None
@@ -228,7 +227,7 @@ def hash_scheme() -> str:
 
 
 def hash_root() -> bytes:
-    """The digest that first blocks are chained to, as the engine's core will compute it.
+    """Return the parent digest of all first blocks, as the engine's core will compute it.
 
     The scheduler's side compares it with `hash_root_in_use` before it serves anything.
     """
@@ -240,7 +239,7 @@ def hash_root() -> bytes:
 
 
 def hash_root_in_use() -> bytes | None:
-    """The engine core's own root, None before it has one. Only in the core's process."""
+    """Return the engine core's own root; None before it has one. Only in the core's process."""
     utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
     root = getattr(utils, "NONE_HASH", None)
     return None if root is None else bytes(root)
@@ -262,16 +261,15 @@ def _facts(
 
 
 def _source(model: ModelConfig) -> tuple[str, str | None, str | None]:
-    """Where the weights come from. A branch may have been at another commit a moment before."""
+    """Return the weights' origin, with the commit: a branch's commit may change between loads."""
     return model.model, model.revision, _commit(model)
 
 
 def _commit(model: ModelConfig) -> str | None:
-    """The commit of the weights' repository, if the model is one: what vLLM has found its revision
-    to be, or the revision, if it is a commit.
+    """Return the commit of the weights' repository: the one that vLLM resolved the revision to, or
+    the revision itself, if it is a commit. None if the model is not a repository.
 
-    The commit that a model's config may name is that of the repository of the config, which
-    can be another one.
+    The commit in a model's config belongs to the config's repository, which may be another one.
     """
     revision: str | None = model.revision
     repository = getattr(revision, "_repo_id", None)
@@ -284,7 +282,7 @@ def _commit(model: ModelConfig) -> str | None:
 
 
 def _rope_length(model: ModelConfig) -> int | None:
-    """The longest context that the engine serves, where rotary embeddings depend on it."""
+    """Return the longest context that the engine serves; None unless RoPE depends on it."""
     described = str(model.hf_config.to_dict())
     if any(word in described for word in ("longrope", "'su'", "dynamic")):
         return int(model.max_model_len)
@@ -292,23 +290,25 @@ def _rope_length(model: ModelConfig) -> int | None:
 
 
 def _platform(config: VllmConfig, layer: str) -> str:
-    """Whatever decides what lies inside a page: the attention backend and, on CPUs, the ISA."""
+    """Return the parts of a page's internal format: machine, attention backend and CPU ISA."""
     platforms = importlib.import_module("vllm.platforms")
     machine = importlib.import_module("platform").machine()
     attention = config.compilation_config.static_forward_context[layer]
     backend = attention.attn_backend.get_name()
     platform = platforms.current_platform
     if platform.is_cuda():
-        # Which kernels there are for a quantization, and so how it computes, goes by capability.
+        # The capability decides which quantization kernels exist, and so the computed values.
         capability = platform.get_device_capability()
         return f"cuda-sm{capability.as_version_str()}-{machine}:{backend}"
     if not platform.is_cpu():
-        # AMD's chips, for one, have two kinds of fp8 by the same name.
+        # Refused, because values may differ: AMD, for example, has two fp8 formats of one name.
         raise UnsupportedEngineError(
-            f"the platform is {platform.device_name!r}: no GPU of NVIDIA's, no CPU"
+            f"the platform is {platform.device_name!r}; only NVIDIA GPUs and CPUs are supported"
         )
     isa = getattr(attention, "isa", None)
     if isa is None:
-        raise UnsupportedEngineError("the CPU attention backend does not tell how it packs a page")
+        raise UnsupportedEngineError(
+            "the CPU attention backend does not report its page format (attribute `isa`)"
+        )
     capability = importlib.import_module("torch").backends.cpu.get_cpu_capability()
     return f"cpu-{machine}-{capability}:{backend}:{isa}"

@@ -1,9 +1,9 @@
-"""From an engine's configs and environment to plain values that two processes agree on.
+"""Converts an engine's configs and environment to plain values that processes can compare.
 
-What comes out is a part of the namespace's fingerprint, so it must be the same in every process
-of engines that are set alike, and differ where a setting differs that changes KV. Objects have
-no such value by themselves: their text holds an address, or leaves out what matters. What cannot
-be put into plain values is refused, by name.
+The values are part of the namespace's fingerprint. They must be equal in all processes of engines
+with equal settings, and differ if a setting that changes KV differs. The text of an object does not
+do: it holds an address, or omits parts that matter. A setting without a plain value is refused by
+name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tierd_connectors.vllm.identity import variables
 from tierd_connectors.vllm.identity.fields import CONFIGS, REFUSED, VERDICTS, Verdict, is_neutral
 
 VOLATILE_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
-"""Keys of a model's configuration that say where it came from, not what it means."""
+"""Keys of a model's configuration that name its origin, and do not change its KV."""
 
 _DEPTH_MAX = 32
-"""Configs nest a handful of levels; a value that holds itself would never end."""
+"""Deepest nesting of a value. Configs have a few levels; a value that holds itself has no end."""
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 
@@ -31,11 +31,11 @@ _Found = list[tuple[str, Plain]]
 
 
 class SettingError(ValueError):
-    """A setting has no place in the namespace; the message names it, and says why."""
+    """A setting cannot be part of the namespace; the message names it and says why."""
 
 
 def settings_of(config: object) -> dict[str, Plain]:
-    """The settings of a VllmConfig that change KV and are not at their default, by path.
+    """Return the non-default settings of a VllmConfig that change KV, by path.
 
     Raises SettingError.
     """
@@ -43,9 +43,9 @@ def settings_of(config: object) -> dict[str, Plain]:
 
 
 def variables_of(environ: Mapping[str, str], known: Collection[str]) -> dict[str, Plain]:
-    """The variables that are set and change KV. Raises SettingError.
+    """Return the variables that are set and change KV. Raises SettingError.
 
-    `known` are those that the running vLLM knows: others have no effect on it, such as the
+    `known` are the variables that the running vLLM reads. Others have no effect on it, such as the
     addresses that Kubernetes sets for a service named vllm.
     """
     found: dict[str, Plain] = {}
@@ -57,13 +57,14 @@ def variables_of(environ: Mapping[str, str], known: Collection[str]) -> dict[str
                 raise SettingError(f"{name} is set: {variables.REFUSED[name]}")
             case None if name in known:
                 raise SettingError(
-                    f"{name} is set, which this tierd does not know: it may change KV; unset it"
+                    f"{name} is set, which this tierd does not know and which may change KV: "
+                    "unset it"
                 )
     return found
 
 
 def plain(value: object, path: str, depth: int = 0) -> Plain:
-    """A value without identity, order of insertion or address. Raises SettingError."""
+    """Return the value without object identity or insertion order. Raises SettingError."""
     if depth > _DEPTH_MAX:
         raise SettingError(f"{path} is nested more than {_DEPTH_MAX} levels deep")
     if isinstance(value, enum.Enum):
@@ -75,7 +76,7 @@ def plain(value: object, path: str, depth: int = 0) -> Plain:
     if isinstance(value, float):
         return float(value)
     if isinstance(value, str):
-        # A subclass, such as a resolved revision, becomes the text that it is equal to.
+        # A subclass, such as a resolved revision, becomes the plain text that it equals.
         return str.__str__(value)
     if isinstance(value, bytes):
         return value.hex()
@@ -95,7 +96,7 @@ def plain(value: object, path: str, depth: int = 0) -> Plain:
 
 
 def text_of(value: Plain) -> str:
-    """The one text of a plain value."""
+    """Return the canonical text of a plain value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -107,16 +108,14 @@ def _plain_object(value: object, path: str, depth: int) -> Plain:
         return f"{value.__module__}:{value.__qualname__}"
     to_dict = getattr(value, "to_dict", None)
     if to_dict is not None:
-        # Before fields: a model's config is a dataclass that also has attributes beside them.
+        # Before fields: a model's config is a dataclass that has attributes besides its fields.
         return {"": _name(kind), **_mapping(to_dict(), path, depth)}
     if dataclasses.is_dataclass(value):
         names = {field.name for field in dataclasses.fields(value)} | vars(value).keys()
         return {name: plain(getattr(value, name), f"{path}.{name}", depth + 1) for name in names}
     if isinstance(value, FunctionType) and value.__module__.startswith("vllm."):
         return f"{value.__module__}:{value.__qualname__}"
-    raise SettingError(
-        f"{path} is a {_name(kind)}, which has no value that another process could compare"
-    )
+    raise SettingError(f"{path} is a {_name(kind)}, whose value other processes cannot compare")
 
 
 def _walk(config: object, path: str) -> _Found:
@@ -128,7 +127,7 @@ def _walk(config: object, path: str) -> _Found:
         verdict = VERDICTS.get((kind, name))
         if type(value).__name__ in CONFIGS and verdict is not Verdict.REFUSED:
             within = _walk(value, f"{here}.")
-            # Of a FREE config only what is refused or unknown matters.
+            # In a FREE config only refused or unknown settings matter.
             if verdict is Verdict.IN:
                 found += [(here, "on"), *within] if field.default is None else within
         elif _counts(config, field, value, verdict):
@@ -141,16 +140,16 @@ def _counts(
 ) -> bool:
     if field.name == "hf_text_config" and value is getattr(config, "hf_config", None):
         return False
-    # At its default a field is what this version of vLLM, which is in the namespace, does by
-    # itself: that holds for one that nobody here knows, too.
+    # vLLM's version determines the effect of a default, and it is in the namespace. So a default
+    # is safe even for an unknown field.
     return verdict is not Verdict.FREE and not _is_default(field, value)
 
 
 def _changed(field: str, path: str, value: object, verdict: Verdict | None) -> _Found:
     if verdict is None:
         raise SettingError(
-            f"{path} is set, which this tierd does not know: it may change KV; leave it at its "
-            "default"
+            f"{path} is set, which this tierd does not know and which may change KV: leave it at "
+            "its default"
         )
     if verdict is Verdict.IN:
         return [(path, plain(value, path))]
@@ -162,7 +161,7 @@ def _changed(field: str, path: str, value: object, verdict: Verdict | None) -> _
 def _is_default(field: dataclasses.Field[object], value: object) -> bool:
     default, factory = field.default, field.default_factory
     if type(default).__name__ == "FieldInfo":
-        # pydantic's, as the default of a dataclass.
+        # pydantic's FieldInfo as the default of a dataclass field.
         factory = getattr(default, "default_factory", None) or dataclasses.MISSING
         default = getattr(default, "default", dataclasses.MISSING)
     if factory is not dataclasses.MISSING:
@@ -173,7 +172,7 @@ def _is_default(field: dataclasses.Field[object], value: object) -> bool:
 def _mapping(value: object, path: str, depth: int) -> dict[str, Plain]:
     found = plain(value, path, depth + 1)
     if not isinstance(found, dict):
-        raise SettingError(f"{path} does not describe itself by a mapping")
+        raise SettingError(f"{path}.to_dict() does not return a mapping")
     return found
 
 

@@ -1,7 +1,7 @@
 """Every environment variable that vLLM reads, with a verdict: does it change the KV of tokens?
 
-As `identity.fields` has it for configs. IN counts only while it is set: unset, it is what the
-version of vLLM, which is in the namespace, makes of it.
+`identity.fields` defines the verdicts. An IN variable is in the namespace only if it is set: if it
+is unset, vLLM's version, which is in the namespace, determines its effect.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ IN = (
 
 FREE: tuple[tuple[str, str], ...] = (
     (
-        "How vLLM was built, and for what; its version and the platform are in the namespace.",
+        "How vLLM was built; its version and the platform are in the namespace.",
         "CMAKE_BUILD_TYPE MAX_JOBS NVCC_THREADS VERBOSE VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE "
         "VLLM_BUILD_URL VLLM_DOCKER_BUILD_CONTEXT VLLM_HAS_FLASHINFER_CUBIN VLLM_IMAGE_TAG "
         "VLLM_MAIN_CUDA_VERSION VLLM_NCCL_INCLUDE_PATH VLLM_PRECOMPILED_WHEEL_LOCATION "
@@ -88,7 +88,7 @@ FREE: tuple[tuple[str, str], ...] = (
         "VLLM_XLA_CACHE_PATH VLLM_XLA_CHECK_RECOMPILATION VLLM_XLA_USE_SPMD",
     ),
     (
-        "Addresses, ports, time-outs and how processes talk; which devices and threads they have.",
+        "Addresses, ports, timeouts, communication, devices and threads of processes.",
         "CUDA_VISIBLE_DEVICES LOCAL_RANK MOONCAKE_PREFERRED_SEGMENT "
         "MOONCAKE_REQUESTER_LOCAL_HOSTNAME VLLM_ALLOW_INSECURE_SERIALIZATION "
         "VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_SIM_MULTI_NUMA "
@@ -117,7 +117,7 @@ FREE: tuple[tuple[str, str], ...] = (
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS VLLM_XPU_PP_MICROBATCH",
     ),
     (
-        "How much memory is used, and for what, and how many tokens are computed together.",
+        "Use of memory, and the number of tokens computed together.",
         "VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN "
         "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE VLLM_CPU_KVCACHE_SPACE "
         "VLLM_ENABLE_CUDAGRAPH_GC VLLM_ENABLE_STARTUP_PLAN VLLM_FASTSAFETENSORS_QUEUE_SIZE "
@@ -129,8 +129,7 @@ FREE: tuple[tuple[str, str], ...] = (
         "VLLM_WSL2_ENABLE_PIN_MEMORY VLLM_XPU_ENABLE_XPU_GRAPH",
     ),
     (
-        "What becomes of requests and answers, and what comes before tokens and media or "
-        "after hidden states.",
+        "Processing of requests before tokens and media, and of answers after hidden states.",
         "S3_ACCESS_KEY_ID S3_ENDPOINT_URL S3_SECRET_ACCESS_KEY VLLM_API_KEY "
         "VLLM_AUDIO_FETCH_TIMEOUT VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT VLLM_CHAT_TEMPLATE_FUEL "
         "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_DISABLE_REQUEST_ID_RANDOMIZATION "
@@ -153,13 +152,13 @@ FREE: tuple[tuple[str, str], ...] = (
         "VLLM_VIDEO_FETCH_TIMEOUT VLLM_XPU_USE_SAMPLER_KERNEL",
     ),
     (
-        "What it decides shows in a config or in another field of the namespace.",
+        "Its effect shows in a config or in another field of the namespace.",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_KV_CACHE_LAYOUT "
         "VLLM_MODEL_REDIRECT_PATH VLLM_PLUGINS VLLM_PP_LAYER_PARTITION "
         "VLLM_SSM_CONV_STATE_LAYOUT VLLM_USE_MODELSCOPE",
     ),
     (
-        "Warming up and streams: when a kernel runs, not which.",
+        "Warm-up and streams: they change when a kernel runs, not which kernel.",
         "VLLM_COHERE2_ATTN_MOE_DUAL_STREAM_TOKEN_THRESHOLD VLLM_DEEP_GEMM_WARMUP "
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM VLLM_KIMI_K3_AUX_ATTN_RES_STREAM "
         "VLLM_LORA_DISABLE_PDL VLLM_LORA_ENABLE_DUAL_STREAM "
@@ -167,14 +166,14 @@ FREE: tuple[tuple[str, str], ...] = (
         "VLLM_TRITON_JIT_WARMUP_NUM_THREADS",
     ),
 )
-"""Why, and the names."""
+"""Pairs of a reason and the names that it applies to."""
 
 REFUSED: Mapping[str, str] = {
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "experts are chosen by chance",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "it can name a file, which may change",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": "it can name a file, which may change",
 }
-"""With any value; and why."""
+"""Variables refused with any value, and why."""
 
 BESIDE = frozenset(
     {
@@ -186,7 +185,7 @@ BESIDE = frozenset(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     }
 )
-"""Read by libraries below vLLM: they set how precisely numbers are multiplied. All are IN."""
+"""Variables of libraries below vLLM, which set the precision of multiplications. All are IN."""
 
 
 def _verdicts() -> dict[str, Verdict]:
@@ -201,4 +200,4 @@ def _verdicts() -> dict[str, Verdict]:
 
 
 VERDICTS = _verdicts()
-"""By name."""
+"""The verdict on each name."""

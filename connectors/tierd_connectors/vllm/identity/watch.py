@@ -1,12 +1,12 @@
-"""Watches how weights get into an engine's process, and whether they are replaced there later.
+"""Watches the loading of weights into an engine's process, and their later replacement.
 
-A connector is made after its engine has read the weights, so whatever it finds on disk then may
-be something else. vLLM runs plugins before: `watch` has vLLM's loaders note the state of a
-model's files before and after each load. `Weights` is what one engine of the process has loaded;
-from then on it also notes whatever vLLM offers to change weights in a running engine.
+A connector is made after its engine has read the weights, so the files on disk may have changed
+since. vLLM runs plugins before that: `watch` makes vLLM's loaders record the state of a model's
+files before and after each load. `Weights` records the loads of one engine of the process, and
+later calls of the methods with which vLLM changes weights in a running engine.
 
-Not seen: functions that a caller sends to the workers (`collective_rpc` with a callable) and
-that write to parameters by themselves; the scheduler's side hears of the call (`identity.calls`).
+Not detected here: a function that a caller sends to the workers (`collective_rpc` with a callable)
+and that writes to parameters itself. The scheduler's side detects the call (`identity.calls`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _CHANGES = (
     "update_config",
     "apply_model",
 )
-"""Methods of vLLM's worker that replace weights, or run code of the caller's on them."""
+"""Methods of vLLM's worker that replace weights, or run a caller's code on them."""
 
 _OWN_CODE = frozenset({"vllm", "transformers", "torch"}) | sys.stdlib_module_names
-"""Packages whose version is in the namespace, or Python's: their code need not be."""
+"""Packages whose version is in the namespace, and Python's own; their code is not digested."""
 
 _REMOTE_CODE = "transformers_modules"
-"""The package that code of a model repository is imported as."""
+"""The package under which transformers imports code of a model repository."""
 
 _CODE_MAX_BYTES = 1 << 24
-"""Of one source file; beyond it it is no code."""
+"""Bytes of one source file that are digested; longer files are not code."""
 
 
 class LoadedModel(NamedTuple):
-    """One model as it was loaded: where from, the states of its files, and its own code."""
+    """One loaded model: its name, its files' states before and after the load, and its code."""
 
     model: str
     before: FileState | None
@@ -55,14 +55,14 @@ class LoadedModel(NamedTuple):
 
 @dataclass(eq=False)
 class Weights:
-    """What one engine of this process loaded. `moved` says why that is no longer what it runs."""
+    """The loads of one engine of this process. `moved`: why its weights may differ from them."""
 
     loads: list[LoadedModel] = field(default_factory=list)
     moved: str = ""
     taken: bool = False
 
     def move(self, reason: str) -> None:
-        """Note that weights are about to change; the first reason stays."""
+        """Record that weights are about to change. The first reason is kept."""
         if self.loads or self.taken:
             self.moved = self.moved or reason
 
@@ -73,18 +73,18 @@ _watched: set[type] = set()
 
 
 def take() -> Weights:
-    """What was loaded since the last call: by the engine whose KV is being registered."""
+    """Return the loads since the last call, by the engine that is registering its KV."""
     global _current
     taken, _current = _current, Weights()
     taken.taken = True
     _all.add(_current)
-    # Its loader may be one that `watch` does not know.
+    # `watch` may not know the engine's loader.
     _watch_workers()
     return taken
 
 
 def watch() -> None:
-    """Have vLLM's loaders tell `take` what they load. Before the first load; again is harmless."""
+    """Make vLLM's loaders record loads for `take`. Call before the first load; may be repeated."""
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     known = list(getattr(loaders, "_LOAD_FORMAT_TO_MODEL_LOADER", {}).values())
     for loader in (loaders.BaseModelLoader, *known):
@@ -94,7 +94,7 @@ def watch() -> None:
 
 
 def _watch_workers() -> None:
-    """Have vLLM's workers, of all platforms, tell when weights are replaced."""
+    """Make vLLM's workers, on all platforms, record replacements of weights."""
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     worker = getattr(module, "Worker", None)
     if worker is None or worker in _watched:
@@ -126,7 +126,7 @@ def _watching(load_model: Callable[..., object]) -> Callable[..., object]:
 
 
 def _watch_model(model: object, weights: Weights) -> None:
-    """Weights that come later go through the model's own method, by whatever way they come."""
+    """Record later loads into the model: all of them call the model's own `load_weights`."""
     load_weights = getattr(model, "load_weights", None)
     if load_weights is None:
         return
@@ -156,9 +156,9 @@ def _deep_sleep(worker: object, level: int = 1, *_: object, **__: object) -> str
 
 
 def code_of(kind: type) -> frozenset[str]:
-    """The code of a model that is no part of vLLM: names of files, and digests of what is in them.
+    """Return a model's code outside of vLLM, as names of files with digests of their content.
 
-    Without their folders: remote code is copied through folders that are named by a path's hash.
+    Names have no folders: remote code is copied through folders that are named by a path's hash.
     """
     names = {parent.__module__ for parent in kind.__mro__}
     names |= {name for name in list(sys.modules) if name.split(".")[0] == _REMOTE_CODE}
@@ -175,5 +175,5 @@ def _digest(file: Path) -> str:
         with file.open("rb") as source:
             return hashlib.sha256(source.read(_CODE_MAX_BYTES)).hexdigest()[:32]
     except OSError:
-        # Equal to no other load's, so that nothing is shared by mistake.
+        # Differs from every other load, so that no KV is shared by mistake.
         return f"unreadable-{os.urandom(16).hex()}"

@@ -1,18 +1,18 @@
-"""Which weights an engine runs, so that no two weights share KV.
+"""Identifies the weights that an engine runs, so that different weights never share KV.
 
-What identifies weights, in order of preference:
+Weights are identified, in order of preference, by:
 
-1. what the operator says (`weights` and `draft_weights` in the connector's extra config);
-2. the commit of a Hugging Face repository, also when the model is given as the path of
-   such a snapshot in the local cache;
-3. the files of a local directory: names, sizes, times of change and samples of their
-   bytes. The times make it local to one copy of the files, on purpose: sizes are equal
-   for any two fine-tunes of a model, and samples alone would miss a small edit. The
-   samples are there for images whose times were all set to one value;
-4. for vLLM's `dummy` weights, which are a function of the architecture, the seed.
+1. the operator's name for them (`weights` and `draft_weights` in the connector's extra config);
+2. the commit of a Hugging Face repository, also if the model is given as the path of a snapshot in
+   the local cache;
+3. the files of a local directory: names, sizes, modification times and samples of their bytes. The
+   times limit the identity to one copy of the files, on purpose: all fine-tunes of a model have
+   equal sizes, and samples alone would miss a small edit. The samples distinguish files in images
+   whose times were all set to one value;
+4. the seed, for vLLM's `dummy` weights, which are a function of the architecture.
 
-Anything else, such as a third-party load format or a bucket, is not identified: better no cache
-than another model's. Files count only if nobody touched them since before they were loaded.
+Other weights, for example from a third-party load format or a bucket, are not identified: no cache
+is better than another model's KV. Files are used only if they are unchanged since before the load.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SNAPSHOT = re.compile(r"(?:^|/)models--(?P<name>[^/]+)/snapshots/(?P<commit>[^/]+)/?$")
-"""Of the local cache; names of repositories, with an owner or without, have no "--" in them."""
+"""A snapshot in the local cache. Names of repositories and owners contain no "--"."""
 
 _WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".json", ".py"}
 )
-"""Files of a model directory that can change what the model computes: also code of its own."""
+"""Suffixes of files that can change the model's results, including its own code."""
 
 _FILES_MAX = 10_000
-"""A directory with more such files is not a model; scanning it would take minutes."""
+"""Most such files in a model's directory. Scanning more would take minutes."""
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
-"""64 KiB read a file: under a second for 200 shards, cold."""
+"""64 KiB are read per file: under a second for 200 shards with a cold page cache."""
 
 _KNOWN_LOAD_FORMATS = frozenset(
     {
@@ -57,7 +57,7 @@ _KNOWN_LOAD_FORMATS = frozenset(
         "sharded_state",
     }
 )
-"""vLLM's formats that read what `model` names."""
+"""vLLM's load formats that read the weights from the path or repository in `model`."""
 
 
 class UnknownWeightsError(ValueError):
@@ -65,7 +65,7 @@ class UnknownWeightsError(ValueError):
 
 
 class _File(NamedTuple):
-    """One file as it is at a time. The change time moves with every write and cannot be set."""
+    """A file's state at one time. Every write updates the change time, which cannot be set."""
 
     name: str
     device: int
@@ -76,16 +76,16 @@ class _File(NamedTuple):
 
 
 FileState = tuple[_File, ...]
-"""All files of a model at a time."""
+"""The states of all files of a model at one time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What an engine knows about where one model's weights come from.
+    """What an engine knows about the origin of one model's weights.
 
-    `commit` is that of the repository `model`, if it is one. `elsewhere` is a bucket that the
-    weights, but not the config, are read from. `setting` names the weights where nothing else
-    does. `states` are those of the files before and after each load.
+    `commit` is the commit of the repository `model`, if it is one. `elsewhere` is a bucket that
+    holds the weights, but not the config. `setting` is the setting with which the operator can name
+    the weights. `states` are the states of the files before and after each load.
     """
 
     model: str
@@ -98,14 +98,17 @@ class ModelFacts:
 
 
 class Source(NamedTuple):
-    """A model's name, free of paths, and which weights it has."""
+    """A model's name without a path, and the identity of its weights."""
 
     model: str
     weights: str
 
 
 def identify(facts: ModelFacts, given: str | None) -> Source:
-    """Name and weights. Raises UnknownWeightsError, OSError; reads files of a local model."""
+    """Return the model's name and weights. Reads the files of a local model.
+
+    Raises UnknownWeightsError, OSError.
+    """
     path = Path(facts.model)
     snapshot = _SNAPSHOT.search(str(path))
     if snapshot:
@@ -120,7 +123,7 @@ def identify(facts: ModelFacts, given: str | None) -> Source:
         return Source(name, f"dummy:{facts.seed}")
     if facts.load_format not in _KNOWN_LOAD_FORMATS:
         raise _unknown(
-            facts, f"load format {facts.load_format!r} does not say where weights come from"
+            facts, f"load format {facts.load_format!r} does not identify the weights' origin"
         )
     if facts.elsewhere:
         raise _unknown(facts, f"the weights are read from {facts.elsewhere!r}, which has no digest")
@@ -137,7 +140,7 @@ def identify(facts: ModelFacts, given: str | None) -> Source:
 
 
 def files_state(model: str) -> FileState | None:
-    """The state of a local model's files; None if it is not local, or cannot be read."""
+    """Return the state of a local model's files; None if it is not local, or not readable."""
     path = Path(model)
     try:
         if not path.exists():
@@ -149,7 +152,7 @@ def files_state(model: str) -> FileState | None:
 
 
 def files_digest(files: Sequence[Path], base: Path) -> str:
-    """Digest of names, sizes, times and samples of the files. Raises OSError."""
+    """Return a digest of the files' names, sizes, times and samples. Raises OSError."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as handle:
@@ -165,19 +168,19 @@ def files_digest(files: Sequence[Path], base: Path) -> str:
 
 
 def _watched_digest(facts: ModelFacts, path: Path) -> str:
-    """The digest of files that are the same before they were loaded and after this returns."""
+    """Return the files' digest. Raises UnknownWeightsError if they changed since the load began."""
     if not facts.states:
         raise UnknownWeightsError(
-            f"nobody saw {facts.model!r} being loaded: have vLLM load tierd's plugin, which "
-            "VLLM_PLUGINS can keep out, before its model"
+            f"tierd's plugin did not see the loading of {facts.model!r}: vLLM must load the plugin "
+            "before the model, so do not exclude it by VLLM_PLUGINS"
         )
     base = path if path.is_dir() else path.parent
     digest = files_digest(_weight_files(path), base)
     now = files_state(facts.model)
     if now is None or any(state != now for state in facts.states):
         raise UnknownWeightsError(
-            f"the files of {facts.model!r} changed while the engine started, so nobody knows which "
-            "of them it runs: start it again"
+            f"the files of {facts.model!r} changed while the engine started, so its weights are "
+            "not known: start it again"
         )
     return digest
 

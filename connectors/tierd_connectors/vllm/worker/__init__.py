@@ -1,1 +1,1 @@
-"""The worker's side: how blocks get from the engine's tensors to slots and back."""
+"""The worker's side: copies of blocks between the engine's tensors and slots."""

@@ -1,8 +1,8 @@
-"""Shows the daemon an engine's KV memory: what is exported of it, and how events are told.
+"""Exports an engine's KV memory to the daemon, with the events that order copies after its work.
 
-Each way to show it is a `Shown`, which the daemon accepts or refuses as a whole. For CUDA there
-are two, for events of the one kind need a /dev/shm that both containers share, and counters
-an engine whose streams may write memory. Not yet run on a GPU.
+Each way to export it is a `Shown`, which the daemon accepts or refuses as a whole. CUDA has two
+ways: native events need a /dev/shm that both containers share; counters need an engine whose
+streams may write memory. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ logger = logging.getLogger("vllm.tierd")
 
 
 class Shown(NamedTuple):
-    """What the daemon is to see of the engine's memory."""
+    """The engine's memory as it is exported to the daemon."""
 
     exports: Sequence[Export]
     layout: PageLayout
     events: Sequence[bytes]
     order: DeviceOrder
-    """Marks the engine's work by these events."""
+    """Marks the engine's work with these events."""
     owner: object
-    """Keeps memory, events and descriptors as they are while this is used."""
+    """Keeps memory, events and descriptors alive while the export is used."""
 
 
 class HostPool:
-    """Has the KV of an engine on CPUs allocated where the daemon can map it.
+    """Allocates the KV of a CPU engine in memory that the daemon can map.
 
-    vLLM allocates all of it by one torch.zeros of bytes, inside of the context that it asks the
-    connector for from 0.32 on. `memory` stays None if that was not so.
+    From 0.32 on, vLLM asks the connector for a context, and allocates all KV inside it with one
+    torch.zeros of bytes. `memory` stays None with other versions.
     """
 
     def __init__(self) -> None:
         self.memory: HostExport | None = None
 
     def context(self) -> AbstractContextManager[object]:
-        """The context in which the next allocation of bytes is caught."""
+        """Return a context that catches the next allocation of bytes."""
         torch = importlib.import_module("torch")
         base = importlib.import_module("torch.overrides").TorchFunctionMode
         pool = self
@@ -74,16 +74,17 @@ class HostPool:
         return Catch()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Zeroed bytes. The tensor stays valid as long as the pool."""
+        """Return a tensor of zeroed bytes, valid as long as the pool."""
         torch = importlib.import_module("torch")
         self.memory = HostExport(size_bytes)
         return torch.frombuffer(self.memory.view, dtype=torch.int8)
 
     def show(self, blocks: BlockPages) -> Shown:
-        """What was allocated. Raises LayoutError if it is not the blocks' memory."""
+        """Export the allocated memory. Raises LayoutError if the blocks do not lie in it."""
         if self.memory is None:
             raise LayoutError(
-                "this vLLM did not allocate its KV where the connector had it do so; 0.32 does"
+                "this vLLM did not allocate its KV in the connector's memory: transfer 'host_ipc' "
+                "needs vLLM 0.32"
             )
         export = self.memory.export
         layout = _within(blocks, [Stretch(self.memory.address, export.size_bytes)])
@@ -91,7 +92,7 @@ class HostPool:
 
 
 def show_cuda(tensors: Sequence[torch.Tensor], blocks: BlockPages) -> Iterator[Shown]:
-    """The ways to show KV on a GPU, the best first. Raises CannotOpenError or LayoutError."""
+    """Yield the ways to export KV on a GPU, best first. Raises CannotOpenError or LayoutError."""
     ordinal = tensors[0].device.index
     storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
     spans = [MemorySpan(address, size_bytes) for address, size_bytes in storages.items()]
@@ -115,7 +116,7 @@ def show_cuda(tensors: Sequence[torch.Tensor], blocks: BlockPages) -> Iterator[S
 
 
 def _allocations(exports: Exports, spans: Sequence[MemorySpan]) -> list[Stretch]:
-    """Where the exports lie in this process."""
+    """Return the addresses and lengths of the exports in this process."""
     bases = {
         place.export: span.address - place.offset
         for span, place in zip(spans, exports.places, strict=True)

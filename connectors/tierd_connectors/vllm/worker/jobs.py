@@ -1,9 +1,9 @@
-"""Copies that the daemon makes for the engine: what was asked of it, and what became of that.
+"""Copies that the daemon makes for the engine: requests, and their results.
 
-Knows the attachment, its gate and the copies under way; only the mover's thread is in here.
-Nothing here waits for a copy. A store needs no care: what it reads too late is not committed
-(`worker.queues`). A load is over only once the daemon has said that it is done, or the gate that
-nobody will write it any more.
+Owns the attachment, its gate and the copies in progress; used by the mover's thread only. Only
+`settle` waits for a copy. A store needs no gate: blocks that it read too late are not committed
+(`worker.queues`). A load is over only once the daemon has reported it done, or the gate shows that
+no process will write its blocks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 LOADS_MAX = 32
-"""Loads under way at the daemon: enough to keep its batches full with loads of one block."""
+"""Loads in progress at the daemon: enough to fill its batches with loads of one block."""
 
 STORES_MAX = 2
-"""Chunks under way: one is copied while the other is reserved or committed."""
+"""Chunks in progress: one is copied while the other is reserved or committed."""
 
 PATIENCE_S = 5.0
-"""After it a load is taken back, and copied here: the daemon hangs, or is buried in work. As
-long as it has itself for a copy."""
+"""After this time a load is called off and the worker copies it: the daemon hangs or is overloaded.
+By default it equals the copy process's limit per copy (half of `copy.job_timeout_ms`)."""
 
 SETTLE_S = 1.0
-"""Waited at the engine's end for a load that is being written at that moment."""
+"""Wait at the engine's end for loads that are being written at that moment."""
 
 
 class LoadUnderWay(NamedTuple):
-    """A load that the daemon has been asked for."""
+    """A load that was requested from the daemon."""
 
     load: Load
     mark: StreamPoint
@@ -60,7 +60,7 @@ class StoreUnderWay(NamedTuple):
 
 
 class EndedLoad(NamedTuple):
-    """A load that nobody writes any more. `filled` says that its blocks are in place."""
+    """A load that no process writes any longer. `filled`: all its blocks are loaded."""
 
     load: Load
     mark: StreamPoint
@@ -70,12 +70,12 @@ class EndedLoad(NamedTuple):
 
 
 class Jobs:
-    """The copies of one worker. Nothing is under way while `attach` is called."""
+    """The copies of one worker. `attach` may be called only while none is in progress."""
 
     def __init__(
         self, client: Client, shown: Shown, probe: Probe, layer_ends: Sequence[int] = ()
     ) -> None:
-        """`layer_ends` are where layer groups end in a slot, none if they do not matter."""
+        """`layer_ends` are the offsets in a slot where layer groups end; none: no layer groups."""
         self._client = client
         self._shown = shown
         self._layer_ends = layer_ends
@@ -90,14 +90,14 @@ class Jobs:
         self.loads: list[LoadUnderWay] = []
         self.stores: list[StoreUnderWay] = []
         self.settling: list[LoadUnderWay] = []
-        """Loads that are over and still being written, so that they are to be asked again."""
+        """Loads called off while being written; `ended_loads` calls them off again."""
 
     # The attachment
 
     def attach(self, handle: Handle) -> None:
         """Ask the daemon to copy for this namespace from now on. Raises OSError.
 
-        `ready_for` adds others. All share the gate, since no two loads have one number.
+        `ready_for` attaches more namespaces. All share the gate, since loads have distinct numbers.
         """
         assert not self.under_way
         self.detach()
@@ -119,11 +119,12 @@ class Jobs:
         )
 
     def detach(self) -> None:
-        """Let the daemon forget the engine's memory. Waits at most a call's timeout for each."""
+        """Detach every attachment. Waits at most one call's timeout for each."""
         assert not self.under_way
         while self._attachments:
             self._client.detach(self._attachments.popitem()[1])
-        # First: an error must not close the descriptor twice, which may be another's by then.
+        # Cleared first: after an error the descriptor must not be closed twice, because its number
+        # may have been reused.
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.close()
@@ -131,7 +132,7 @@ class Jobs:
 
     @property
     def ready(self) -> bool:
-        """Whether copies can be asked for now. Logs how, each time that the answer changes."""
+        """Whether the daemon accepts copies now. Logs the way of copying when it becomes ready."""
         attachment = self._first
         ready = attachment is not None and attachment.ready
         if ready and not self._told:
@@ -141,8 +142,8 @@ class Jobs:
         return ready
 
     def ready_for(self, handle: Handle) -> bool:
-        """Whether copies can be asked for in this namespace now. The first time that one is
-        asked about it is attached, at pages that are in use by then."""
+        """Whether the daemon accepts copies in this namespace now. The first call for a namespace
+        attaches it, with pages that are in use."""
         attachment = self._attachments.get(handle)
         if attachment is None:
             self._attach(handle)
@@ -150,14 +151,14 @@ class Jobs:
         if attachment.refusal and handle not in self._refused:
             self._refused.add(handle)
             logger.warning(
-                "tierd: the daemon does not copy for a LoRA adapter, the engine's worker does: %s",
+                "tierd: the daemon does not copy for a LoRA adapter, so the worker copies: %s",
                 attachment.refusal,
             )
         return attachment.ready
 
     @property
     def refusal(self) -> str:
-        """Why the daemon will not copy for this engine; empty unless it has said so."""
+        """The reason why the daemon refuses to copy for this engine; empty: it has not refused."""
         attachment = self._first
         return (attachment.refusal or "") if attachment is not None else ""
 
@@ -169,7 +170,7 @@ class Jobs:
 
     @property
     def under_way(self) -> bool:
-        """Whether a copy has not ended yet."""
+        """Whether any copy is in progress."""
         return bool(self.loads or self.stores)
 
     @property
@@ -183,19 +184,19 @@ class Jobs:
     def begin_load(
         self, handle: Handle, load: Load, slots: Sequence[int], mark: StreamPoint
     ) -> None:
-        """Ask for a load; `ended_loads` tells its end. There must be room for it."""
+        """Request a load; `ended_loads` returns it at its end. `room_for_load` must be true."""
         assert self._gate is not None
-        # Never a number again, lest a daemon that was stopped finds the message of a load that
-        # was taken back; and not the place in the gate of one that is still under way.
+        # Numbers are never reused: a stopped daemon may still have the message of a load that was
+        # called off. The gate's place must not be that of a load in progress.
         places = {under_way.job % GATE_JOBS for under_way in self.loads}
         while self._next_job % GATE_JOBS in places:
             self._next_job += 1
         job, self._next_job = self._next_job, self._next_job + 1
         self._gate.prepare(job)
-        # Before it is asked for: after an error nobody knows whether the daemon was, and a load
-        # without an answer is called off.
+        # Added before the request is sent: after an error it is not known whether the daemon has
+        # the request, and a load without an answer is called off.
         unanswered = PendingCopy()
-        unanswered.end(0, "it was not asked for")
+        unanswered.end(0, "the copy was not requested")
         began_s = time.monotonic()
         self.loads.append(LoadUnderWay(load, mark, job, unanswered, began_s))
         copy = self._client.begin_load(
@@ -211,13 +212,13 @@ class Jobs:
         self.loads[-1] = LoadUnderWay(load, mark, job, copy, began_s)
 
     def has(self, load: Load) -> bool:
-        """Whether a load is under way."""
+        """Whether a load is in progress."""
         return any(under_way.load is load for under_way in self.loads)
 
     def begin_store(
         self, handle: Handle, chunk: Chunk, reservation: Reservation, blocks: list[int]
     ) -> None:
-        """Ask for the granted blocks of a chunk; `ended_stores` tells their end."""
+        """Request a store of a chunk's granted blocks; `ended_stores` returns it at its end."""
         copy = self._client.begin_store(
             self._attachments[handle],
             reservation,
@@ -228,21 +229,21 @@ class Jobs:
         self.stores.append(StoreUnderWay(chunk, reservation, copy, time.monotonic()))
 
     def progress(self, job: int) -> int:
-        """How many layer groups of a load under way are in place."""
+        """Return the number of layer groups of a load in progress that are loaded."""
         assert self._gate is not None
         return self._gate.progress(job)
 
     # Ends
 
     def ended_stores(self) -> list[StoreUnderWay]:
-        """Stores that have ended since the last call; `copy.blocks` of each are in slots."""
+        """Return the stores that ended since the last call; `copy.blocks` of each are in slots."""
         ended = [store for store in self.stores if store.copy.done]
         self.stores = [store for store in self.stores if not store.copy.done]
         return ended
 
     def ended_loads(self, *, take_back: bool = False) -> list[EndedLoad]:
-        """Loads that have ended since the last call, or are taken back: those that went wrong,
-        took too long or, if `take_back`, all."""
+        """Return the loads that ended since the last call, and call off failed and late loads; with
+        `take_back`, all loads."""
         now_s, now_ns = time.monotonic(), time.monotonic_ns()
         ended: list[EndedLoad] = []
         left: list[LoadUnderWay] = []
@@ -265,7 +266,7 @@ class Jobs:
         return ended
 
     def settle(self) -> list[EndedLoad]:
-        """Take every load back, at the engine's end; what is being written may take a moment."""
+        """Call off every load at the engine's end. Waits up to SETTLE_S for writes in progress."""
         end_s = time.monotonic() + SETTLE_S
         ended = self.ended_loads(take_back=True)
         while self.loads and time.monotonic() < end_s:

@@ -1,15 +1,15 @@
-"""Layer by layer: a load is reported once its first layers are in place, and seen through.
+"""Early reports of loads: a load is reported once its first layers are loaded, and must complete.
 
-The engine takes such a load for finished. It puts the blocks into its prefix cache, where other
-requests may find them, and computes; each layer waits for its part of the load. From the report
-on there is no way back: vLLM 0.32 answers blocks that turn out to be invalid by computing them
-again for one of the requests that it is running, but lets the others, the step that it has
-scheduled meanwhile, and its prefix cache, have them. So a load that is reported never fails. The
-worker copies itself what the daemon does not, for which it has the slots mapped and the lease is
-kept until the very end (`take_changes`). A block gets no new owner before that either.
+The engine treats such a load as finished. It puts the blocks into its prefix cache, where other
+requests may find them, and computes; each layer waits for its part of the load. A report cannot be
+withdrawn: if vLLM 0.32 is told that blocks are invalid, it recomputes them for one of its running
+requests, but the other requests, the step scheduled meanwhile and its prefix cache keep them. So a
+reported load never fails. The worker copies the parts that the daemon does not: it has the slots
+mapped, and the lease is kept until the load has ended (`take_changes`). No block gets a new owner
+before that either.
 
-What is left is a worker that was stopped for longer than the lease while the daemon failed: then
-LostLoadError ends the engine, for its next token would be wrong.
+One case remains: the worker was stopped for longer than the lease while the daemon failed. Then
+LostLoadError ends the engine, because its next token would be wrong.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tierd_connectors.vllm.worker.queues import StreamPoint
 logger = logging.getLogger("vllm.tierd")
 
 POLL_S = 0.0001
-"""How often a layer that waits looks at the gate."""
+"""Interval at which a waiting layer reads the gate."""
 
 LIMIT_S = 30.0
-"""Of one wait. The mover ends or replaces a copy long before."""
+"""Longest wait of a layer. The mover ends or replaces a copy long before that."""
 
 LARGEST_SHARE = 4
-"""No group of layers is larger than this part of all: the rest of a load goes on meanwhile."""
+"""A layer group has at most 1/4 of all layers, so that copying and computing overlap."""
 
 
 class LostLoadError(RuntimeError):
-    """The engine may have computed with KV that is not what it takes it for, and must end."""
+    """The engine may have computed with wrong KV, and must end."""
 
 
 class LayerGroups(NamedTuple):
-    """Layers that are copied together. `ends` are where groups end in a slot."""
+    """Groups of layers that are copied together. `ends` are their end offsets in a slot."""
 
     ends: list[int]
     group_of: Mapping[str, int]
@@ -50,9 +50,9 @@ class LayerGroups(NamedTuple):
 def layer_groups(
     names: Sequence[str], views: Sequence[TensorView], blocks: BlockPages
 ) -> LayerGroups:
-    """Groups of 1, 1, 2, 4, ... layers in the order of a slot's bytes, of all these layers.
+    """Split the layers into groups of 1, 1, 2, 4, ... layers, in the order of a slot's bytes.
 
-    Raises LayoutError if a slot does not have one layer after the other.
+    Raises LayoutError if a slot does not hold one layer after the other.
     """
     spans = layer_spans(views, blocks)
     distinct = sorted(set(spans))
@@ -75,7 +75,7 @@ def layer_groups(
 
 
 class Finishing:
-    """A load that the engine takes for finished. Guarded by the lock of its `Layerwise`."""
+    """A load that was reported early. Guarded by the lock of its `Layerwise`."""
 
     __slots__ = ("blocks", "due", "filled", "load", "mark", "progress", "views")
 
@@ -86,29 +86,29 @@ class Finishing:
         views: Sequence[memoryview],
         progress: Callable[[], int],
     ) -> None:
-        """`progress` says how many layer groups are in place, until the load has ended."""
+        """`progress` returns the number of loaded layer groups, until the load has ended."""
         self.load = load
         self.mark = mark
         self.blocks = frozenset(load.blocks)
         self.views = views
         self.progress = progress
         self.due = False
-        """Whether the engine knows, so that the next forward pass may read the blocks."""
+        """Whether the engine has the report, so that the next forward pass may read the blocks."""
         self.filled = False
-        """Whether all is in place, though somebody may write the same once more."""
+        """Whether all blocks are loaded. A copy in progress may still write the same bytes."""
 
 
 class Layerwise:
-    """A worker's reported loads that have not ended. Made for one attachment's layer groups.
+    """A worker's reported loads that have not ended, for the layer groups of one attachment.
 
-    The engine's thread has the first methods, the mover's thread those below.
+    The engine's thread calls the methods of the first section, the mover's thread the others.
     """
 
     def __init__(self, groups: LayerGroups) -> None:
         self.ends = groups.ends
         self._group_of = groups.group_of
         self.active = False
-        """Whether loads may be reported early: each forward pass so far asked for every layer."""
+        """Whether loads may be reported early: every forward pass so far waited for every layer."""
         self._skipped = False
         self._asked: set[str] = set()
         self._guarding = False
@@ -121,9 +121,9 @@ class Layerwise:
     # The engine's side
 
     def begin_step(self, begun: Collection[str]) -> None:
-        """The engine has been told that these requests' loads have finished.
+        """Mark the loads that the engine treats as finished from this step on.
 
-        Raises LostLoadError, as all of these methods do.
+        Raises LostLoadError, as `wait_layer`, `end_step` and `settle` do.
         """
         self._asked.clear()
         with self._cond:
@@ -137,14 +137,14 @@ class Layerwise:
             self._guarding = False
 
     def wait_layer(self, name: str) -> None:
-        """A layer is about to read its KV: wait for it to be in place."""
+        """Wait until the KV of a layer, which is about to be read, is loaded."""
         self._asked.add(name)
         if self._guarding:
             group = self._group_of.get(name, len(self.ends) - 1)
             self._await(lambda f: f.due and not f.filled and f.progress() <= group)
 
     def end_step(self, *, idle: bool) -> None:
-        """The forward pass is over, if the step had one."""
+        """Check at the end of a forward pass that it waited for every layer; `idle`: had none."""
         if idle:
             return
         if self._asked >= self._group_of.keys():
@@ -152,22 +152,22 @@ class Layerwise:
             return
         if not self._skipped:
             logger.warning(
-                "tierd: layerwise is off: this engine does not ask for every layer, as in full "
-                "CUDA graphs"
+                "tierd: layerwise is off: the engine's forward pass does not wait for every layer, "
+                "for example because of full CUDA graphs"
             )
         self._skipped, self.active = True, False
         if self._guarding:
             raise LostLoadError("a forward pass did not wait for the layers of a load")
 
     def settle(self, blocks: Collection[int] | None) -> None:
-        """Wait until no load writes any of these blocks any more; None stands for all blocks."""
+        """Wait until no load writes any of these blocks; None: all blocks."""
         if blocks is None:
             self._await(lambda finishing: True)
         elif blocks:
             self._await(lambda finishing: not finishing.blocks.isdisjoint(blocks))
 
     def take_changes(self) -> dict[str, int]:
-        """By request: loads that were reported early since the last call, less those that ended."""
+        """Return, by request, loads reported early since the last call minus loads ended since."""
         with self._cond:
             changes, self._changes = self._changes, {}
         return changes
@@ -187,41 +187,41 @@ class Layerwise:
     # The mover's side
 
     def add(self, job: int, finishing: Finishing) -> None:
-        """A load is about to be reported."""
+        """Add a load that is about to be reported."""
         with self._cond:
             self._finishing[job] = finishing
             self._change(finishing, 1)
 
     def find(self, job: int) -> Finishing | None:
-        """The reported load of this number, if it has not ended."""
+        """Return the reported load of this number; None if it has ended."""
         with self._cond:
             return self._finishing.get(job)
 
     def jobs(self) -> list[int]:
-        """Numbers of the reported loads that have not ended."""
+        """Return the numbers of the reported loads that have not ended."""
         with self._cond:
             return list(self._finishing)
 
     @property
     def count(self) -> int:
-        """Reported loads that have not ended."""
+        """Number of reported loads that have not ended."""
         with self._cond:
             return len(self._finishing)
 
     def fill(self, finishing: Finishing) -> None:
-        """All of a load is in place."""
+        """Mark a load as fully loaded."""
         with self._cond:
             finishing.filled = True
             self._cond.notify_all()
 
     def end(self, job: int) -> None:
-        """A load is in place, and nobody writes it any more."""
+        """Remove a load that is fully loaded and that no process writes any longer."""
         with self._cond:
             self._change(self._finishing.pop(job), -1)
             self._cond.notify_all()
 
     def lose(self, job: int, reason: str) -> None:
-        """A load can not be seen through. The engine ends at its next step, or layer."""
+        """Record that a load cannot be completed. The engine ends at its next step or layer."""
         with self._cond:
             self._lost = self._lost or reason
             self._change(self._finishing.pop(job), -1)

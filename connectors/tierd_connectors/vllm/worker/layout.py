@@ -1,15 +1,14 @@
 """Where a block's bytes lie in an engine's KV tensors, and how to copy them to a slot.
 
-Derived from the tensors that the engine registered (address, shape, strides), so that
-every physical layout works: a block is the runs of bytes that its index selects, in the
-order of their addresses; allocations follow each other in the order of their first layers, for
-where they lie differs from one process to the next. Nothing inside a run is interpreted: a
-page's inside differs between attention kernels, so only whole pages are ever copied.
+Derived from the registered tensors (address, shape, strides), so every physical layout works. A
+block is the runs of bytes that its index selects, in address order. Allocations are in the order of
+their first layers, because their addresses differ between processes. The content of a run is not
+interpreted: it differs between attention kernels, so only whole pages are copied.
 
-`BlockPages` says where they lie, for whoever copies: `PageMap` here for memory that this process
-can address, `worker.torch` for a GPU's, the daemon by a PageLayout. All have the same slots.
+`BlockPages` describes the blocks for every copier: `PageMap` for memory that this process can
+address, `worker.torch` for GPU memory, and the daemon (as a PageLayout). All fill slots alike.
 
-It refuses to know engines, daemons and what a block means.
+This module does not know engines, daemons or the meaning of a block.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ if TYPE_CHECKING:
 
 
 class LayoutError(ValueError):
-    """The tensors cannot be seen as whole blocks; the message says why."""
+    """The tensors do not consist of whole blocks; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One layer's KV tensor. Strides are in bytes; dimension 0 counts blocks or parts of one.
+    """One layer's KV tensor. Strides are in bytes; dimension 0 counts blocks or parts of blocks.
 
-    `allocation` is the address of the memory that it is a view of, `owner` whatever keeps that
-    alive.
+    `allocation` is the address of the underlying memory; `owner` keeps that memory alive.
     """
 
     address: int
@@ -58,7 +56,7 @@ class Stretch(NamedTuple):
 
 
 class SlotSpan(NamedTuple):
-    """A piece of a slot, from one offset to another."""
+    """A piece of a slot, from offset `start` to offset `end`."""
 
     start: int
     end: int
@@ -66,7 +64,7 @@ class SlotSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockPages:
-    """Where block 0 lies, in the order of a slot's bytes; block b's are `stride * b` further on."""
+    """The runs of block 0, in the order of a slot's bytes; block b lies `stride * b` further on."""
 
     runs: tuple[Stretch, ...]
     stride: int
@@ -78,9 +76,10 @@ class BlockPages:
         return sum(run.length for run in self.runs)
 
     def within(self, allocations: Sequence[Stretch]) -> PageLayout:
-        """The same by allocation, for who has them at other addresses. Raises LayoutError.
+        """Return the layout relative to allocations, for a process with other addresses.
 
-        A run that goes on in the next allocation becomes two, which leaves the slot as it is.
+        A run that continues in the next allocation becomes two runs; the slot stays the same.
+        Raises LayoutError if a run lies outside of all allocations.
         """
         placed = []
         for run in self.runs:
@@ -91,7 +90,7 @@ class BlockPages:
                     None,
                 )
                 if index is None:
-                    raise LayoutError("a KV tensor lies in no exported allocation")
+                    raise LayoutError("a KV tensor lies outside of every exported allocation")
                 offset = address - allocations[index].address
                 length = min(left, allocations[index].length - offset)
                 placed.append(Run(index, offset, length))
@@ -102,24 +101,24 @@ class BlockPages:
 class Pages(Protocol):
     """Copies blocks between an engine's KV tensors and slots, in the calling thread.
 
-    A slot's view must hold at least `block_bytes`. Whether a block was written while it was
-    gathered is the caller's to know; nobody may read one while it is scattered.
+    A slot's view must hold at least `block_bytes`. The caller must check whether a block was
+    written while it was gathered. No other code may read a block while it is scattered.
     """
 
     blocks: BlockPages
 
     def gather_many(self, blocks: Sequence[int], slots: Sequence[memoryview]) -> None:
-        """Copy several blocks of the tensors into as many slots."""
+        """Copy blocks of the tensors into slots, one slot per block."""
 
     def scatter_many(self, slots: Sequence[memoryview], blocks: Sequence[int]) -> None:
-        """Copy several slots into as many blocks of the tensors."""
+        """Copy slots into blocks of the tensors, one block per slot."""
 
 
 class PageMap:
-    """`Pages` of tensors in host memory. They stay the engine's, and live as long as this."""
+    """`Pages` of tensors in host memory. The engine owns the tensors; this keeps them alive."""
 
     def __init__(self, blocks: BlockPages, owners: Sequence[object]) -> None:
-        """`owners` are whatever keeps the memory alive."""
+        """`owners` are objects that keep the memory alive."""
         self.blocks = blocks
         self._owners = list(owners)
         self._parts: list[tuple[int, int, npt.NDArray[np.void]]] = []
@@ -153,7 +152,7 @@ class PageMap:
 
 
 def blocks_of(views: Sequence[TensorView], block_count: int) -> BlockPages:
-    """Where the blocks of these layers lie. Raises LayoutError for what is not whole blocks."""
+    """Return where the blocks of these layers lie. Raises LayoutError unless blocks are whole."""
     if not views:
         raise LayoutError("no KV tensor was registered")
     found: dict[int, set[Stretch]] = {}
@@ -172,7 +171,7 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> BlockPages:
 
 
 def layer_spans(views: Sequence[TensorView], blocks: BlockPages) -> list[SlotSpan]:
-    """Where in a slot the bytes of each layer lie. Raises LayoutError if others are among them."""
+    """Return each layer's span in a slot. Raises LayoutError if layers interleave."""
     offsets = [0, *accumulate(run.length for run in blocks.runs)][:-1]
     starts = sorted((run.address, offset) for run, offset in zip(blocks.runs, offsets, strict=True))
     addresses = [address for address, _ in starts]
@@ -191,14 +190,14 @@ def layer_spans(views: Sequence[TensorView], blocks: BlockPages) -> list[SlotSpa
 
 
 def _runs_of_view(view: TensorView, block_count: int) -> list[Stretch]:
-    """A layer's runs of block 0."""
+    """Return a layer's runs of block 0."""
     parts = view.shape[0] // block_count
     inner = [(parts, view.strides[0]), *zip(view.shape[1:], view.strides[1:], strict=True)]
     return _runs_of_block(view.address, inner, view.item_bytes)
 
 
 def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
-    """Runs of one allocation by address, neighbours as one."""
+    """Return the runs of one allocation by address, with adjacent runs merged."""
     merged: list[Stretch] = []
     for run in sorted(runs):
         if merged:
@@ -213,7 +212,7 @@ def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
 
 
 def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) -> list[Stretch]:
-    """Runs that (count, stride) dimensions select from `address` on."""
+    """Return the runs that (count, stride) dimensions select from `address` on."""
     length = item_bytes
     outer: list[tuple[int, int]] = []
     for count, stride in sorted(inner, key=lambda dimension: dimension[1]):
@@ -232,7 +231,7 @@ def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) 
 
 
 def regular(runs: Iterable[Stretch]) -> list[list[Stretch]]:
-    """Split into stretches of runs of one length at one spacing: each is one strided copy."""
+    """Group the runs by equal length and spacing: each group is one strided copy."""
     stretches: list[list[Stretch]] = []
     for _, group in groupby(runs, key=lambda run: run.length):
         stretch: list[Stretch] = []
@@ -249,10 +248,10 @@ def regular(runs: Iterable[Stretch]) -> list[list[Stretch]]:
 
 
 def _pages(runs: list[Stretch], block_stride: int, block_count: int) -> npt.NDArray[np.void]:
-    """A (runs, blocks) array of an opaque type one run wide over the engine's memory.
+    """Return a (runs, blocks) array over the engine's memory; an element is one opaque run.
 
-    One assignment of such a row copies at 0.7 to 0.96 of memcpy; index arrays and
-    torch's copies reach a third of it.
+    An assignment of one block's column copies at 0.7 to 0.96 times the speed of memcpy; index
+    arrays and torch's copies reach a third of it.
     """
     length = runs[0].length
     spacing = runs[1].address - runs[0].address if len(runs) > 1 else length

@@ -1,8 +1,8 @@
-"""The worker's mover: it owns the worker's client and does all waiting, and copies or has copied.
+"""The worker's mover thread: it owns the worker's client, waits, and makes or requests copies.
 
-Where the daemon copies for this engine the thread only asks (`worker.jobs`); where it does not,
-or not now, the thread copies itself. So a load that the daemon fails is copied here, and
-nothing waits for an attachment.
+If the daemon copies for this engine, the thread only requests copies (`worker.jobs`). Otherwise, or
+while the daemon cannot, the thread copies itself. So a load that the daemon fails is copied here,
+and no copy waits for an attachment.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 LOAD_MAP_WAIT_S = 0.25
-"""How long a copy waits for this client to learn of the namespace, or of the segment."""
+"""Longest wait of a copy until this client has the namespace's handle or the segment."""
 
 POPULATE_BYTES = 32 << 20
-"""Mapped memory pre-faulted at a time when there is nothing else to do, about 7 ms."""
+"""Mapped memory pre-faulted at a time while the thread is idle; takes about 7 ms."""
 
 CONNECT_S = 0.5
-"""Waited at the engine's start for a daemon that is there to answer."""
+"""Longest wait at the engine's start for a connection to the daemon."""
 
 ATTACH_S = 15.0
-"""Waited at the engine's start, which takes longer anyway, for the daemon to attach: the
-process that copies is started, and opens a GPU. Later no page is free to be probed with."""
+"""Longest wait at the engine's start (which takes longer anyway) for the daemon to attach: it
+starts the copy process, which opens a GPU. Later no page is free for a probe."""
 
 LIFE_MIN_NS = 10_000_000_000
-"""Left of a lease, at least, when its load is reported early: as long as the daemon is waited
-for, and then time to copy."""
+"""Least remaining time of a lease when its load is reported early: the wait for the daemon, and
+then time for the worker to copy."""
 
 _SETTLE_POLL_S = 0.001
 _BUSY_POLL_S = 0.01
@@ -59,7 +59,7 @@ _IDLE_POLL_S = 0.5
 
 
 class Mover(Queues):
-    """Queues of loads and stores, and the thread that works them off. Loads go first."""
+    """Queues of loads and stores, and the thread that processes them. Loads go first."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Mover(Queues):
         layerwise: Layerwise | None = None,
         loras: Mapping[str, str] | None = None,
     ) -> None:
-        """`attach` may follow, and `start` must. With `layerwise` loads are reported early.
+        """Call `start` afterwards, and `attach` before it to have the daemon copy.
 
-        `loras` are the revisions of adapters by name.
+        With `layerwise`, loads are reported early. `loras` maps adapters to their revisions.
         """
         super().__init__(order)
         self._layerwise = layerwise
@@ -94,7 +94,7 @@ class Mover(Queues):
 
     @property
     def epoch(self) -> bytes:
-        """The life of the daemon that has accepted this rank's namespace; empty if none has."""
+        """The daemon's epoch, once it has accepted this rank's namespace; empty before."""
         return self._client.epoch if self._handles[NO_ADAPTER].ready else b""
 
     @property
@@ -110,10 +110,10 @@ class Mover(Queues):
     # The engine's side
 
     def attach(self, ways: Iterable[Shown]) -> None:
-        """Before `start`: have the daemon copy, in the first of these ways that it accepts.
+        """Have the daemon copy in the first of these ways that it accepts. Call before `start`.
 
-        Waits for its answer, but not for a daemon that is not there: it is asked when it comes,
-        for the first way.
+        Waits for the answer of a connected daemon. A daemon that connects later is asked for the
+        first way only.
         """
         try:
             for shown in ways:
@@ -129,22 +129,23 @@ class Mover(Queues):
         except (CannotOpenError, LayoutError, OSError) as error:
             self._tell_refusal(str(error))
         if self._layerwise is not None:
-            logger.info("tierd: layerwise does nothing where the worker copies")
+            logger.info("tierd: layerwise has no effect while the worker copies")
 
     def _tell_refusal(self, reason: str) -> None:
         logger.warning(
-            "tierd: the daemon does not copy for this engine, its worker does (shm): %s", reason
+            "tierd: the daemon does not copy for this engine, so its worker copies (shm): %s",
+            reason,
         )
 
     def _await_attached(self, jobs: Jobs) -> str:
-        """Why the daemon refuses; empty if it does not, or has not answered."""
+        """Wait for the daemon's answer. Returns why it refuses; empty: accepted, or no answer."""
         began_s = time.monotonic()
         while not (jobs.ready or jobs.refusal or self._handles[NO_ADAPTER].refusal):
             waited_s = time.monotonic() - began_s
             if self._client.fileno() < 0:
                 break
             if waited_s > (ATTACH_S if self._client.connected else CONNECT_S):
-                # Whatever it answers later is about a page that is in use by then.
+                # A later answer would be about a page that is in use by then.
                 self._client.close()
                 break
             self._client.wait(_BUSY_POLL_S)
@@ -154,29 +155,29 @@ class Mover(Queues):
         return jobs.refusal
 
     def _probe(self, first: bool) -> tuple[int, bytes]:
-        """Fill a block that nobody uses, and say which, and the digest of its bytes.
+        """Fill an unused block with random bytes. Returns its number and the digest of its bytes.
 
-        Later than at the start that is only vLLM's null block, number 0, whose KV is never
-        used; before it is any, so that the stride between blocks is proved as well. The bytes
-        are new each time: memory that the engine has left may hold those of an earlier probe.
+        Before the engine uses its pages any block will do; a random one also verifies the stride.
+        Later only vLLM's null block, number 0, is unused. The bytes are new each time, because
+        memory that the engine has freed may hold the bytes of an earlier probe.
         """
         count = self._pages.blocks.count
         self._probed = 0 if self._in_use or not first else secrets.randbelow(count)
-        # Without a number's topmost bits it is finite in every format.
+        # Without its two topmost bits, a number is finite in every format.
         random = np.frombuffer(secrets.token_bytes(self._block_bytes), np.uint8)
         content = bytearray((random & 0x3F).tobytes())
         self._pages.scatter_many([memoryview(content)], [self._probed])
         return self._probed, hashlib.sha256(content).digest()
 
     def start(self) -> None:
-        """Begin to work; from now on the engine may be using its pages. Again does nothing."""
+        """Start the thread; from now on the engine may use its pages. Again: no effect."""
         self._in_use = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="tierd-mover", daemon=True)
             self._thread.start()
 
     def stop(self, drain_s: float) -> None:
-        """Work off the queues for at most `drain_s`, then end the thread and the client."""
+        """Process the queues for at most `drain_s`, then end the thread and the client."""
         with self._cond:
             self._stop_at_s = time.monotonic() + drain_s
         self._wake()
@@ -212,7 +213,7 @@ class Mover(Queues):
 
     @guarded(nothing)
     def _put_right(self) -> None:
-        """After an error in a turn: what the turn had in hand is nobody's any more, and ends."""
+        """After an error in a turn, end the copies that it had begun and no longer tracks."""
         jobs, layerwise = self._jobs, self._layerwise
         under_way = jobs.loads if jobs is not None else []
         stores = jobs.stores if jobs is not None else []
@@ -222,14 +223,14 @@ class Mover(Queues):
                 self._see_through(layerwise, job)
 
     def _work(self) -> bool:
-        """Do, without waiting for more, what there is to do; False if that was nothing."""
+        """Do all work that is ready, without waiting. Returns False if there was none."""
         self._client.poll()
         self._change_namespace()
         ended = self._collect()
         return self._begin() or ended
 
     def _change_namespace(self) -> None:
-        """What is under way ends in the namespace that it began in."""
+        """Change to a new namespace, once copies in progress have ended in the old one."""
         namespace = self._wanted_namespace()
         if namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
@@ -243,11 +244,11 @@ class Mover(Queues):
         self._in_namespace(namespace)
 
     def _handle(self, adapter: str) -> Handle:
-        """An adapter's, registered when it is first used: that takes memory of the daemon's."""
+        """Return an adapter's handle. Registered on first use, as it takes the daemon's memory."""
         handle = self._handles.get(adapter)
         if handle is None:
             handle = self._handles[adapter] = self._client.begin_register(self._namespaces[adapter])
-            # Nothing can be stored before the daemon has answered.
+            # No block can be stored before the daemon has answered.
             give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
             while not (handle.ready or handle.refusal) and time.monotonic() < give_up_s:
                 if not self._client.connected:
@@ -256,7 +257,7 @@ class Mover(Queues):
         return handle
 
     def _collect(self) -> bool:
-        """End what the daemon has done; whether that was anything."""
+        """End the copies that the daemon has finished. Returns False if there were none."""
         jobs = self._jobs
         if jobs is None:
             return False
@@ -274,7 +275,7 @@ class Mover(Queues):
         return bool(stores or loads)
 
     def _end(self, ended: EndedLoad) -> None:
-        """The daemon writes the load no more: it is in place, or to be copied here."""
+        """End a load that the daemon no longer writes; copy it here if it is not filled."""
         load, mark, job, began_s, filled = ended
         layerwise = self._layerwise
         finishing = layerwise.find(job) if layerwise is not None else None
@@ -285,25 +286,25 @@ class Mover(Queues):
                 layerwise.fill(finishing)
             self._see_through(layerwise, job)
             filled = True
-        # Does nothing if it has been reported before.
+        # No effect if the load was reported before.
         self._loaded(load, failed=not (filled or self._copy_in(load, mark)))
 
     def _see_through(self, layerwise: Layerwise, job: int) -> None:
-        """The daemon writes a reported load no more: bring it to its end here."""
+        """Complete a reported load that the daemon no longer writes."""
         finishing = layerwise.find(job)
         if finishing is None:
             return
         if finishing.filled or self._scatter(finishing.load, finishing.mark, finishing.views):
             layerwise.end(job)
         else:
-            layerwise.lose(job, "a load could not be brought to its end within its lease")
+            layerwise.lose(job, "a reported load could not be completed within its lease")
 
     @guarded(nothing)
     def _report_early(self, jobs: Jobs, layerwise: Layerwise) -> None:
-        """Report loads whose first layers are in place, if they can be seen through."""
+        """Report loads whose first layers are loaded, if the worker can complete them."""
         for stuck in jobs.settling:
             finishing = layerwise.find(stuck.job)
-            # Whoever is writing writes the same: the daemon holds the slots as long.
+            # The daemon may still write, but the same bytes: it holds the slots until it ends.
             if finishing is None or finishing.filled or stuck.load.expired:
                 continue
             if self._scatter(stuck.load, stuck.mark, finishing.views):
@@ -312,7 +313,7 @@ class Mover(Queues):
             begun = not copy.done and jobs.progress(job) > 0 and layerwise.find(job) is None
             if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
                 continue
-            # Held from now on: the client forgets a daemon's life when there have been others.
+            # Take the views now: the client drops an epoch's mappings after later epochs.
             handle = self._handle(load.adapter)
             views = self._client.lease_views(handle, load.epoch, load.slots[self._rank])
             if views is not None:
@@ -321,7 +322,7 @@ class Mover(Queues):
                 self._reported(load)
 
     def _begin(self) -> bool:
-        """Begin a copy, or make one here; False if there is none that could begin."""
+        """Request or make the next copy. Returns False if none can begin."""
         jobs = self._jobs
         if jobs is None or not jobs.ready:
             return self._load(None) or self._store(None)
@@ -334,7 +335,7 @@ class Mover(Queues):
         if taken is None:
             return False
         filled = self._ask_load(jobs, taken.load, taken.mark)
-        # After an error it may be under way all the same, and is ended there.
+        # In spite of an error it may be in progress in `jobs`, which then ends it.
         if filled is not None and not (jobs is not None and jobs.has(taken.load)):
             self._loaded(taken.load, failed=not filled)
         return True
@@ -349,7 +350,7 @@ class Mover(Queues):
 
     @guarded(lambda: False)
     def _ask_load(self, jobs: Jobs | None, load: Load, mark: StreamPoint) -> bool | None:
-        """Ask for a load, or else make it here; then whether its blocks are filled."""
+        """Request a load (returns None), or copy it here (returns whether its blocks are full)."""
         handle = self._handle(load.adapter)
         if jobs is None or not jobs.ready_for(handle):
             return self._copy_in(load, mark)
@@ -358,14 +359,14 @@ class Mover(Queues):
 
     @guarded(lambda: False)
     def _copy_in(self, load: Load, mark: StreamPoint) -> bool:
-        """Fill the load's blocks here; False if any byte of them is in doubt."""
+        """Copy a load here. Returns False if any byte of its blocks may be wrong."""
         slots = load.slots[self._rank]
         give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
         while True:
             views = self._client.lease_views(self._handle(load.adapter), load.epoch, slots)
             if views is not None:
                 break
-            # Nothing comes from a daemon that is away, and waiting for it would not take time.
+            # A lost daemon sends nothing, and `wait` would return at once.
             if time.monotonic() >= give_up_s or load.expired or not self._client.connected:
                 return False
             self._client.wait(_BUSY_POLL_S)
@@ -373,11 +374,11 @@ class Mover(Queues):
 
     @guarded(lambda: False)
     def _scatter(self, load: Load, mark: StreamPoint, views: Sequence[memoryview]) -> bool:
-        """Fill the load's blocks from its slots; False if any byte of them is in doubt."""
+        """Fill the load's blocks from its slots. Returns False if any byte may be wrong."""
         began_s = time.monotonic()
         mark.wait()
         self._pages.scatter_many(views, load.blocks)
-        # Only now: until it expires, nobody but the leaseholder may reuse the slots.
+        # Check after the copy: until the lease expires, the daemon reuses no slot.
         if load.expired:
             return False
         self._count_loaded(load, began_s)
@@ -385,7 +386,7 @@ class Mover(Queues):
 
     @guarded(lambda: False)
     def _copy_out(self, jobs: Jobs | None, chunk: Chunk) -> bool:
-        """Store a chunk, or have it stored; False if none of it was or will be."""
+        """Copy or request the store of a chunk. Returns False if no block is or will be stored."""
         began_s = time.monotonic()
         handle = self._handle(chunk.adapter)
         if jobs is not None and not jobs.ready_for(handle):
@@ -415,12 +416,12 @@ class Mover(Queues):
         return True
 
     def _publish(self, chunk: Chunk, reservation: Reservation, copied: int, began_s: float) -> None:
-        """End a chunk of which so many granted blocks, from the first on, are in their slots."""
+        """Commit and end a chunk whose first `copied` granted blocks are in their slots."""
         self._stored(chunk, self._commit(chunk, reservation, copied, began_s))
 
     @guarded(lambda: 0)
     def _commit(self, chunk: Chunk, reservation: Reservation, copied: int, began_s: float) -> int:
-        """How many of the chunk's blocks the daemon has afterwards."""
+        """Commit a chunk's blocks. Returns how many of them the daemon has afterwards."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._client.abort, reservation)
             granted = [
@@ -428,7 +429,7 @@ class Mover(Queues):
                 for item, slot in zip(chunk.items, reservation.slots, strict=True)
                 if slot is not None
             ]
-            # Only now: what has been fenced meanwhile may not be what its hash says.
+            # Check after the copy: a block fenced meanwhile may not match its hash.
             count = self._unfenced(chunk, granted[:copied])
             undo.pop_all()
         stored = self._client.commit(reservation, count)
@@ -448,13 +449,13 @@ class Mover(Queues):
         )
 
     def _populate(self) -> bool:
-        """Fault in some of what this thread is to copy to; whether there is more."""
+        """Fault in some memory that this thread will copy to. Returns whether more remains."""
         if self._jobs is not None or not self._client.connected:
             return False
         return self._client.populate(POPULATE_BYTES)
 
     def _sleep(self) -> None:
-        """Until the engine has work, the daemon has said something, or it is time to look."""
+        """Sleep until the engine has work, the daemon sends a message, or the pause ends."""
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
         socket = self._client.fileno()
@@ -475,7 +476,7 @@ class Mover(Queues):
         return _IDLE_POLL_S
 
     def _leave(self) -> None:
-        """End the session; nobody comes back to the namespace of a reset."""
+        """End the session. The namespace of a reset is worthless: no session uses it again."""
         for handle in self._handles.values():
             if is_generation(handle.namespace):
                 self._client.unregister(handle, worthless=True)
@@ -483,7 +484,7 @@ class Mover(Queues):
 
     @guarded(nothing)
     def _give_up(self) -> None:
-        """The engine ends: nothing of ours may write its pages after this."""
+        """End all copies at the engine's end, so that none writes its pages after this."""
         if self._jobs is not None:
             for ended in self._jobs.settle():
                 if self._layerwise is None or self._layerwise.find(ended.job) is None:

@@ -1,14 +1,13 @@
-"""What waits to be copied and what has ended: the mover's state, under one lock.
+"""Queued and finished copies: the mover's state, under one lock.
 
-The engine's threads and the mover's meet here and nowhere else. Order of the parties:
+The engine's threads and the mover's thread share only this state. Rules:
 
-- A block may be read while it is stored, also when it has got a new owner meanwhile: what was
-  read of it is published only if no `fence()` named it before the copy had ended. So the
-  engine calls `fence()` before it overwrites blocks, and never waits.
-- The blocks of a load belong to the mover from `submit_load` until the load shows up in
-  `take_finished`, exactly once, whatever happened to the daemon; layer by layer
-  (`worker.layerwise`) some of them longer.
-- Each step of a load's life is one assignment, so that no error can lose a load or end it twice.
+- The mover may read a block for a store even after the block has got a new owner. The store is
+  published only if no `fence()` named the block before the copy ended. So the engine calls
+  `fence()` before it overwrites blocks, and never waits.
+- The mover owns a load's blocks from `submit_load` until `take_finished` returns the load, exactly
+  once, whatever happens to the daemon. With `worker.layerwise` it owns some of them longer.
+- A load changes state by one assignment, so that no error can lose a load or end it twice.
 """
 
 from __future__ import annotations
@@ -25,40 +24,40 @@ from tierd.types import Namespace
 from tierd_connectors.vllm.work import DrainedCounters, Load, StoreItem
 
 CHUNK_BLOCKS_MAX = 32
-"""Blocks a reservation: at 16 the two waits of a store cost under 5 % of the copy."""
+"""Most blocks per reservation. At 16, the two waits of a store cost under 5 % of its copy."""
 
 STORES_MAX = 32_768
-"""Blocks that wait to be stored; the queue holds references, and what overflows is dropped."""
+"""Most blocks queued to be stored. The queue holds references; blocks beyond it are dropped."""
 
 
 class StreamPoint(NamedTuple):
     """A point in the work of the engine's device that a copy must come after."""
 
     event: int = NO_EVENT
-    """For the daemon: which of the attachment's events, and what `Device.wait` needs of it."""
+    """For the daemon: the number of the attachment's event; `value` is for `Device.wait`."""
     value: int = 0
     wait: Callable[[], object] = lambda: None
-    """For a copy in this process: returns once the device has come so far."""
+    """For a copy in this process: returns once the device has reached the point."""
 
 
 class DeviceOrder(Protocol):
-    """Marks what the engine's device has been given so far."""
+    """Marks points in the work of the engine's device."""
 
     def mark(self) -> StreamPoint:
-        """Everything that the calling thread has put on the stream that runs the model."""
+        """Return the point behind all work that the calling thread has put on its stream."""
 
 
 class HostOrder:
-    """`DeviceOrder` of an engine on CPUs, whose work is done when its call has returned."""
+    """`DeviceOrder` of a CPU engine, whose work is done when its call returns."""
 
     def mark(self) -> StreamPoint:
         return StreamPoint()
 
 
 class Submitted:
-    """A load from `submit_load` until the engine has been told of its end.
+    """A load from `submit_load` until `take_finished` returns it.
 
-    It is queued, then at work, and then has `failed`: the blocks that it did not fill.
+    It is queued, then at work, then ended: `failed` holds the blocks that it did not fill.
     """
 
     __slots__ = ("at_work", "failed", "load", "mark")
@@ -71,12 +70,12 @@ class Submitted:
 
     @property
     def queued(self) -> bool:
-        """Whether the mover has not begun with it."""
+        """Whether the mover has not begun the load."""
         return not self.at_work and self.failed is None
 
 
 class FinishedLoad(NamedTuple):
-    """A load's end: the engine's blocks that it did not fill, none if it went well."""
+    """An ended load, with the engine's blocks that it did not fill (none: success)."""
 
     request_id: str
     failed_blocks: list[int]
@@ -85,7 +84,7 @@ class FinishedLoad(NamedTuple):
 class Chunk:
     """Blocks of one adapter that are stored together.
 
-    `fenced` is the queues' and guarded by their lock.
+    `fenced` belongs to `Queues`, whose lock guards it.
     """
 
     __slots__ = ("adapter", "fenced", "items", "mark")
@@ -98,7 +97,7 @@ class Chunk:
 
 
 class Queues:
-    """The engine's side has the public methods, the mover's thread the others."""
+    """The queues. The engine's threads call the public methods, the mover's thread the others."""
 
     def __init__(self, order: DeviceOrder) -> None:
         self.tally = DrainedCounters()
@@ -116,9 +115,9 @@ class Queues:
     # The engine's side
 
     def use(self, namespace: Namespace) -> None:
-        """Store and load under another namespace from now on; what is queued is dropped."""
+        """Change to another namespace. Queued stores are dropped, and queued loads fail."""
         with self._cond:
-            # First: nothing begins from here on, whatever fails.
+            # Set first: no copy begins from here on, whatever fails below.
             self._namespace = namespace
             self._stores.clear()
             for submitted in self._loads.values():
@@ -127,7 +126,7 @@ class Queues:
         self._wake()
 
     def submit_load(self, load: Load) -> None:
-        """Queue a load. Its blocks are the mover's until take_finished() names the request."""
+        """Queue a load. The mover owns its blocks until take_finished() names the request."""
         submitted = Submitted(load, self._order.mark())
         with self._cond:
             assert load.request_id not in self._loads
@@ -137,13 +136,13 @@ class Queues:
         self._wake()
 
     def has_load(self, load: Load) -> bool:
-        """Whether a load has been submitted whose end has not been taken."""
+        """Whether this load was submitted, and take_finished() has not returned it yet."""
         with self._cond:
             submitted = self._loads.get(load.request_id)
             return submitted is not None and submitted.load is load
 
     def submit_stores(self, items: Iterable[StoreItem]) -> None:
-        """Queue blocks to store. What the queue has no room for is dropped and counted."""
+        """Queue blocks to store. Blocks that do not fit into the queue are dropped and counted."""
         mark = self._order.mark()
         dropped = 0
         with self._cond:
@@ -151,16 +150,16 @@ class Queues:
                 if len(self._stores) >= STORES_MAX or self._stop_at_s is not None:
                     dropped += 1
                 else:
-                    # To the end of the queue: the last of a chunk has the newest mark.
+                    # Move it to the end of the queue: a chunk's last block has the newest mark.
                     self._stores.pop(item.block, None)
                     self._stores[item.block] = (item, mark)
         self._wake()
         self._count_dropped(dropped)
 
     def fence(self, blocks: Collection[int]) -> None:
-        """From now on nothing that these blocks hold is published. Does not wait.
+        """Stop publishing the current content of these blocks. Does not wait.
 
-        Their stores are dropped, also those under way: a miss later is better than a wait now.
+        Their stores are dropped, even stores in progress: a later miss is better than a wait now.
         """
         dropped = 0
         with self._cond:
@@ -171,7 +170,7 @@ class Queues:
         self._count_dropped(dropped)
 
     def forget_stores(self) -> None:
-        """As fence(), for every block."""
+        """Fence every block."""
         with self._cond:
             dropped = len(self._stores)
             self._stores.clear()
@@ -180,7 +179,7 @@ class Queues:
         self._count_dropped(dropped)
 
     def take_finished(self) -> list[FinishedLoad]:
-        """Loads that ended since the last call."""
+        """Return the loads that ended since the last call."""
         with self._cond:
             for submitted in self._loads.values():
                 if submitted.queued and submitted.load.expired:
@@ -195,7 +194,7 @@ class Queues:
         return finished
 
     def wait_finished(self, timeout_s: float) -> None:
-        """Wait until a load has ended, if one is under way."""
+        """Wait until a load has ended; return at once if there are none."""
         with self._cond:
             if self._loads:
                 self._cond.wait_for(self._any_ended, timeout_s)
@@ -205,7 +204,7 @@ class Queues:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is queued or under way."""
+        """Whether no copy is queued or in progress."""
         with self._cond:
             return not self._busy
 
@@ -213,7 +212,7 @@ class Queues:
 
     @property
     def _busy(self) -> bool:
-        """The opposite; the caller holds _cond."""
+        """Whether any copy is queued or in progress; the caller holds _cond."""
         open_loads = any(submitted.failed is None for submitted in self._loads.values())
         return bool(self._stores or self._chunks or open_loads)
 
@@ -225,7 +224,7 @@ class Queues:
             os.eventfd_read(self._wakeup)
 
     def _wanted_namespace(self) -> Namespace | None:
-        """The namespace that is to be used; nothing begins before `_in_namespace` is told so."""
+        """Return the namespace to change to. No copy begins before `_in_namespace` confirms it."""
         with self._cond:
             return self._namespace
 
@@ -235,11 +234,11 @@ class Queues:
                 self._namespace = None
 
     def _next_load(self) -> Submitted | None:
-        """The first queued load; the caller holds _cond."""
+        """Return the first queued load; the caller holds _cond."""
         return next((load for load in self._loads.values() if load.queued), None)
 
     def _take_load(self) -> Submitted | None:
-        """The next load, which then ends by `_loaded`; none before a new namespace is in use."""
+        """Take the next load, to be ended by `_loaded`; None during a change of namespace."""
         with self._cond:
             submitted = self._next_load() if self._namespace is None else None
             if submitted is not None:
@@ -247,7 +246,7 @@ class Queues:
             return submitted
 
     def _take_chunk(self) -> Chunk | None:
-        """The next stores, unless there are loads to begin; they end by `_stored`."""
+        """Take the next stores, to be ended by `_stored`; None while loads are queued."""
         with self._cond:
             if self._namespace is not None or self._next_load() or not self._stores:
                 return None
@@ -259,14 +258,14 @@ class Queues:
                 items.append(item)
                 mark = its_mark
             chunk = Chunk(first.adapter, items, mark)
-            # First: what is in neither is not fenced.
+            # Added before the stores are removed: a block in neither would not be fenced.
             self._chunks.append(chunk)
             for item in items:
                 del self._stores[item.block]
             return chunk
 
     def _unfenced(self, chunk: Chunk, copied: list[int]) -> int:
-        """How many of these blocks, from the first on, were copied before any fence."""
+        """Return the number of leading blocks that were copied before any fence."""
         with self._cond:
             for count, block in enumerate(copied):
                 if block in chunk.fenced:
@@ -274,27 +273,27 @@ class Queues:
         return len(copied)
 
     def _stored(self, chunk: Chunk, stored: int) -> None:
-        """A chunk has ended with so many of its blocks in the daemon."""
+        """End a chunk of which the daemon stored `stored` blocks."""
         with self._cond:
             if chunk in self._chunks:
                 self._chunks.remove(chunk)
         self._count_dropped(len(chunk.items) - stored)
 
     def _loaded(self, load: Load, *, failed: bool) -> None:
-        """A load has ended, and nobody writes its blocks any more. Again does nothing."""
+        """End a load whose blocks no process writes any longer. A second call does nothing."""
         with self._cond:
             submitted = self._loads.get(load.request_id)
             if submitted is not None and submitted.load is load:
                 self._end_load(submitted, failed)
 
     def _reported(self, load: Load) -> None:
-        """A load counts as finished from now on. It may still be written: `Layerwise` knows."""
+        """Report a load as finished. It may still be written; `Layerwise` keeps track of that."""
         self._loaded(load, failed=False)
         self.tally.add(load_early_starts=1)
 
     def _lose(self, at_work: Collection[Load], copied: Collection[Chunk]) -> None:
-        """After an error: loads that began and are not among `at_work` fail; chunks that are not
-        among `copied` are dropped. Nobody writes, or reads, their blocks any more."""
+        """After an error, fail begun loads that are not in `at_work`, and drop chunks that are not
+        in `copied`. No process reads or writes their blocks any longer."""
         with self._cond:
             for submitted in self._loads.values():
                 known = any(submitted.load is load for load in at_work)
@@ -303,7 +302,7 @@ class Queues:
             self._chunks = [chunk for chunk in self._chunks if chunk in copied]
 
     def _end_load(self, submitted: Submitted, failed: bool) -> None:
-        """The caller holds _cond."""
+        """End a load, unless it has ended; the caller holds _cond."""
         if submitted.failed is not None:
             return
         submitted.failed = submitted.load.blocks if failed else []

@@ -1,10 +1,10 @@
-"""Copies between an engine's tensors and slots by torch: for KV that only a GPU can address.
+"""Copies between an engine's tensors and slots with torch, for KV in GPU memory.
 
-By way of pinned memory of this process's own. The slots themselves must not be pinned here: the
-daemon gives the memory of a segment back and fills it again later, and what a device then wrote
-would go to pages that are nobody's any more.
+Copies go through this process's own pinned memory. The slots themselves must not be pinned here:
+the daemon decommits a segment's memory and fills it again later, and a device would then write to
+pages that no longer belong to the segment.
 
-Not yet run on a GPU; in tests it runs on tensors in host memory.
+Not yet run on a GPU; tests run it on tensors in host memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.tierd")
 
 STAGING_BYTES = 32 << 20
-"""Pinned memory that copies go through; blocks that are larger have room for one."""
+"""Size of the pinned memory that copies go through, or one block if a block is larger."""
 
 
 class TorchPages:
-    """`Pages` of tensors on one device, copied on a stream beside the one that runs the model.
+    """`Pages` of tensors on one device, copied on a separate stream from the model's.
 
-    The tensors stay the engine's, and live as long as this. One thread at a time.
+    The engine owns the tensors; this object keeps them alive. One thread at a time may use it.
     """
 
     def __init__(self, blocks: BlockPages, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises LayoutError for blocks that do not lie in these tensors' storages."""
+        """Raises LayoutError if the blocks do not lie in the tensors' storages."""
         self._torch = importlib.import_module("torch")
         self.blocks = blocks
         storages = list({s.data_ptr(): s for s in (t.untyped_storage() for t in tensors)}.values())
@@ -89,15 +89,15 @@ class TorchPages:
             return self._torch.empty(size_bytes, dtype=self._torch.int8, pin_memory=pinned)
         except RuntimeError as error:
             logger.warning(
-                "tierd: %d MiB cannot be pinned, so copies are slower: raise the limit of locked "
-                "memory (ulimit -l, or the container's memlock): %s",
+                "tierd: %d MiB of memory cannot be pinned, so copies are slower: raise the limit "
+                "of locked memory (ulimit -l, or the container's memlock): %s",
                 size_bytes >> 20,
                 error,
             )
             return self._torch.empty(size_bytes, dtype=self._torch.int8)
 
     def _rows(self, block: int, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part of a block in the staging memory, and the pages that it is a copy of."""
+        """Return each part of a block in the staging memory, with the pages that it mirrors."""
         assert 0 <= block < self.blocks.count
         first = place * self.blocks.block_bytes
         raw = self._staging[first : first + self.blocks.block_bytes]
@@ -108,7 +108,7 @@ class TorchPages:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Copies of this thread go to the stream, and have been made at the end."""
+        """Run this thread's copies on the separate stream, and wait for them at the end."""
         if self._stream is None:
             yield
             return
@@ -116,22 +116,22 @@ class TorchPages:
             try:
                 yield
             finally:
-                # Also after an error: until then staging memory and pages may still be written.
+                # Also after an error: the copies may still write staging memory and pages.
                 self._stream.synchronize()
 
 
 class Recorder(Protocol):
-    """Events that the daemon knows, too."""
+    """Records events that the daemon can wait for."""
 
     def record(self, stream: int) -> tuple[int, int]:
-        """The next event and its value, which happens after what the stream has been given."""
+        """Record the next event behind the stream's work so far. Returns its number and value."""
 
 
 class StreamOrder:
-    """`Order` of an engine on a GPU. Marks the stream that is current in the calling thread."""
+    """`DeviceOrder` of an engine on a GPU. Marks the calling thread's current stream."""
 
     def __init__(self, recorder: Recorder | None) -> None:
-        """Without a recorder nobody but this process is told."""
+        """Without a recorder, only this process can wait for a mark."""
         self._cuda = importlib.import_module("torch").cuda
         self._recorder = recorder
 
@@ -140,7 +140,7 @@ class StreamOrder:
         event, value = NO_EVENT, 0
         if self._recorder is not None:
             event, value = self._recorder.record(stream.cuda_stream)
-        # Blocking: the mover's thread would spin otherwise, with a core of the engine's.
+        # Blocking, because the mover's thread would otherwise spin on one of the engine's cores.
         here = self._cuda.Event(blocking=True)
         here.record(stream)
         return StreamPoint(event, value, here.synchronize)
