@@ -378,8 +378,7 @@ def _cut(hot: Hot, blocks: int) -> Hot:
 
 
 def merged(families: Sequence[Family]) -> Iterator[Hot | None]:
-    """Yield the runs of all families, the most valuable first; None lets the caller do other work.
-    """
+    """Yield the runs of all families, the most valuable first, or None as `Forest.runs` does."""
     sources = [iter(runs) for _, runs in families]
     waiting = list(range(len(sources)))
     ready: list[tuple[float, int, HotRun]] = []
