@@ -197,7 +197,7 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Close the socket and forget what is queued; idempotent."""
+        """Close the socket and drop the queued frames; idempotent."""
         if self._closed:
             return
         self._closed = True

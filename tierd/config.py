@@ -29,25 +29,25 @@ DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 
 TIERS_MAX: Final = 8
-"""Storage tiers of one daemon: each block has a bit for each, and each has its share of L2."""
+"""Maximum storage tiers of one daemon: each takes a bit per block and a share of L2."""
 
 LEASE_TTL_MS_MAX: Final = 600_000
-"""Long enough for any load; after a crash slots whose leases nobody knows are kept as long."""
+"""Longest lease, enough for any load; slots whose leases are unknown after a crash wait as long."""
 
 
 class WritePolicy(enum.Enum):
-    """When a storage tier gets the blocks that it lacks."""
+    """When blocks that a storage tier lacks are written to it."""
 
     WRITE_THROUGH = "write_through"
-    """As soon as they are stored."""
+    """As soon as they are stored in L2."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When they are worth it; see tierd.core.writes."""
+    """When their predicted reuse is worth a write; see tierd.core.writes."""
     WRITE_BACK = "write_back"
-    """When they are about to leave L2."""
+    """When they are about to be evicted from L2."""
 
 
 class Eviction(enum.Enum):
-    """Which block leaves L2 first; see tierd.eviction."""
+    """The order in which blocks are evicted from L2; see tierd.eviction."""
 
     HAZARD = "hazard"
     CREDIT = "credit"
@@ -58,14 +58,14 @@ class Eviction(enum.Enum):
 
 
 class PrefetchPolicy(enum.Enum):
-    """How long a request waits for what storage tiers have of its prefix."""
+    """How long a request waits for blocks of its prefix from storage tiers."""
 
     BEST_EFFORT = "best_effort"
-    """Until the engine is ready to compute it."""
+    """Until the engine is ready to compute the request."""
     WAIT_COMPLETE = "wait_complete"
-    """Until all is there, or the longest time is over."""
+    """Until all blocks have arrived, at most timeout_max_ms."""
     TIMEOUT = "timeout"
-    """Until a time that grows with what is missing, or the longest time, is over."""
+    """Until a time that grows with the number of missing tokens, at most timeout_max_ms."""
 
 
 class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -403,14 +403,16 @@ def load(path: Path, environ: Mapping[str, str]) -> Config:
 
 
 def read(path: Path, environ: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """The file as far as it can be used, and every mistake in it. Raises ConfigError for a file
-    that is no TOML, or cannot be read."""
+    """Return the Config of a file, with defaults for wrong values, and all mistakes in the file.
+
+    Raises ConfigError for a file that cannot be read or is not TOML.
+    """
     config, problems = parse_all(decode(path), environ)
     return config, [f"{path}: {problem}" for problem in problems]
 
 
 def decode(path: Path) -> dict[str, object]:
-    """The file's tables, not checked. Raises ConfigError."""
+    """Return the file's tables, unchecked. Raises ConfigError if it is unreadable or not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -420,7 +422,7 @@ def decode(path: Path) -> dict[str, object]:
 
 
 def parse(raw: Mapping[str, object], environ: Mapping[str, str]) -> Config:
-    """A checked Config from decoded TOML and the environment's overrides. Raises ConfigError."""
+    """Return a checked Config from decoded TOML and the environment. Raises ConfigError."""
     config, problems = parse_all(raw, environ)
     if problems:
         raise ConfigError(*problems)
@@ -428,10 +430,10 @@ def parse(raw: Mapping[str, object], environ: Mapping[str, str]) -> Config:
 
 
 def parse_all(raw: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """What `raw` and the environment come to, and every mistake in them.
+    """Return the Config from `raw` and the environment, and all mistakes in them.
 
-    With mistakes the Config has defaults in their place: good for finding more, and to be
-    dropped.
+    Wrong values are replaced by defaults. A Config with mistakes serves only to find further
+    mistakes.
     """
     problems: list[str] = []
     found = _values(raw, Config, "", "TIERD_", environ, problems)
@@ -445,23 +447,23 @@ def parse_all(raw: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Co
 
 
 def check_budget(tier: StorageConfig) -> None:
-    """Raise ConfigError if a bound of writes is set that would not bind."""
+    """Raise ConfigError if a write limit is set that the tier's write policy ignores."""
     selective = tier.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
     if (tier.write_bytes_per_s or tier.drive_writes_per_day) and not selective:
         raise ConfigError(
-            f"storage ({tier.name}): write_bytes_per_s and drive_writes_per_day bound only "
+            f"storage ({tier.name}): write_bytes_per_s and drive_writes_per_day need "
             'write_policy = "write_through_selective"'
         )
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """What is wrong though each value alone could be right."""
+    """Yield mistakes that involve more than the type of one value."""
     names = [tier.name for tier in config.storage]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"two storage tiers are named {name!r}: set storage.name"
     if len(names) > TIERS_MAX:
-        yield f"{len(names)} storage tiers are configured; at most {TIERS_MAX} can be"
+        yield f"{len(names)} storage tiers are configured; the maximum is {TIERS_MAX}"
     for tier in config.storage:
         if tier.write_queue <= 0:
             yield f"storage ({tier.name}).write_queue must be more than 0"
@@ -484,7 +486,7 @@ _TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     for field in msgspec.structs.fields(Config)
     if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
 }
-"""The tables of the file by name, without [[storage]]."""
+"""The file's tables by name, without [[storage]]."""
 
 NOT_SCALARS: Final = (*_TABLES, "storage", "options", "overrides")
 """Fields of the configuration's structs that are not keys with a value."""
@@ -502,19 +504,19 @@ OTHER_VARIABLES: Final = frozenset(
         "TIERD_SIM_SEED",
     }
 )
-"""Variables that are no keys: of tierd's own processes, of its build and its tests."""
+"""Variables that are not keys: of tierd's own processes, of its build and its tests."""
 
 _SERVICE_VARIABLE: Final = re.compile(
     r"TIERD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?"
     r"|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""What Kubernetes sets in every pod beside a Service whose name begins with "tierd"."""
+"""Variables that Kubernetes sets in each pod next to a Service whose name begins with "tierd"."""
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def convert(raw: Mapping[str, object], cls: type[_T], where: str) -> _T:
-    """`raw` as a `cls`; raises ConfigError with each wrong key's path below `where`."""
+    """Convert `raw` to `cls`; raises ConfigError with each wrong key's path below `where`."""
     problems: list[str] = []
     values = values_of(raw, cls, where, problems)
     if problems:
@@ -523,7 +525,7 @@ def convert(raw: Mapping[str, object], cls: type[_T], where: str) -> _T:
 
 
 def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
-    """The keys of a tier that belong to its type, the environment's included, checked.
+    """Return the checked options of a tier's type, with the environment's overrides.
 
     Raises ConfigError with the keys' paths.
     """
@@ -536,8 +538,7 @@ def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
 def option_values(
     tier: StorageConfig, cls: type[msgspec.Struct]
 ) -> tuple[dict[str, object], list[str]]:
-    """Those keys of `backend_options` that are right by themselves, and what is wrong with the
-    others."""
+    """Return the valid values among the options of a tier, and the mistakes in the others."""
     where = f"storage ({tier.name})."
     prefix = f"{_STORAGE_PREFIX}{_capitals(tier.name)}_"
     kinds = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
@@ -547,26 +548,26 @@ def option_values(
         if key not in kinds:
             near = difflib.get_close_matches(key, [*kinds, *field_names(StorageConfig)], 1, 0.5)
             hint = f"; did you mean {prefix}{near[0].upper()}?" if near else ""
-            problems.append(f"{prefix}{key.upper()} in the environment is no key of it{hint}")
+            problems.append(f"{prefix}{key.upper()} in the environment is not a key{hint}")
         else:
             _set(table, key, kinds[key], prefix + key.upper(), text, problems)
     return values_of(table, cls, where, problems), problems
 
 
 def variable(path: str) -> str:
-    """The environment's variable for a key, such as "host.capacity" or "storage.NAME.slow_ms"."""
+    """Return the variable for a key, such as "host.capacity" or "storage.NAME.slow_ms"."""
     return "TIERD_" + "_".join(map(_capitals, path.split(".")))
 
 
 def _capitals(name: str) -> str:
-    """A tier's name as a part of a variable's name."""
+    """Return a name as part of a variable's name."""
     return re.sub(r"[^A-Z0-9]", "_", name.upper())
 
 
 def _table(
     raw: Mapping[str, object], name: str, environ: Mapping[str, str], problems: list[str]
 ) -> msgspec.Struct:
-    """The table `name` of the file with the environment's overrides."""
+    """Return the table `name` of the file with the environment's overrides."""
     cls, table = _TABLES[name], raw.get(name, {})
     if not isinstance(table, dict):
         problems.append(f"[{name}] must be a table")
@@ -576,9 +577,9 @@ def _table(
     if cls is HostConfig and "capacity" not in values:
         missing = "host.capacity is missing"
         if missing in problems[before:]:
-            hint = ': say how much memory, as in capacity = "8GiB"'
+            hint = ': set the memory for KV blocks, as in capacity = "8GiB"'
             problems[problems.index(missing)] += hint
-        # So that nothing else is wrong with it.
+        # A value that causes no further mistakes.
         values["capacity"] = values.get("min") or Size(1)
     return cls(**values)
 
@@ -592,7 +593,7 @@ def _tiers(tables: object, environ: Mapping[str, str], problems: list[str]) -> l
     for number, table in enumerate(tables):
         kind, name = table.get("type"), table.get("name", table.get("type"))
         if not isinstance(kind, str):
-            problems.append('storage.type is missing: say which backend, as in type = "file"')
+            problems.append('storage.type is missing: set the backend, as in type = "file"')
         elif not isinstance(name, str):
             problems.append(f"storage[{number}].name: Expected `str`, got {name!r}")
         else:
@@ -616,17 +617,17 @@ def _tiers(tables: object, environ: Mapping[str, str], problems: list[str]) -> l
 def _tier_overrides(
     names: Sequence[str], environ: Mapping[str, str], problems: list[str]
 ) -> list[dict[str, tuple[str, str]]]:
-    """For each tier the variables that are its own, with their texts, by key."""
+    """Return for each tier its variables, by key: the variable's name and text."""
     found: list[dict[str, tuple[str, str]]] = [{} for _ in names]
     prefixes = {_tier_prefix(name): at for at, name in enumerate(names)}
     for name, text in environ.items():
-        # With tiers "s3" and "s3_cold", TIERD_STORAGE_S3_COLD_BUCKET is the second one's.
+        # With tiers "s3" and "s3_cold", TIERD_STORAGE_S3_COLD_BUCKET belongs to "s3_cold".
         prefix = max((p for p in prefixes if name.startswith(p)), key=len, default=None)
         if prefix is None:
             continue
         key = name.removeprefix(prefix)
         if key in ("TYPE", "NAME", *map(str.upper, NOT_SCALARS)):
-            problems.append(f"{name} in the environment: this key is not to be overridden")
+            problems.append(f"{name} in the environment: this key can only be set in the file")
         else:
             found[prefixes[prefix]][key.lower()] = name, text
     return found
@@ -637,7 +638,7 @@ def _tier_prefix(name: str) -> str:
 
 
 def _unknown_variables(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Variables that look like a key of tierd's, and are none: they would change nothing."""
+    """Yield a mistake for each variable that looks like a key and would have no effect."""
     known = [variable(key) for key in field_names(Config) if key not in NOT_SCALARS]
     for name, cls in _TABLES.items():
         known += [variable(f"{name}.{key}") for key in field_names(cls)]
@@ -653,11 +654,11 @@ def _unknown_variables(config: Config, environ: Mapping[str, str]) -> Iterator[s
             continue
         if name.startswith(_STORAGE_PREFIX):
             names = ", ".join(prefixes) or "none, as there is no tier"
-            hint = f"; those of tiers begin with: {names}"
+            hint = f"; the variables of tiers begin with: {names}"
         elif near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
             hint = f"; did you mean {near[0]}?"
         else:
-            hint = "; `tierd config docs` has all"
+            hint = "; `tierd config docs` lists all keys"
         yield f"{name} in the environment is not a key{hint}"
 
 
@@ -669,7 +670,7 @@ def _values(
     environ: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, object]:
-    """The values of a table that are right, with the environment's overrides."""
+    """Return the valid values of a table, with the environment's overrides."""
     found = dict(table)
     scalars = [field for field in msgspec.structs.fields(cls) if field.name not in NOT_SCALARS]
     for field in scalars:
@@ -687,7 +688,7 @@ def _set(
     text: str,
     problems: list[str],
 ) -> None:
-    """Have the variable `name` override a key of a table."""
+    """Override a key of a table with the text of the variable `name`."""
     try:
         table[key] = from_text(kind, name, text)
     except ConfigError as error:

@@ -80,7 +80,7 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         (GOOD + FILE + "fill_from_lower = 1\n", r"\(file\)\.fill_from_lower: Expected `bool`"),
         (
             GOOD + "".join(f"[[storage]]\ntype = 'file'\nname = 'f{n}'\n" for n in range(9)),
-            "9 storage tiers are configured; at most 8 can be",
+            "9 storage tiers are configured; the maximum is 8",
         ),
         ("[host\n", r"line 1"),
         ("socket = 'a'\nsocket = 'b'\n", r"socket|overwrite"),
