@@ -129,7 +129,7 @@ class RequestExtras:
         if self.salt is not None:
             _check_text("salt", self.salt)
             if not self.salt:
-                raise HashInputError("salt is empty; an engine takes that for no salt, so use None")
+                raise HashInputError("salt is empty, which engines take for no salt; pass None")
         if self.lora is not None:
             _check_type("lora", self.lora, Lora)
             _check_text("lora name", self.lora.name)

@@ -443,7 +443,7 @@ class HotSet:
             raise self._error("this is not a tierd hot set")
         if first["tierd_hotset"] != FORMAT:
             raise self._error(
-                f"the hot set is of version {first['tierd_hotset']!r}; this tierd reads version "
+                f"the hot set has version {first['tierd_hotset']!r}; this tierd reads version "
                 f"{FORMAT}"
             )
         self._check_seal()

@@ -36,8 +36,8 @@ PERIOD_S: Final = 10.0
 lines are counted."""
 
 PLACES_MAX: Final = 1024
-"""Maximum places whose lines are counted, more than the code has; format strings built at run
-time could exceed it."""
+"""Maximum places in the code whose lines are counted separately. The code has fewer, but format
+strings that are built at run time count as places too."""
 
 _PRIORITIES: Final = {
     logging.DEBUG: 7,

@@ -1,4 +1,4 @@
-"""The interface of a device between whose memory and slots the daemon copies.
+"""The interface of a device, for copies between its memory and slots.
 
 Addresses, streams and events are integers that only their device interprets. No call waits for
 a copy: a call puts work on a stream, and `query` says whether an event has happened.

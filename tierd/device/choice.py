@@ -84,7 +84,7 @@ def choose(
         speeds = {way: trial.speed(way) for way in itertools.product(sound, Direction)}
     ways = {direction: _best(speeds, direction) for direction in Direction}
     said = [_said(speeds, ways[direction], direction) for direction in Direction]
-    said += [f"{x.value} is wrong here" for x in plan.strategies if x not in sound]
+    said += [f"{x.value} moves wrong bytes" for x in plan.strategies if x not in sound]
     return Choice(ways, ", ".join(said))
 
 

@@ -342,7 +342,9 @@ class CudaDevice(Device):
             raise CannotOpenError("an event's handle is of no known kind")
         index, offset = place
         if index >= len(bases):
-            raise CannotOpenError(f"a counter lies in allocation {index} of {len(bases)}")
+            raise CannotOpenError(
+                f"a counter is in allocation {index}, but only {len(bases)} exist"
+            )
         base = bases[index]
         with self._lock:
             size_bytes = self._opened[base].size_bytes
@@ -390,7 +392,7 @@ class CudaDevice(Device):
         seen, pinned = self._pins.seen(slots, lengths)
         loads = direction is Direction.LOAD
         targets, sources = (pages, seen) if loads else (seen, pages)
-        with self._doing("a copy cannot be begun"):
+        with self._doing("a copy cannot be started"):
             if pinned.any():
                 self._batch(targets[pinned], sources[pinned], lengths[pinned], direction, stream)
             kind = runtime.memcpyHostToDevice if loads else runtime.memcpyDeviceToHost
@@ -427,7 +429,7 @@ class CudaDevice(Device):
             1,
             stream,
         )
-        _checked("a batch of copies cannot be begun", result)
+        _checked("a batch of copies cannot be started", result)
 
     @functools.cached_property
     def _batch_call(self) -> Callable[..., int]:
@@ -446,7 +448,7 @@ class CudaDevice(Device):
         table = np.array(pieces, np.uint64).reshape(-1, len(Pitched._fields))
         _, _, slots, pitches, widths, rows = table.T
         seen, _ = self._pins.seen(slots, (rows - np.uint64(1)) * pitches + widths)
-        with self._doing("a pitched copy cannot be begun"):
+        with self._doing("a pitched copy cannot be started"):
             for piece, slot in zip(pieces, seen.tolist(), strict=True):
                 page, page_pitch, _, slot_pitch, width, height = piece
                 to, to_pitch, source, source_pitch = (

@@ -79,7 +79,7 @@ def export_kind(facts: Facts) -> ExportKind:
     """
     if facts.managed:
         raise CannotOpenError(
-            "managed memory cannot be shown to another process: use an allocator that takes "
+            "managed memory cannot be shown to another process: use an allocator that uses "
             "cudaMalloc, not cudaMallocManaged"
         )
     if facts.memory_type != _DEVICE_MEMORY:

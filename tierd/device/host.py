@@ -312,7 +312,7 @@ class _Stream:
 
 def _memfd_of(export: Export) -> int:
     if export.kind is not ExportKind.MEMFD or export.device != HOST_UUID:
-        raise CannotOpenError("this is a GPU's memory, and no GPU of this node has its UUID")
+        raise CannotOpenError("the export is GPU memory, but no GPU of this node has its UUID")
     if len(export.parts) != 1 or export.parts[0][:2] != (0, export.size_bytes):
         raise CannotOpenError("host memory is exported as one part, a memfd of its whole size")
     fd = export.parts[0].fd

@@ -122,7 +122,7 @@ class CopyJob:
     flying: int = 0
     """Number of batches on the stream."""
     copied: int = 0
-    """Number of blocks of which every group is in place."""
+    """Number of blocks whose groups are all in place."""
     reason: str = ""
 
 
@@ -213,7 +213,7 @@ class CopyLane:
         self._thread.join()
 
     def oldest(self) -> float | None:
-        """Return the time since which the oldest copy is on the stream; None if there is none."""
+        """Return when the oldest copy on the stream was put there; None if there is none."""
         try:
             return self._flying[0].since
         except IndexError:

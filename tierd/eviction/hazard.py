@@ -41,7 +41,7 @@ class Hazard(Policy):
         self._now_ms = 0
         self._tables: Tables | None = None
 
-    # --- what the index tells -------------------------------------------------------
+    # --- calls of the index ---------------------------------------------------------
 
     def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
         """Update the leaves among the items; the owner has counted the request in `reuse`."""

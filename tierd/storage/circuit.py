@@ -101,7 +101,7 @@ class Circuit:
         # Usual duration of a successful call, by `lookup`; 0 before the first one.
         self._usual_s = {True: 0.0, False: 0.0}
 
-    # --- what may be done -------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------
 
     def state(self, now_s: float) -> State:
         """Return the state; a stall begins and ends with time, without an event."""
@@ -147,7 +147,7 @@ class Circuit:
             "opened_total": self.opened,
         }
 
-    # --- what happens -----------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------
 
     def begin(self, now_s: float, *, lookup: bool) -> Call:
         """Record that a call begins; it must be allowed, and `end` or `abandon` must follow."""
