@@ -298,5 +298,5 @@ def test_a_file_that_was_cut_anywhere_is_known_as_such() -> None:
     hashes, _ = chain(3)
     raw = text(runs_of(blocks_of(hashes, 2, 7), ROOT))
     for end in range(len(raw)):
-        with pytest.raises(ConfigError, match=r"cut|no hot set"):
+        with pytest.raises(ConfigError, match=r"cut|not a tierd hot set"):
             hot_in(raw[:end])
