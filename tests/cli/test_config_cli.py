@@ -136,7 +136,11 @@ WRONG = {
         DISK.replace("1GiB", "much") + 'reserve_free = "101%"\n[[storage]]',
         "storage (disk): capacity: 'much' is not a size",
     ),
-    "policy": ("[[storage]]", f'{DISK}eviction = "LFU"\n[[storage]]', 'case-sensitive: write "lfu"'),
+    "policy": (
+        "[[storage]]",
+        f'{DISK}eviction = "LFU"\n[[storage]]',
+        'case-sensitive: write "lfu"',
+    ),
 }
 """What `serve` refuses: a text of the file, another one in its place, and what is said."""
 
