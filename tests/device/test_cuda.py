@@ -215,7 +215,7 @@ def test_what_is_no_allocation_of_a_living_peer_is_refused(fake, device, peer):
     assert not fake.opened
     base = device.open(peer.export)
     for handle, words in [
-        (counter_handle(1, 0), "allocation 1 of 1"),
+        (counter_handle(1, 0), "allocation 1, but only 1 exist"),
         (counter_handle(0, MIB - 4), "cannot lie"),
         (counter_handle(0, MIB), "cannot lie"),
         (native_handle(bytes(9)), "no known kind"),
