@@ -1,8 +1,8 @@
 """The contract between tierd and a storage tier, and the header of a stored block.
 
-A backend keeps blocks by key and gives them back into memory that it is handed.
-It refuses to know leases, sessions, deadlines, engines or policies. What it must
-do, `tierd.testing.BackendSuite` checks on the real thing.
+A backend stores blocks by key and reads them into memory that the caller passes.
+It knows no leases, sessions, deadlines, engines or policies.
+`tierd.testing.BackendSuite` checks the contract on a real backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ assert _SEALED_BYTES + _SEAL_BYTES == HEADER_BYTES
 
 
 class Outcome(enum.Enum):
-    """How one block of a batch fared. Everything but HIT and STORED leaves nothing behind."""
+    """Result for one block of a batch. Outcomes except HIT and STORED leave no block behind."""
 
     HIT = "hit"
     """get_into: the slot holds the block, verified."""
@@ -53,7 +53,7 @@ class Outcome(enum.Enum):
 
 
 class BlockHeader(NamedTuple):
-    """What is stored beside each block, so that a mix-up fails on identity."""
+    """Identity and checksum, stored with each block so that a mix-up is detected."""
 
     key: BlockKey
     parent: bytes
@@ -62,9 +62,9 @@ class BlockHeader(NamedTuple):
 
 
 class GetRequest(NamedTuple):
-    """One block to bring: `view` is a whole slot, 4 KiB-aligned, of which `length` bytes count.
+    """One block to read into the first `length` bytes of `view`, a whole slot, 4 KiB-aligned.
 
-    The backend may write all of `view`; bytes past `length` mean nothing.
+    The backend may write all of `view`; bytes past `length` have no meaning.
     """
 
     block_hash: bytes
@@ -73,7 +73,7 @@ class GetRequest(NamedTuple):
 
 
 class PutRequest(NamedTuple):
-    """One block to keep: the first `length` bytes of `view`, a whole slot, 4 KiB-aligned."""
+    """One block to store: the first `length` bytes of `view`, a whole slot, 4 KiB-aligned."""
 
     block_hash: bytes
     parent: bytes
@@ -83,7 +83,7 @@ class PutRequest(NamedTuple):
 
 
 class GetResult(NamedTuple):
-    """Outcome of one GetRequest; `header` is set exactly on a HIT."""
+    """Outcome of one GetRequest; `header` is set if and only if the outcome is HIT."""
 
     outcome: Outcome
     header: BlockHeader | None = None
@@ -91,42 +91,42 @@ class GetResult(NamedTuple):
 
 @dataclass(slots=True)
 class BackendStats:
-    """What a tier holds now. Bytes are what the tier occupies, headers and padding included."""
+    """The current content of a tier. Bytes include headers and padding."""
 
     blocks: int = 0
     used_bytes: int = 0
     capacity_bytes: int = 0
     index_complete: bool = True
     trouble: str = ""
-    """Why blocks last had the outcome ERROR, in one line for operators; empty if none had it."""
+    """Why a block last had the outcome ERROR, one line for operators; empty if none had."""
 
 
 SCANNED_MAX = 1024
-"""Headers that one step of a scan gives at most: 110 KiB in a worker's frame."""
+"""Maximum headers in one step of a scan: 110 KiB in a worker's frame."""
 
 
 class Scanned(NamedTuple):
-    """One step of a scan: some headers, or none if it has only come on."""
+    """One step of a scan: some headers, or none if the step found no block."""
 
     headers: Sequence[BlockHeader] = ()
     unread: Sequence[str] = ()
-    """What could not be looked at, in words: blocks may lie there."""
+    """Descriptions of places that could not be read and may hold blocks."""
 
 
 EXAMPLES_MAX = 3
-"""Places that a report names of each kind of finding; the others are counted."""
+"""Places that a report names per kind of finding; further places are only counted."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What a check found of one kind: how often, how much of it was repaired, and where."""
+    """Findings of one kind of a check: how many, how many repaired, and example places."""
 
     count: int = 0
     repaired: int = 0
     examples: list[str] = field(default_factory=list)
 
     def add(self, place: str, *, repaired: bool) -> None:
-        """Take in one finding."""
+        """Count one finding."""
         self.count += 1
         self.repaired += repaired
         if len(self.examples) < EXAMPLES_MAX:
@@ -135,36 +135,36 @@ class Findings:
 
 @dataclass(slots=True)
 class CheckReport:
-    """What an offline check of a tier found. Foreign files are told of, and are no damage."""
+    """The result of an offline check of a tier. Foreign files are reported, but not as damage."""
 
     blocks: int = 0
-    """Sound blocks, which the tier will serve."""
+    """Undamaged blocks, which the tier will serve."""
     read_bytes: int = 0
     damage: dict[str, Findings] = field(default_factory=dict)
     foreign: Findings = field(default_factory=Findings)
 
     @property
     def found(self) -> int:
-        """Damage, repaired or not."""
+        """Number of damaged places, repaired or not."""
         return sum(each.count for each in self.damage.values())
 
     @property
     def left(self) -> int:
-        """Damage that is still there."""
+        """Number of damaged places that were not repaired."""
         return sum(each.count - each.repaired for each in self.damage.values())
 
 
 Tell = Callable[[int, int], None]
-"""Told now and then how many bytes have been looked at, of how many in all."""
+"""Progress callback: bytes checked so far, and bytes in total."""
 
 
 def checksum(payload: memoryview | bytes) -> bytes:
-    """xxh3-128 of a block's payload, big-endian, as stored."""
+    """Return the xxh3-128 of a block's payload, big-endian, as stored."""
     return xxhash.xxh3_128_digest(payload)
 
 
 def pack_header(header: BlockHeader) -> bytes:
-    """HEADER_BYTES for `header`: fields, then the xxh3-64 of those fields."""
+    """Return the HEADER_BYTES of a header: its fields, then the xxh3-64 of the fields."""
     assert len(header.key.namespace) == SCOPE_BYTES
     assert len(header.key.block_hash) == HASH_BYTES
     assert len(header.parent) == HASH_BYTES
@@ -183,7 +183,7 @@ def pack_header(header: BlockHeader) -> bytes:
 
 
 def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
-    """The header in the first HEADER_BYTES of `raw`, or None if it is not a sound one."""
+    """Return the header in the first HEADER_BYTES of `raw`, or None if it is not valid."""
     if len(raw) < HEADER_BYTES:
         return None
     sealed = bytes(raw[:_SEALED_BYTES])
@@ -198,7 +198,7 @@ def unpack_header(raw: bytes | memoryview) -> BlockHeader | None:
 def match_header(
     raw_header: bytes | memoryview, key: BlockKey, length: int, digest: bytes
 ) -> BlockHeader | None:
-    """The header if it belongs to `key` and to `length` bytes of checksum `digest`, else None."""
+    """Return the header if it has this key, length and checksum, else None."""
     header = unpack_header(raw_header)
     if header is None or header.key != key or header.length != length:
         return None
@@ -208,7 +208,7 @@ def match_header(
 def verify_block(
     raw_header: bytes | memoryview, key: BlockKey, payload: memoryview, length: int
 ) -> BlockHeader | None:
-    """The header if it belongs to `key` and `payload[:length]` has its checksum, else None."""
+    """Return the header if it has this key and length and the payload's checksum, else None."""
     return match_header(raw_header, key, length, checksum(payload[:length]))
 
 
@@ -237,18 +237,18 @@ class Backend(ABC):
     """
 
     Options: ClassVar[type[msgspec.Struct]]
-    """Keys of this backend's `[[storage]]` table, beside the common ones."""
+    """Keys of this backend's `[[storage]]` table, besides the common keys."""
 
     in_worker: ClassVar[bool] = False
-    """Whether the daemon runs it in a process of its own: for clients that burn Python's CPU,
-    whose threads would hold up the daemon's loop."""
+    """Whether the daemon runs the backend in a separate process: for backends that burn CPU in
+    Python, whose threads would delay the daemon's loop."""
 
     lets_go_s: ClassVar[float] = 1.0
-    """How long a cancelled call may take to let go of its views before that process is killed:
-    their slots are lost to the daemon meanwhile. More where starting again costs much."""
+    """Seconds that a cancelled call may take to release its views before that process is killed.
+    Until then the daemon cannot use their slots. Longer if a restart is expensive."""
 
     checks_offline: ClassVar[bool] = False
-    """Whether `check` looks at what lies on this machine's disks."""
+    """Whether `check` works, because the tier's data is on this machine's disks."""
 
     counters: dict[str, int]
     """What happened since the start, by name. Each name ends in `_total` and is there from the
@@ -257,78 +257,78 @@ class Backend(ABC):
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes have the same blocks in it, and lose what this one drops."""
+        """Whether other nodes share the tier's blocks, and lose blocks that this node drops."""
         return False
 
     @property
     def use_every_s(self) -> float:
-        """How often at most the daemon tells of the same use: what a `use_many` costs. Above a
-        minute, nothing is asked when blocks leave host memory or the daemon stops."""
+        """Minimum interval between reports of uses of the same blocks; longer if use_many is
+        expensive. Above a minute, use_many is not called when blocks leave host memory or the
+        daemon stops."""
         return 1.0
 
     @property
     def place(self) -> str:
-        """Which storage it is, so that another one is not taken for it; no secret is in it."""
+        """Identity of the storage, so that another storage is not taken for it; has no secret."""
         return ""
 
     @classmethod
     @abstractmethod
     def from_options(cls, options: msgspec.Struct) -> Backend:
-        """A backend for validated options; opens nothing yet. Raises ConfigError."""
+        """Return a backend for validated options; opens nothing yet. Raises ConfigError."""
 
     @classmethod
     def at(cls, path: str) -> msgspec.Struct | None:
-        """Options to check the tier that lies at `path`; None where tiers lie in no directory."""
+        """Return options to check the tier at `path`, or None if tiers have no directory."""
         return None
 
     @classmethod
     def check(
         cls, options: msgspec.Struct, *, repair: bool, quick: bool, tell: Tell
     ) -> CheckReport:
-        """Look at all that a tier holds while nobody has it open. Blocking, with threads.
+        """Check all blocks of a tier that no process has open. Blocking, with threads.
 
-        `quick` leaves payloads out, `repair` drops what is damaged. Raises ConfigError if the
-        tier cannot be checked: somebody has it open, or it is none.
+        `quick` skips payloads, `repair` drops damaged blocks. Raises ConfigError if the tier
+        cannot be checked: a process has it open, or there is no tier.
         """
         raise ConfigError(
-            "such a tier is checked by its server; `tierd scrub` reads all it has and verifies it"
+            "this type of tier has no offline check; `tierd scrub` reads and verifies all blocks"
         )
 
     def refusals(self, is_own: Callable[[int], bool]) -> Iterable[str]:
-        """What open() would raise ConfigError for here, found without opening or changing
-        anything. Blocking.
+        """Return the reasons for which open() would raise ConfigError; changes nothing. Blocking.
 
-        `is_own` says whether a process that has the tier open may be ignored.
+        `is_own(pid)` says whether a process that has the tier open may be ignored.
         """
         return ()
 
     @abstractmethod
     async def open(self) -> None:
-        """Make ready; long scans go on in the background.
+        """Make the tier ready; long scans continue in the background.
 
-        Raises ConfigError for what only a restart can mend (the daemon does not start), and
-        BackendError for all else: the daemon serves without the tier and opens it again later.
+        Raises ConfigError for errors that need a restart: the daemon does not start. Raises
+        BackendError for other errors: the daemon runs without the tier and opens it again later.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what is in flight and let go of everything; idempotent."""
+        """Finish calls in flight and release all resources; idempotent."""
 
     @abstractmethod
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """For each hash whether get_into would probably hit. Never touches the disk per hash.
+        """Return for each hash whether get_into would probably hit; no disk access per hash.
 
-        Hashes come in prefix order, parents first; a tier that pays for each question may
-        answer a long list by bisecting it. A server that does not answer is a BackendError,
-        never a False: that would be a fact about the block.
+        Hashes come in prefix order, parents first; a tier with expensive lookups may bisect a
+        long list. Raises BackendError if a server does not answer: False would state that the
+        tier lacks the block.
         """
 
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """Requests use these blocks, in host memory: keep them as if they had been read here.
+        """Count uses of blocks in host memory as if they had been read from the tier.
 
-        For each hash False only if the tier certainly lacks the block now, so that the daemon may
-        write it again. Hashes come in prefix order, parents first. Reads no block. This default
-        only asks, for a tier that orders nothing by use.
+        Returns False for a hash only if the tier certainly lacks the block now; the daemon may
+        then write it again. Hashes come in prefix order, parents first. Reads no block. This
+        default only looks the blocks up, for a tier that does not order blocks by use.
         """
         return await self.contains_many(namespace, hashes)
 
@@ -347,40 +347,41 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks, so that also a process that starts after a SIGKILL finds none; the count.
+        """Drop blocks and return how many; a process that starts after a SIGKILL finds none either.
 
-        A loss of power may bring them back, and so may what a scan says it could not look at.
-        Raises BackendError if some could not be dropped.
+        A power loss may bring blocks back, and so may places that a scan reports as unread.
+        Raises BackendError if some blocks could not be dropped.
         """
 
     @abstractmethod
     def scan(self) -> AsyncIterator[Scanned]:
-        """Headers of all blocks held, in no order; blocks stored or dropped meanwhile may show.
+        """Yield the headers of all blocks, in any order; blocks stored or dropped meanwhile may
+        appear.
 
-        Each step is little work, well within a call's deadline, whatever lies beside the blocks.
-        What cannot be looked at is told in `unread`, and the scan goes on; a scan that ends
-        without it, and without a BackendError, has seen everything.
+        Each step takes far less time than a call's deadline, whatever other data the storage
+        has. Places that cannot be read are reported in `unread`, and the scan continues. A scan
+        that ends without `unread` and without BackendError has seen all blocks.
         """
 
     @abstractmethod
     async def marks(self) -> list[str]:
-        """All marks there are now. Raises BackendError unless it is certain that there are no
-        others: marks that are taken for absent bring flushed blocks back."""
+        """Return all marks. Raises BackendError if the list may be incomplete: a missing mark
+        would bring flushed blocks back."""
 
     @abstractmethod
     async def add_mark(self, mark: str) -> None:
-        """Keep a mark. When this returns, it outlasts a loss of power as well as anything in the
-        tier does. One that is there already is no error. After a BackendError it may be kept."""
+        """Add a mark. When this returns, the mark survives a power loss as well as anything in the
+        tier does. A mark that already exists is no error. After a BackendError it may exist."""
 
     @abstractmethod
     async def drop_marks(self, marks: Sequence[str]) -> None:
-        """Forget marks; some may be gone already."""
+        """Remove marks; missing marks are no error."""
 
     async def reload(self) -> None:
-        """Read anew what lies outside of the configuration, such as keys that were rotated: calls
-        that begin from now on go by it. Raises BackendError; then all stays as it was."""
+        """Read data outside of the configuration again, such as rotated keys. It applies to calls
+        that begin from now on. Raises BackendError; then nothing has changed."""
         return
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """What the tier holds now; cheap."""
+        """Return the current content of the tier; cheap."""

@@ -1,11 +1,10 @@
-"""An index of chained blocks, of which only leaves may be evicted.
+"""An index of chained blocks that evicts only leaves.
 
-Blocks form a forest: each names its parent's hash. Only a block without resident
-children may go, so that what stays of a prefix never has a hole; which leaf goes first
-is a policy's to say (`tierd.eviction`), except for blocks that somebody wants kept, or gone
-(`tierd.core.hints`). Items are small dense integers (slot numbers):
-what is known of an item lies in lists indexed by it, here, in the policy and at the
-owner, which halves memory and the cost of a touch against dicts.
+Blocks form a forest: each names its parent's hash. Only a block without resident children
+may be evicted, so a resident prefix never has a hole. A policy (`tierd.eviction`) orders the
+leaves, except for blocks that hints keep or evict first (`tierd.core.hints`). Items are small
+dense integers (slot numbers). This index, the policy and the owner keep their data about items
+in lists indexed by item: half the memory and half the cost of a touch compared with dicts.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from tierd.eviction.policy import ABSENT, ITEM_MASK, Policy, PrefixRequest
 
 _ABSENT = b""
 _NO_PARENT = b"\xff" * 32
-"""Stands for the parent of a block that would close a ring; no hash in earnest is this."""
+"""Parent recorded for a block that would close a ring; no real hash has this value."""
 
 DEMOTED_MAX: Final = 1 << 18
-"""Blocks that are to go first; beyond it those that have been so for longest are as any other."""
+"""Maximum number of demoted blocks; beyond it the oldest demotions are forgotten."""
 
 
 class ChainIndex:
-    """Hash to item, the forest of resident blocks, and eviction of its leaves by a policy."""
+    """Maps hashes to items, holds the forest of resident blocks and evicts its leaves."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.items: dict[bytes, int] = {}
         self.policy = policy or Lru()
         self.kept: Container[bytes] = ()
-        """Hashes that stay while the blocks that they hang on are kept as well; the owner's."""
+        """Hashes not to evict while all their resident ancestors are kept too; set by the owner."""
         self._hash: list[bytes] = []
         self._parent: list[bytes] = []
         self._children: list[int] = []
         # Resident children by parent hash, for parents that are not resident.
         self._orphans: dict[bytes, int] = {}
-        # Blocks that go before all others, resident or still to come, and which may be leaves.
+        # Hashes to evict before all others, resident or not, and the items that may be leaves.
         self._demoted: dict[bytes, None] = {}
         self._demoted_leaves: dict[int, None] = {}
         self.policy.attach(self._children, self._hash)
@@ -61,7 +60,7 @@ class ChainIndex:
         return self._parent[item]
 
     def part(self, start: int, count: int) -> tuple[list[bytes], list[bytes]] | None:
-        """Hashes and parents of the resident ones among `count` items; None past the last one."""
+        """Return hashes and parents of the resident items among `count`; None past the last."""
         if start >= len(self._hash):
             return None
         hashes = self._hash[start : start + count]
@@ -82,7 +81,7 @@ class ChainIndex:
         if parent == block_hash or (
             block_hash in self._orphans and self._is_below(parent, block_hash)
         ):
-            # No honest chain has a ring; the blocks of one could never be evicted.
+            # No valid chain has a ring, and blocks in a ring could never be evicted.
             parent = _NO_PARENT
         above = self.items.get(parent)
         if above is not None:
@@ -98,7 +97,7 @@ class ChainIndex:
             self._demoted_leaves[item] = None
 
     def _is_below(self, block_hash: bytes, ancestor: bytes) -> bool:
-        """Whether `ancestor` is among the resident ancestors of `block_hash`, or above the last."""
+        """Whether `ancestor` is a resident ancestor of `block_hash`, or the last one's parent."""
         item = self.items.get(block_hash)
         while item is not None:
             if self._parent[item] == ancestor:
@@ -107,7 +106,7 @@ class ChainIndex:
         return False
 
     def remove(self, item: int) -> None:
-        """Take an item out, whatever its place; its parent may become a leaf.
+        """Remove an item, leaf or not; its parent may become a leaf.
 
         KeyError if the item is not in the index.
         """
@@ -115,7 +114,7 @@ class ChainIndex:
         self._drop(item, evicted=False)
 
     def move(self, item: int, target: int) -> None:
-        """Give a resident item another, free number; it keeps its place and its worth.
+        """Give a resident item another, free number; it keeps its rank in the policy.
 
         KeyError if the item is not in the index.
         """
@@ -133,7 +132,7 @@ class ChainIndex:
             self._demoted_leaves[target] = None
 
     def use(self, request: PrefixRequest) -> int:
-        """Count one request's use of its blocks; how many of them, from the first on, are here."""
+        """Count one request's use of its blocks; return how many leading blocks are resident."""
         found = list(map(self.items.get, request.hashes))
         self.policy.use(request, found)
         if self._demoted:
@@ -142,14 +141,14 @@ class ChainIndex:
         return found.index(None) if None in found else len(found)
 
     def touch(self, items: Iterable[int]) -> None:
-        """Make resident items recent, without a use."""
+        """Make resident items recent without counting a use."""
         self.policy.touch(items)
 
     def demote(self, hashes: Sequence[bytes]) -> int:
-        """Have a prefix go before all other blocks; how many of its blocks, from the last up.
+        """Evict a prefix before all other blocks; return how many of its last blocks that covers.
 
-        It ends where the prefix is another chain's as well, and for each block when it is used.
-        Blocks that are not here count too: they may be on their way.
+        The demotion stops at the first block, from the end, that another chain shares. A use
+        ends the demotion of a block. Blocks that are not resident count: they may be arriving.
         """
         items, children, demoted = self.items, self._children, self._demoted
         below = count = 0
@@ -169,7 +168,7 @@ class ChainIndex:
         return count
 
     def unkeep(self, hashes: Iterable[bytes]) -> None:
-        """These are no longer in `kept`, and may go again."""
+        """Make hashes that have left `kept` evictable again."""
         for block_hash in hashes:
             item = self.items.get(block_hash)
             if item is not None:
@@ -190,9 +189,9 @@ class ChainIndex:
     ) -> list[int]:
         """Remove up to `count` leaves that are not busy, the least valuable first, and return them.
 
-        `busy` is asked of an item just before it would leave, while it is still in the index.
-        A parent that becomes a leaf meanwhile takes its turn in the same call. `spare` is asked
-        of a hash before that, and ends it all where it says so: what comes later is worth no less.
+        `busy(item)` is called just before the item would be evicted, while it is still indexed.
+        A parent that becomes a leaf can be evicted in the same call. `spare(hash)` is called
+        before `busy`; if it returns true, eviction stops, because later leaves are worth no less.
         """
         taken: list[int] = []
         policy, kept, hashes = self.policy, self.kept, self._hash
@@ -219,12 +218,12 @@ class ChainIndex:
         return taken
 
     def _demoted_victim(self, busy: Callable[[int], bool], passed: list[int]) -> int | None:
-        """The next of the blocks that go first; those that are busy are added to `passed`."""
+        """Return the next demoted leaf, or None; busy leaves are added to `passed`."""
         leaves = self._demoted_leaves
         while leaves:
             item, _ = leaves.popitem()
             if self._hash[item] not in self._demoted or self._children[item]:
-                continue  # Used, gone, or with a child: with the last one it comes up again.
+                continue  # Used, gone, or a parent: it is listed again when its last child goes.
             if self._stays(item):
                 continue
             if not busy(item):
@@ -233,7 +232,10 @@ class ChainIndex:
         return None
 
     def _stays(self, item: int) -> bool:
-        """Whether a leaf is kept: were a block that it hangs on not, that one could not go."""
+        """Whether a leaf and all its resident ancestors are kept.
+
+        A kept leaf below a block that is not kept would stop the eviction of that block.
+        """
         kept, items = self.kept, self.items
         above: int | None = item
         while above is not None and self._hash[above] in kept:
@@ -283,7 +285,7 @@ class ChainIndex:
             del self._orphans[parent]
 
     def _grow(self, size: int) -> None:
-        # An eighth more than asked: one item at a time costs twice an insert.
+        # An eighth more than needed: growing by one item at a time costs twice an insert.
         more = size + size // 8 - len(self._hash)
         self._hash.extend([_ABSENT] * more)
         self._parent.extend([_ABSENT] * more)

@@ -1,8 +1,9 @@
-"""A process of the daemon's own: how it is started, and the socket between the two.
+"""Child processes of the daemon: how they start, and the socket between daemon and child.
 
-The socket carries frames and descriptors, on a loop at either end. Sending never blocks: what
-it does not take waits here, and senders of large frames wait for `ready` first. What is sent to
-a peer that has gone is thrown away: reading finds out, after all that the peer had sent.
+The socket carries frames and descriptors, with an event loop at each end. Sending never blocks:
+`Stream` queues bytes that the socket does not take, and senders of large frames wait for `ready`
+first. Bytes sent to a peer that has gone are dropped. The reader notices the end of the peer
+after it has read everything that the peer had sent.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from tierd.wire.frames import (
 )
 
 RECEIVE_BYTES: Final = 256 << 10
-"""Bytes taken by one read; a larger frame takes several turns of the loop."""
+"""Maximum bytes of one read; a larger frame takes several loop iterations."""
 
 OUTBOUND_BYTES_MAX: Final = FRAME_BYTES_MAX
-"""Bytes that may wait before senders have to: a peer that does not read holds up calls, and
-costs the memory of two frames."""
+"""Queued bytes above which senders wait: a peer that does not read delays calls, and costs at
+most the memory of two frames."""
 
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(array.array("i").itemsize * FDS_PER_FRAME_MAX)
 
@@ -47,25 +48,26 @@ _kept_open: list[int] = []
 
 
 def keep_open(fd: int) -> None:
-    """Have every child that is started from now on have this descriptor until it ends."""
+    """Pass this descriptor to every child started from now on; the child keeps it until it ends."""
     _kept_open.append(fd)
 
 
 def keep_no_longer(fd: int) -> None:
-    """Undo `keep_open` for children that are yet to be started."""
+    """Undo `keep_open` for children started from now on."""
     _kept_open.remove(fd)
 
 
 def start_child(
     module: str, *arguments: str, keep: Sequence[int] = ()
 ) -> tuple[socket.socket, subprocess.Popen[bytes], int]:
-    """This end of its socket, a process, and a descriptor that is readable when it ends.
+    """Start a child; return our end of its socket, the process and its pidfd.
 
-    Runs `python -m MODULE DESCRIPTOR ARGUMENTS`, which is to call `be_child`, and has copies of
-    the descriptors in `keep` until it ends. Called on the loop's own thread: the process asks to
-    die with the thread that started it. Raises OSError if the system has no room for it.
+    The pidfd becomes readable when the process ends. The child runs `python -m MODULE DESCRIPTOR
+    ARGUMENTS`, must call `be_child`, and holds copies of the descriptors in `keep` until it ends.
+    Call it on the loop's thread: the child dies with the thread that started it. Raises OSError
+    if the system lacks resources.
     """
-    # It finds every module that this process finds, wherever it was started.
+    # The child must find every module that this process finds, whatever its working directory.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     near, far = socket.socketpair()
     try:
@@ -89,10 +91,10 @@ def start_child(
 
 
 def be_child(name: str) -> socket.socket:
-    """Set this process up as `start_child` means it; its end of the socket.
+    """Set up this process as a child of `start_child`; return the child's end of the socket.
 
-    It dies with the daemon, even if its own loop hangs, which would not see the end of the
-    socket. Signals that end a service are the daemon's to act on.
+    The child dies with the daemon even if its loop hangs and does not see the end of the socket.
+    It ignores the signals that end a service: the daemon acts on them.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -105,22 +107,22 @@ def be_child(name: str) -> socket.socket:
 
 
 def leave_at_once(why: str) -> None:
-    """For `on_end`: the daemon has gone, or cannot be understood, whatever threads still do."""
+    """End this process without waiting for its threads; `on_end` of a child's stream calls it."""
     log.warning("ending: the daemon %s", why)
     logging.shutdown()
     os._exit(1)
 
 
 class Stream:
-    """A connected unix stream socket, which it owns, on the running loop."""
+    """A connected unix stream socket on the running loop; the stream owns the socket."""
 
-    # One buffer serves all: a read is consumed before the next one starts.
+    # All streams share one buffer: a read is consumed before the next one starts.
     _buffer = memoryview(bytearray(RECEIVE_BYTES))
 
     def __init__(
         self, sock: socket.socket, on_frame: FrameHandler, on_end: Callable[[str], None]
     ) -> None:
-        """`on_end` hears why nothing more will come; the stream is closed then."""
+        """`on_end` is called once with the reason, after the peer or an error closed the stream."""
         self._sock = sock
         self._on_frame = on_frame
         self._on_end = on_end
@@ -135,14 +137,14 @@ class Stream:
         self._loop.add_reader(sock.fileno(), self.read)
 
     async def ready(self) -> None:
-        """Wait until no more than OUTBOUND_BYTES_MAX are queued, or the stream is closed."""
+        """Wait until at most OUTBOUND_BYTES_MAX are queued, or the stream is closed."""
         while not self._ready.is_set():
             await self._ready.wait()
 
     def send(self, payload: bytes, fd: int | None = None) -> None:
-        """Send a frame, or queue it. `fd` stays the caller's, who may close it.
+        """Send a frame, or queue it. The caller still owns `fd` and may close it.
 
-        Raises OSError, and sends nothing, if there is no room for another descriptor.
+        Raises OSError, and sends nothing, if the process has no descriptor left.
         """
         if self._closed:
             return
@@ -150,7 +152,7 @@ class Stream:
         if fd is not None:
             fd = os.dup(fd)
         elif not self._queue:
-            # Nearly always: it goes out whole, at once.
+            # The common case: the socket takes the whole frame at once.
             sent = self._try(data, None)
             if sent == len(data):
                 return
@@ -169,7 +171,7 @@ class Stream:
             await asyncio.sleep(0.001)
 
     def read(self) -> bool:
-        """Handle what has come; False if there was nothing, or it was the end."""
+        """Handle received bytes; return False if there were none, or the stream ended."""
         if self._closed:
             return False
         try:
@@ -188,14 +190,14 @@ class Stream:
             fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
         try:
             self._decoder.feed(self._buffer[:count], fds, self._on_frame)
-        except Exception as error:  # of either side's code: they do not understand each other
+        except Exception as error:  # a bug on either side: the frame cannot be interpreted
             log.exception("cannot take a frame")
             self._end(f"sent a frame that cannot be taken: {error}")
             return False
         return True
 
     def close(self) -> None:
-        """Close the socket and forget what is queued; idempotent."""
+        """Close the socket and drop the queued frames; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -214,7 +216,7 @@ class Stream:
             self._on_end(why)
 
     def _try(self, data: memoryview, fd: int | None) -> int:
-        """Bytes that the socket has taken."""
+        """Return how many bytes the socket took; a socket that failed takes them all."""
         try:
             if fd is None:
                 return self._sock.send(data)
@@ -236,7 +238,7 @@ class Stream:
                 return
             self._queued_bytes -= sent
             if fd is not None:
-                # It went with the first byte.
+                # The descriptor went with the first byte.
                 os.close(fd)
             if sent < len(data):
                 self._queue[0] = (data[sent:], None)

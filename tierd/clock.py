@@ -1,7 +1,7 @@
-"""Where the time comes from: injected, so that a simulation can own it.
+"""The clock, injected so that a simulation can replace it.
 
-Nanoseconds on the scale of CLOCK_MONOTONIC: an arbitrary epoch, shared by all
-processes of a node, which is why a lease's expiry may be sent to a client.
+Times are nanoseconds on the scale of CLOCK_MONOTONIC: an arbitrary epoch that all processes
+of a node share, so the expiry of a lease can be sent to a client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Never goes back; two readings may be equal."""
+    """A clock that never goes back; two readings may be equal."""
 
     def monotonic_ns(self) -> int:
         """Nanoseconds since the clock's epoch."""

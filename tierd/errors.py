@@ -1,7 +1,7 @@
-"""Whose fault it is: the first question about any failure.
+"""Exceptions, one class for each party at fault.
 
-Ours is an assert, the peer's a `RemoteProtocolError`, the world's a
-`BackendError`, the operator's a `ConfigError`. A miss is a value, never an
+A bug in tierd is a failed assert, a peer's fault a `RemoteProtocolError`, a fault of the outside
+world a `BackendError`, the operator's fault a `ConfigError`. A miss is a value, never an
 exception.
 """
 
@@ -14,17 +14,17 @@ class ConfigError(TierdError):
     """The operator's input is wrong; each message names the key and the remedy."""
 
     def __init__(self, *problems: str) -> None:
-        """Every problem that was found; with several, the text has them one after another."""
+        """`problems` are all problems found; the error's text joins them with semicolons."""
         super().__init__("; ".join(problems))
         self.problems = problems
 
 
 class NamespaceError(ConfigError):
-    """A namespace lacks a field, has an unknown one, or one of a wrong type."""
+    """A namespace lacks a field, has an unknown field, or a field of a wrong type."""
 
 
 class RemoteProtocolError(TierdError):
-    """The peer broke the protocol; its session ends, nothing else is touched."""
+    """The peer broke the protocol; only its session ends."""
 
 
 class RefusedError(TierdError):
@@ -36,7 +36,7 @@ class DisconnectedError(TierdError):
 
 
 class BackendError(TierdError):
-    """A storage tier as a whole could not do what it was asked."""
+    """A call failed for the whole storage tier, not for single blocks."""
 
 
 class HashInputError(TierdError, TypeError):

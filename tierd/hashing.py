@@ -2,12 +2,12 @@
 
 A block's hash is the sha256 of canonical CBOR `[parent, [tokens], extra keys | null]`;
 the parent of a sequence's first block is the root, the sha256 of the CBOR of a seed
-text. This module decides which bytes are hashed, and refuses everything that CBOR
-would encode as something else than the engine does. It does not know what a block
+text. This module decides which bytes are hashed, and refuses every value that CBOR
+would encode differently from the engine. It does not know what a block
 holds: model, dtype and layout are in the namespace, not in the hash.
 
-vLLM's default algorithm, `sha256`, hashes a pickle. It is Python's own and not
-reproduced here.
+vLLM's default algorithm, `sha256`, hashes a pickle, a format specific to Python. This module
+does not reproduce it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tierd.errors import HashInputError
 from tierd.types import HASH_BYTES
 
 DEFAULT_SEED = "vllm-none-hash"
-"""Seed of vLLM >= 0.29 whose PYTHONHASHSEED is unset. Older ones then draw a random root."""
+"""Seed of vLLM >= 0.29 if PYTHONHASHSEED is unset. Older versions draw a random root instead."""
 
 TOKEN_MAX = (1 << 32) - 1
-"""Largest token id: no vocabulary comes near, and the encoder below has 5 bytes a token."""
+"""Largest token id, far above any vocabulary: the encoder below has 5 bytes per token."""
 
 ExtraKey = str | bytes | tuple[str | bytes | int, ...]
-"""One reason, besides its tokens and its parent, why a block is not another."""
+"""One value, besides tokens and parent, that distinguishes a block from others."""
 
 ExtraKeys = tuple[ExtraKey, ...]
-"""All of a block's extra keys, in the engine's order. Never empty: a block without is None."""
+"""All extra keys of a block in the engine's order. Never empty: None stands for no keys."""
 
 Tokens = list[int] | tuple[int, ...] | npt.NDArray[np.integer]
 """Token ids: a list or tuple of `int`, or a one-dimensional numpy array of any integer type."""
@@ -47,17 +47,17 @@ _TOKENS_AT_ONCE = 8192
 """Tokens encoded together: their scratch (0.4 MB) stays in the cache; 4 times more costs 10 %."""
 
 _PARENT_HEAD = b"\x83\x58" + bytes([HASH_BYTES])
-"""CBOR: an array of three, whose first item is a byte string of HASH_BYTES."""
+"""CBOR of an array of three items, up to the head of the first, a byte string of HASH_BYTES."""
 
 _NULL = b"\xf6"
-"""CBOR of a block's extra keys if it has none."""
+"""CBOR of the extra keys of a block that has none."""
 
 
 class KeyStyle(enum.Enum):
     """How extra keys are written; the value is the namespace's `hash_scheme`."""
 
     TAGGED = "vllm-sha256-cbor-tagged"
-    """vLLM >= 0.31: every key is a tuple that starts with its kind."""
+    """vLLM >= 0.31: each key is a tuple that starts with the kind of the key."""
 
     UNTAGGED = "vllm-sha256-cbor-untagged"
     """vLLM <= 0.30: bare values, and a LoRA adapter's path does not count."""
@@ -71,7 +71,7 @@ class Lora(NamedTuple):
 
 
 class MultimodalItem(NamedTuple):
-    """An image, audio or video item: the engine's identifier and the tokens that it takes."""
+    """An image, audio or video item: the engine's identifier and its range of tokens."""
 
     identifier: str
     offset: int
@@ -79,10 +79,10 @@ class MultimodalItem(NamedTuple):
 
 
 class PromptEmbeds(NamedTuple):
-    """Embeddings given instead of tokens, `token_bytes` a token.
+    """Embeddings given instead of tokens, `token_bytes` per token.
 
-    The tokens hashed with them are the ones that the engine lists for such a prompt:
-    0 wherever an embedding stands.
+    The engine lists token 0 for each position that has an embedding; these zeros are hashed
+    as the prompt's tokens.
     """
 
     data: bytes | memoryview
@@ -91,12 +91,12 @@ class PromptEmbeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExtras:
-    """What a request says, besides its tokens, that its KV depends on."""
+    """Fields of a request, besides its tokens, that its KV depends on."""
 
     salt: str | None = None
     lora: Lora | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
-    """Sorted by offset. Where items overlap, a block counts those that vLLM's one pass meets."""
+    """Sorted by offset. If items overlap, a block has only the items that vLLM's pass finds."""
     prompt_embeds: PromptEmbeds | None = None
 
     def block_keys(
@@ -129,7 +129,7 @@ class RequestExtras:
         if self.salt is not None:
             _check_text("salt", self.salt)
             if not self.salt:
-                raise HashInputError("salt is empty; an engine takes that for no salt, so use None")
+                raise HashInputError("salt is empty, which engines take for no salt; pass None")
         if self.lora is not None:
             _check_type("lora", self.lora, Lora)
             _check_text("lora name", self.lora.name)
@@ -152,10 +152,10 @@ class RequestExtras:
 
 
 def root_hash(seed: str | None = None) -> bytes:
-    """The parent of a sequence's first block.
+    """Return the parent hash of a sequence's first block.
 
-    `seed` is the engine's PYTHONHASHSEED as it stands in its environment, None if it is
-    unset there. Raises HashInputError for anything but text: 0 and "0" differ.
+    `seed` is the text of PYTHONHASHSEED in the engine's environment, or None if it is
+    unset. Raises HashInputError for any other type: 0 and "0" give different hashes.
     """
     if seed is None:
         seed = DEFAULT_SEED
@@ -170,12 +170,12 @@ def hash_blocks(
     parent: bytes,
     extra: Sequence[ExtraKeys | None] | None = None,
 ) -> list[bytes]:
-    """Hashes of all full blocks of `tokens`, chained to `parent`; the rest is not hashed.
+    """Return the hashes of all full blocks of `tokens`, chained to `parent`.
 
     `parent` is `root_hash()` for a prompt, or the hash of the block before `tokens`.
-    `extra` holds one entry a full block, None meaning no block has any. Fewer tokens
-    than a block give no hashes. Raises HashInputError, which names the value and its
-    type, for what CBOR would encode differently from the engine.
+    `extra` has one entry per full block; None means that no block has extra keys. The tokens
+    after the last full block are ignored. Raises HashInputError, which names the value and its
+    type, for a value that CBOR would encode differently from the engine.
     """
     _check_count("block_tokens", block_tokens)
     _check_type("parent", parent, bytes)
@@ -201,11 +201,11 @@ def hash_blocks(
 
 
 def _encode_tails(ids: npt.NDArray[np.uint32]) -> Iterator[list[bytes]]:
-    """Canonical CBOR of what follows the parent in each row's block, without extra keys.
+    """Yield the canonical CBOR that follows the parent in each row's block, without extra keys.
 
-    Everything is written right-aligned into words of eight bytes, one for the array's
-    head, one a token and one for the null; a mask then drops the bytes to the left.
-    Twice as fast as one cbor2 call a block (bench/hashing.py).
+    The array's head, each token and the null are written right-aligned into words of eight
+    bytes; a mask then drops the unused bytes on the left of each word.
+    Twice as fast as one cbor2 call per block (bench/hashing.py).
     """
     block_tokens = ids.shape[1]
     head = _array_head(block_tokens)
@@ -224,7 +224,7 @@ def _encode_tails(ids: npt.NDArray[np.uint32]) -> Iterator[list[bytes]]:
         masks[:, -1] = _mask(len(_NULL))
         kept = np.flatnonzero(masks.view(np.bool_))
         data = words.view(np.uint8).reshape(-1).take(kept).tobytes()
-        # The last byte of every row is kept; where it went is where the block ends.
+        # The last byte of each row is always kept; its position in `data` is the block's end.
         row_ends = np.arange(1, len(chunk) + 1) * masks.strides[0]
         ends = np.searchsorted(kept, row_ends).tolist()
         assert ends[-1] == len(data)
@@ -232,22 +232,26 @@ def _encode_tails(ids: npt.NDArray[np.uint32]) -> Iterator[list[bytes]]:
 
 
 def _mask(count: int) -> int:
-    """A big-endian word that has 01 in its last `count` bytes."""
+    """Return a big-endian word with 01 in its last `count` bytes."""
     return int.from_bytes(b"\x01" * count, "big")
 
 
-# By how many of 24, 2^8 and 2^16 a token reaches: `b0`, `18 b0`, `19 b1 b0`, `1a b3 b2 b1 b0`.
+# Indexed by how many of the limits 24, 2^8 and 2^16 the token is not below. The encodings are
+# `b0`, `18 b0`, `19 b1 b0` and `1a b3 b2 b1 b0`.
 _TOKEN_HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0x1A << 32], np.uint64)
 _TOKEN_MASKS = np.array([_mask(1), _mask(2), _mask(3), _mask(5)], ">u8")
 
 
 def _array_head(length: int) -> bytes:
-    """CBOR of the start of an array of `length` items: small ones encode as one byte each."""
+    """Return the CBOR head of an array of `length` items.
+
+    It encodes an array of zeros, which take one byte each, and cuts the zeros off.
+    """
     return cbor2.dumps([0] * length)[:-length]
 
 
 def _token_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
-    """`tokens` as numbers of 32 bits, every one checked; raises HashInputError."""
+    """Return `tokens` as 32-bit integers; raises HashInputError for an invalid token."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise HashInputError(
@@ -259,12 +263,12 @@ def _token_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
         return tokens.astype(np.uint32)
     if type(tokens) is not list and type(tokens) is not tuple:
         raise _wrong_type("tokens", tokens, "a list, a tuple or a numpy array")
-    # By type, since bool, numpy scalars and enums pass for integers everywhere else:
-    # cbor2 writes True as f5, not as 01, and knows no numpy.
+    # Compare exact types: bool, numpy scalars and enums pass isinstance checks for int, but
+    # cbor2 writes True as f5, not as 01, and cannot encode numpy scalars.
     if countOf(map(type, tokens), int) != len(tokens):
         raise _token_error(tokens)
     try:
-        # The array checks the range by itself and is the fastest way from a list to numpy.
+        # array() checks the range and is the fastest way from a list to numpy.
         return np.asarray(array("I", tokens)).astype(np.uint32, copy=False)
     except OverflowError:
         raise _token_error(tokens) from None
@@ -280,7 +284,7 @@ def _token_error(tokens: Sequence[object]) -> HashInputError:
 
 
 def _encode_keys(keys: ExtraKeys) -> bytes:
-    """Canonical CBOR of one block's extra keys; raises HashInputError."""
+    """Return the canonical CBOR of one block's extra keys; raises HashInputError."""
     if type(keys) is not tuple:
         raise _wrong_type("extra keys", keys, "tuple or None")
     if not keys:
@@ -302,11 +306,11 @@ def _encode_keys(keys: ExtraKeys) -> bytes:
 def _multimodal_keys(
     items: Sequence[MultimodalItem], blocks: int, block_tokens: int, tagged: bool
 ) -> Iterator[ExtraKeys]:
-    """For each block the items that reach into it, by offset from the block's start.
+    """Yield for each block the items that overlap it, by offset from the block's start.
 
-    One pass, as in vLLM: an item that goes on past a block ends that block's search, so
-    that an item which lies within a longer one is met only after the longer one ends;
-    and after the end of the last item nothing is searched any more.
+    One pass, as in vLLM: an item that continues past a block ends the search for that block.
+    So an item inside a longer item is found only after the longer item ends. After the end of
+    the last item no block is searched.
     """
     end = items[-1].offset + items[-1].length if items else 0
     current = 0
@@ -327,7 +331,10 @@ def _multimodal_keys(
 def _embeds_digests(
     embeds: PromptEmbeds | None, blocks: int, block_tokens: int
 ) -> Iterator[bytes | None]:
-    """For each block the sha256 of its embeddings (of nothing past their end), else None."""
+    """Yield the sha256 of each block's embeddings, or None for each block if there are none.
+
+    A block past the end of the embeddings gets the sha256 of no bytes.
+    """
     if embeds is None:
         yield from [None] * blocks
         return

@@ -1,11 +1,11 @@
-"""Hot sets: the prefixes that are worth having, most worth first, and the file that holds them.
+"""Hot sets: the most valuable prefixes in order of value, and the file that holds them.
 
-A block is worth what its uses and their recency promise, times its bytes. `Forest` orders blocks
-by that as runs: pieces of a chain that were used alike, of which a parent's comes before those of
-its children, and is worth at least as much. So however early a hot set is cut, no parent is
-missing. It refuses to know where blocks lie, and what time it is.
+A block's value is its uses weighted by recency, times its bytes. `Forest` orders blocks as runs:
+pieces of a chain whose blocks were used alike. A parent's run comes before its children's runs
+and is worth at least as much, so a hot set that is cut anywhere has the parents of all its
+blocks. This module knows neither where blocks are stored nor the time.
 
-The file is JSON, a line an object that ends with its CRC-32 (`tierd.lines`), in this order:
+The file is JSON lines in this order; each object ends with its CRC-32 (`tierd.lines`):
 
     {"tierd_hotset": 2, "written": SECONDS, "version": "tierd's"}       written: Unix time
     {"namespace": "DIGEST", "fields": {...}}                           before its first run
@@ -13,11 +13,11 @@ The file is JSON, a line an object that ends with its CRC-32 (`tierd.lines`), in
      "bytes": N, "hashes": ["HASH", ...]}
     {"end": {"runs": N, "blocks": N, "bytes": N}}                      a file without it was cut
 
-All digests and hashes are in hex. A namespace's fields are those of `tierd.types.Namespace`. A
-run names the namespaces of an engine's ranks, whose blocks have the same hashes; `parent` is what
-its first block hangs on, `tokens` the length of the prefix that ends with it, `bytes` what its
-blocks take in all ranks. Each of its blocks was used by at least `uses` requests, the last one
-at most `age_s` seconds before `written` (null: no use is known).
+All digests and hashes are in hex. `fields` are the fields of `tierd.types.Namespace`. `run` lists
+the namespaces of an engine's ranks, whose blocks have the same hashes. `parent` is the parent of
+the run's first block, `tokens` the length of the prefix that ends with the run's last block,
+`bytes` the size of the run's blocks in all ranks. At least `uses` requests used each block of the
+run, the last one at most `age_s` seconds before `written` (null: no use is known).
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ FORMAT: Final = 2
 """Version of the file's format."""
 
 RUN_BLOCKS_MAX: Final = 512
-"""Blocks of a run: a line of 34 KiB."""
+"""Maximum blocks of a run; its line then has 34 KiB."""
 
 LINE_BYTES_MAX: Final = 16 << 20
-"""The longest namespace takes 13 MiB: 64 groups of 16,384 characters that JSON escapes."""
+"""Maximum bytes of a line. The longest namespace takes 13 MiB: 64 groups of 16,384 characters
+that JSON escapes."""
 
 RANKS_MAX: Final = 64
-"""Namespaces of a run, as in a call of the daemon's."""
+"""Maximum namespaces of a run, as in a call to the daemon."""
 
 HALF_LIFE_S: Final = 3600
-"""A use counts half as much after this time, a third after twice of it. What has not been asked
-for comes back the less the longer that is ago, but not exponentially less: in traces the chance
-falls as one over the age. An hour, since a hot set is for the time after the next restart."""
+"""A use counts half after this time and a third after twice this time. The decay is hyperbolic,
+not exponential, because in traces the chance of reuse falls as one over the age. One hour,
+because a hot set serves the time after the next restart."""
 
 STEP: Final = 256
-"""Blocks between two chances to do something else: 0.2 ms."""
+"""Blocks processed between two yields to the caller, about 0.2 ms of work."""
 
 SHARDS: Final = 64
-"""Parts of the index of hashes: a dict of a million doubles its size in 50 ms."""
+"""Parts of the hash index: a single dict of a million entries takes 50 ms to double its size."""
 
 _NONE: Final = -1
 
 
 class Blocks(NamedTuple):
-    """What is known of some blocks, a column each. An age is NEVER if no use is known, and no
-    number of uses or seconds exceeds NEVER."""
+    """Blocks in columns: hashes, parents, uses and ages of the last use.
+
+    An age is NEVER if no use is known. Uses and ages are at most NEVER.
+    """
 
     hashes: list[bytes]
     parents: list[bytes]
@@ -86,8 +89,11 @@ class Blocks(NamedTuple):
 
 
 class HotRun(NamedTuple):
-    """Blocks that hang on each other and were used alike: by so many requests at least, the last
-    one so long ago at most. `depth` is the number of blocks from the root to its last one."""
+    """A piece of a chain whose blocks were used alike.
+
+    At least `uses` requests used each block, the last one at most `age_s` seconds ago. `depth`
+    is the number of blocks from the root to the run's last block.
+    """
 
     parent: bytes
     hashes: list[bytes]
@@ -97,21 +103,21 @@ class HotRun(NamedTuple):
 
 
 def worth(uses: int, age_s: int) -> float:
-    """What a byte of a block is worth against others: uses times recency."""
+    """Return the relative value of a byte of a block: uses times recency."""
     return uses / (1 + age_s / HALF_LIFE_S)
 
 
 class Forest:
-    """Blocks of one family of namespaces, and their order by worth.
+    """Blocks of one family of namespaces, ordered by value.
 
-    Whatever is added: a block that comes twice counts with what is more, and one that does not
-    hang on the root, through others, is left out.
+    A block that is added twice keeps the larger number of uses and the smaller age. A block that
+    is not connected to the root by added blocks is left out.
     """
 
     def __init__(self, root: bytes) -> None:
         self._root = root
         self._places: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        # One after another: a garbage collection would look at each object of a list, for 45 ms.
+        # Concatenated bytes: a garbage collection would visit each object of a list, for 45 ms.
         self._hashes = bytearray()
         self._parents = bytearray()
         self._uses = array("I")
@@ -127,7 +133,7 @@ class Forest:
         uses: Sequence[int],
         ages_s: Sequence[int],
     ) -> None:
-        """Take in blocks, as `Blocks` has them."""
+        """Add blocks, given as the columns of `Blocks`."""
         shards, known_uses, known_ages_s = self._places, self._uses, self._ages_s
         own_hashes, own_parents = self._hashes, self._parents
         free = len(self)
@@ -146,17 +152,19 @@ class Forest:
                     known_ages_s[place] = age_s
 
     def runs(self) -> Iterator[HotRun | None]:
-        """Runs, most worth first and parents' before their children's; None is a chance to do
-        something else. Add no block meanwhile."""
+        """Yield runs, the most valuable first and parents before children.
+
+        Yields None where the caller may do other work. Add no block during the iteration.
+        """
         count = len(self)
-        # Each block's parent, first child, and the next child of its parent. The place after the
-        # last one is the root's.
+        # Each block's parent, first child, and the next child of its parent. The root has the
+        # index after the last block.
         above, nexts = array("i"), array("i", [_NONE]) * count
         firsts = array("i", [_NONE]) * (count + 1)
         yield from self._link(above, firsts, nexts)
         order = array("i")
         yield from _downwards(firsts, nexts, order)
-        # A request that used a child has used the parent: worth may only grow on the way up.
+        # A request that used a child used its parent too, so a parent is worth at least as much.
         uses, ages_s = self._uses, self._ages_s
         for done, place in enumerate(reversed(order), 1):
             parent = above[place]
@@ -172,7 +180,7 @@ class Forest:
     def _link(self, above: array[int], firsts: array[int], nexts: array[int]) -> Iterator[None]:
         root, shards, count = self._root, self._places, len(self)
         for start in range(0, count, STEP):
-            # What hangs on nothing is nobody's child.
+            # A block whose parent is unknown gets _NONE and is never reached from the root.
             parents = map(partial(_hash_at, self._parents), range(start, min(start + STEP, count)))
             above.extend(
                 [
@@ -186,9 +194,9 @@ class Forest:
             yield None
 
     def _best_first(self, firsts: array[int], nexts: array[int]) -> Iterator[HotRun | None]:
-        """Runs, the root's first; with one that is the next its children's become ready."""
-        # Worth and blocks, negated, then the first and last place and the blocks above. Numbers
-        # only, which no garbage collection looks at for long.
+        """Yield the most valuable ready run; a run is ready once its parent's run was yielded."""
+        # Value and length, negated, then the first and last index and the depth of the parent.
+        # Only numbers, which the garbage collector need not follow.
         ready: list[tuple[float, int, int, int, int]] = []
         above, depth, blocks = len(self), 0, 0
         while True:
@@ -196,7 +204,7 @@ class Forest:
             while head != _NONE:
                 last, length = self._end(head, firsts, nexts)
                 value = worth(self._uses[last], self._ages_s[last])
-                # Of runs that are worth the same, byte for byte, the one with more bytes first.
+                # Of runs of equal value per byte the longer one comes first.
                 heapq.heappush(ready, (-value, -length, head, last, depth))
                 blocks += length
                 if blocks > STEP:
@@ -216,7 +224,7 @@ class Forest:
             yield HotRun(parent, hashes, self._uses[above], self._ages_s[above], depth)
 
     def _end(self, place: int, firsts: array[int], nexts: array[int]) -> tuple[int, int]:
-        """The last place of the run that begins with one, and how many blocks it has."""
+        """Return the index of the last block of the run that begins at `place`, and its length."""
         uses, ages_s = self._uses, self._ages_s
         count, age_s, length = uses[place], ages_s[place], 1
         kind = _kind(count, age_s)
@@ -237,7 +245,7 @@ def _hash_at(hashes: bytearray, place: int) -> bytes:
 
 
 def _downwards(firsts: array[int], nexts: array[int], order: array[int]) -> Iterator[None]:
-    """Append to `order` what hangs on the root, each after its parent; all else is left out."""
+    """Append to `order` the blocks connected to the root, each after its parent."""
     head = firsts[-1]
     while head != _NONE:
         todo = [head]
@@ -254,7 +262,7 @@ def _downwards(firsts: array[int], nexts: array[int], order: array[int]) -> Iter
 
 
 def _kind(uses: int, age_s: int) -> tuple[int, int]:
-    """Blocks of a run are of one kind: uses and age of about the same magnitude."""
+    """Return the magnitudes of uses and age, which all blocks of a run share."""
     return uses.bit_length(), (age_s // 60).bit_length()
 
 
@@ -262,14 +270,14 @@ def _kind(uses: int, age_s: int) -> tuple[int, int]:
 
 
 class Hot(NamedTuple):
-    """A run, and the namespaces of the ranks that it is of."""
+    """A run and the namespaces of its ranks."""
 
     namespaces: tuple[Namespace, ...]
     run: HotRun
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix that ends with it."""
+        """Tokens of the prefix that ends with the run."""
         return self.run.depth * self.namespaces[0].block_tokens
 
     @property
@@ -284,18 +292,18 @@ class Hot(NamedTuple):
 
 
 Family = tuple[Sequence[Namespace], Iterable[HotRun | None]]
-"""Namespaces of the ranks of an engine, and runs as `Forest.runs` has them."""
+"""Namespaces of the ranks of an engine, and runs as `Forest.runs` yields them."""
 
 
 class Gathered:
-    """Blocks of many namespaces, with those of an engine's ranks together."""
+    """Blocks of many namespaces; the ranks of an engine share one forest."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[list[Namespace], Forest]] = []
         self._of: dict[bytes, Forest] = {}
 
     def forest(self, namespace: Namespace) -> Forest:
-        """Where blocks of a namespace belong: one forest for all ranks."""
+        """Return the forest for blocks of a namespace, one for all ranks of its engine."""
         digest = namespace.digest
         forest = self._of.get(digest)
         if forest is None:
@@ -313,13 +321,16 @@ class Gathered:
         return forest
 
     def families(self) -> list[Family]:
-        """For `pieces`; once."""
+        """Return the argument of `pieces`; call it once."""
         return [(sorted(spaces, key=_rank), forest.runs()) for spaces, forest in self._groups]
 
 
 def _of_one_engine(one: Namespace, other: Namespace) -> bool:
-    """Whether two namespaces may be those of ranks of one engine: a family outlives a change of
-    the layout of its blocks, and then has a rank twice."""
+    """Whether two namespaces may belong to ranks of one engine.
+
+    A family survives a change of its block layout and then has two namespaces for one rank;
+    such namespaces do not belong together.
+    """
     alike = one.family == other.family and one.layout == other.layout
     if one.pp_rank == other.pp_rank:
         alike = alike and (one.block_bytes, one.groups) == (other.block_bytes, other.groups)
@@ -333,10 +344,10 @@ def _rank(namespace: Namespace) -> tuple[int, int, int]:
 def pieces(
     families: Sequence[Family], *, written_s: int, version: str, size_bytes: int | None = None
 ) -> Iterator[bytes]:
-    """A hot set's file in pieces, an empty one where there is a chance to do something else.
+    """Yield the file of a hot set in pieces; an empty piece lets the caller do other work.
 
-    It ends with the block before the first one that `size_bytes` has no room for. Each family
-    appears, with or without runs.
+    The set ends before the first block that exceeds `size_bytes`. All families are listed, also
+    without runs.
     """
     yield sealed({"tierd_hotset": FORMAT, "written": written_s, "version": version})
     for namespaces, _ in families:
@@ -367,7 +378,7 @@ def _cut(hot: Hot, blocks: int) -> Hot:
 
 
 def merged(families: Sequence[Family]) -> Iterator[Hot | None]:
-    """The runs of all families, most worth first."""
+    """Yield the runs of all families, the most valuable first, or None as `Forest.runs` does."""
     sources = [iter(runs) for _, runs in families]
     waiting = list(range(len(sources)))
     ready: list[tuple[float, int, HotRun]] = []
@@ -411,15 +422,17 @@ def _digits(text: object) -> int:
 
 
 class HotSet:
-    """A hot set's file being read: its runs, once, in order. `namespaces` are those seen so far.
+    """Reader of a hot set's file; iterates over its runs once, in order of the file.
 
-    Raises ConfigError, with the number of the line, when that is reached: a reader has had the
-    runs before it.
+    `namespaces` holds the namespaces read so far. Iteration raises ConfigError, with the line's
+    number, when it reaches a wrong line; the caller already has the runs before that line.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
-        """`name` is what errors call the file. Raises ConfigError for a file of another kind or
-        version, OSError if it cannot be read."""
+        """`name` is the file's name in errors.
+
+        Raises ConfigError for a file of another kind or version, OSError if it cannot be read.
+        """
         self.namespaces: dict[bytes, Namespace] = {}
         self._file = file
         self._name = name
@@ -427,18 +440,18 @@ class HotSet:
         self._raw = b""
         first = self._next(sealed=False)
         if first is None or "tierd_hotset" not in first:
-            raise self._error("this is no hot set of tierd's")
+            raise self._error("this is not a tierd hot set")
         if first["tierd_hotset"] != FORMAT:
             raise self._error(
-                f"the hot set is of version {first['tierd_hotset']!r}; this tierd reads version "
+                f"the hot set has version {first['tierd_hotset']!r}; this tierd reads version "
                 f"{FORMAT}"
             )
         self._check_seal()
         self._check_fields(first, ("tierd_hotset", "written", "version"))
         self.written_s = self._whole(first, "written")
-        """When it was written, in seconds of Unix time."""
+        """Unix time, in seconds, at which the file was written."""
         self.version = str(first["version"])
-        """Of the tierd that wrote it."""
+        """Version of the tierd that wrote the file."""
 
     def __iter__(self) -> Iterator[Hot]:
         runs = blocks = total_bytes = 0
@@ -454,16 +467,19 @@ class HotSet:
             elif "end" in line:
                 self._check_fields(line, ("end",))
                 if line["end"] != {"runs": runs, "blocks": blocks, "bytes": total_bytes}:
-                    raise self._error("the end tells of other runs than there were")
+                    raise self._error("the counts of the end do not match the runs before it")
                 if self._file.readline(1):
                     raise self._error("there is more after the end")
                 return
             else:
-                raise self._error("this is no line of a hot set")
+                raise self._error("this is not a line of a hot set")
         raise self._error("the file was cut: its end is missing")
 
     def _next(self, *, sealed: bool = True) -> dict[str, object] | None:
-        """The object of the next line, which must be `sealed`; None at the end of the file."""
+        """Return the next line's object, or None at the end of the file; `sealed` checks its CRC.
+
+        Raises ConfigError for a line that is too long, not whole, not JSON or damaged.
+        """
         raw = self._raw = self._file.readline(LINE_BYTES_MAX + 1)
         self._number += 1
         if not raw:
@@ -475,7 +491,7 @@ class HotSet:
         try:
             value = json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise self._error(f"this is no JSON: {error}") from error
+            raise self._error(f"this is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise self._error("a line must be an object")
         if sealed:
@@ -485,7 +501,7 @@ class HotSet:
 
     def _check_seal(self) -> None:
         if not is_sealed(self._raw):
-            raise self._error("the line is not as it was written: its crc32 is another, or missing")
+            raise self._error("the line was changed after writing: its crc32 is wrong or missing")
 
     def _know(self, line: dict[str, object]) -> None:
         self._check_fields(line, ("namespace", "fields"))
@@ -510,10 +526,10 @@ class HotSet:
         digests = [self._hex(text, DIGEST_BYTES) for text in self._list(line, "run", RANKS_MAX)]
         for digest in digests:
             if digest not in self.namespaces:
-                raise self._error(f"namespace {digest.hex()} has not been told before its run")
+                raise self._error(f"namespace {digest.hex()} is not defined before its run")
         namespaces = tuple(map(self.namespaces.__getitem__, digests))
         if len({*digests}) < len(digests) or len({each.family for each in namespaces}) > 1:
-            raise self._error("the namespaces of a run must be those of an engine's ranks")
+            raise self._error("the namespaces of a run must belong to the ranks of one engine")
         hashes = self._hashes(self._list(line, "hashes", RUN_BLOCKS_MAX))
         tokens = self._whole(line, "tokens")
         depth, rest = divmod(tokens, namespaces[0].block_tokens)
@@ -533,7 +549,7 @@ class HotSet:
                 raise self._error(f"{name!r} is missing")
         for name in line:
             if name not in names:
-                raise self._error(f"{name!r} is not a field of such a line")
+                raise self._error(f"{name!r} is not a field of this kind of line")
 
     def _whole(self, line: Mapping[str, object], name: str) -> int:
         value = line[name]
@@ -548,7 +564,7 @@ class HotSet:
         return value
 
     def _hashes(self, texts: list[object]) -> list[bytes]:
-        # All at once, which is ten times as fast; one by one says which one is wrong.
+        # One conversion for all texts is ten times faster; the fallback finds the wrong text.
         joined = "".join(text for text in texts if isinstance(text, str))
         try:
             raw = bytes.fromhex(joined)
@@ -564,7 +580,7 @@ class HotSet:
         except ValueError:
             raw = b""
         if len(raw) != size_bytes or raw.hex() != text:
-            raise self._error(f"{text!r:.80} must be {2 * size_bytes} digits in hex")
+            raise self._error(f"{text!r:.80} must be {2 * size_bytes} hex digits")
         return raw
 
     def _error(self, what: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What this process may have: memory, of the machine and of its container, and descriptors."""
+"""Limits of this process: memory of the machine and its container, descriptors, file size."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tierd.sizes import about
 GIB: Final = 1 << 30
 
 DESCRIPTORS_A_SEGMENT: Final = 4
-"""Blocks and ledger are a memfd each, which Python's mmap duplicates."""
+"""Descriptors per segment: one memfd for blocks, one for the ledger, each duplicated by mmap."""
 
 DESCRIPTORS_ELSE: Final = 256
-"""What sessions, tiers and logs need beside them."""
+"""Descriptors that sessions, tiers and logs need besides the segments."""
 
 
 class MemoryLimit(NamedTuple):
-    """A bound in bytes, and what sets it, for a message."""
+    """A bound in bytes, and its source as a text for messages."""
 
     size_bytes: int
     by: str
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The tightest bound on memory: the machine's RAM, or a cgroup's on the way up from ours."""
+    """Return the tightest memory bound: the machine's RAM or a limit of our cgroup's ancestry."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = [MemoryLimit(ram, "this machine's memory")]
     for folder, old in memory_cgroups(root):
@@ -38,8 +38,10 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
 
 
 def memory_cgroups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
-    """Folders of the cgroups that may bound this process, from its own on up, and whether each is
-    of the old kind, version 1. Some may not exist."""
+    """Return the folders of cgroups that may bound this process, from its own cgroup upwards.
+
+    The flag says whether the folder belongs to cgroup version 1. Some folders may not exist.
+    """
     found: list[tuple[Path, bool]] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -54,7 +56,7 @@ def memory_cgroups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
         else:
             continue
         group = base / place.lstrip("/")
-        # In a container its own group often is the root of what it sees.
+        # In a container the process often sees its own cgroup as the root.
         folders = [
             folder for folder in (group, *group.parents) if base in (folder, *folder.parents)
         ]
@@ -66,12 +68,12 @@ def _limit_in(file: Path) -> list[MemoryLimit]:
     try:
         return [MemoryLimit(int(file.read_text()), f"the container's limit ({file.name})")]
     except (OSError, ValueError):
-        # Not there, or "max".
+        # The file is missing or says "max".
         return []
 
 
 def descriptors_limit() -> int:
-    """How many descriptors this process may have."""
+    """Return the number of descriptors that this process may have open."""
     return _soft(resource.RLIMIT_NOFILE)
 
 
@@ -81,13 +83,13 @@ def _soft(limit: int) -> int:
 
 
 def segment_advice(error: OSError) -> str:
-    """Why a memory segment could not be made, and what to raise."""
+    """Return why a memory segment could not be created, and which limit to change."""
     advice = {
         errno.EMFILE: (
             f"RLIMIT_NOFILE is {descriptors_limit()}, raise it (LimitNOFILE= of the unit, "
             "--ulimit nofile of a container)"
         ),
-        errno.ENFILE: "the machine has no descriptors left, raise fs.file-max (sysctl)",
+        errno.ENFILE: "the machine is out of descriptors, raise fs.file-max (sysctl)",
         errno.EFBIG: (
             f"RLIMIT_FSIZE is {_soft(resource.RLIMIT_FSIZE)} bytes, raise it (LimitFSIZE= of the "
             "unit, --ulimit fsize of a container)"
@@ -96,17 +98,17 @@ def segment_advice(error: OSError) -> str:
             f"RLIMIT_AS is {_soft(resource.RLIMIT_AS)} bytes, raise it (LimitAS= of the unit), or "
             "vm.max_map_count (sysctl), or lower host.capacity"
         ),
-    }.get(error.errno or 0, "lower host.capacity if it stays so")
+    }.get(error.errno or 0, "lower host.capacity if this error persists")
     return f"{error.strerror or error}: {advice}"
 
 
 def shortfalls(
     capacity_bytes: int, segment_bytes: int, *, missing_bytes: int, available_bytes: int
 ) -> Iterator[str]:
-    """What keeps host memory from being as large as `capacity_bytes`, each as a line for the log.
+    """Yield a log line for each limit that keeps host memory below `capacity_bytes`.
 
-    It has segments of up to `segment_bytes`; `missing_bytes` of it are yet to be allocated, and
-    `available_bytes` of memory are free.
+    Segments have up to `segment_bytes`; `missing_bytes` of the capacity are not allocated yet;
+    `available_bytes` of the machine's memory are available.
     """
     capacity = f"host.capacity is {capacity_bytes / GIB:.2f} GiB"
     files = _soft(resource.RLIMIT_NOFILE)
@@ -121,9 +123,9 @@ def shortfalls(
     size_bytes = _soft(resource.RLIMIT_FSIZE)
     if size_bytes < segment_bytes:
         yield (
-            f"RLIMIT_FSIZE is {size_bytes} bytes, and a memory segment has up to {segment_bytes}: "
-            "blocks cannot be stored; raise it (LimitFSIZE= of the unit, --ulimit fsize of a "
-            "container)"
+            f"RLIMIT_FSIZE is {size_bytes} bytes, below the {segment_bytes} bytes of a memory "
+            "segment: blocks cannot be stored; raise it (LimitFSIZE= of the unit, --ulimit fsize "
+            "of a container)"
         )
     space_bytes = _soft(resource.RLIMIT_AS)
     if space_bytes < capacity_bytes:
@@ -135,19 +137,19 @@ def shortfalls(
     if locked_bytes < capacity_bytes and Path("/proc/driver/nvidia").is_dir():
         yield (
             f"{capacity}, but RLIMIT_MEMLOCK is {locked_bytes / GIB:.2f} GiB: host memory beyond "
-            "it may not be pinned, and copies are slower; raise it (LimitMEMLOCK= of the unit, "
+            "that may stay unpinned, which slows copies; raise it (LimitMEMLOCK= of the unit, "
             "--ulimit memlock of a container)"
         )
     if missing_bytes > available_bytes:
         yield (
             f"{capacity}, of which {missing_bytes / GIB:.2f} GiB are not allocated yet, but "
             f"{available_bytes / GIB:.2f} GiB of memory are available: host memory stays smaller "
-            "until there is more; lower host.capacity, or free memory"
+            "until more is available; lower host.capacity, or free memory"
         )
 
 
 def pinning_limits() -> str:
-    """What may stand in the way of page-locking memory, for the message of a failure."""
+    """Return the limits on page-locked memory as text for the message of a failed pin."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked = "unlimited" if soft == resource.RLIM_INFINITY else about(soft)
     memory = memory_limit()

@@ -1,9 +1,9 @@
-"""Lines of JSON that tell whether they are as they were written: each ends with its CRC-32.
+"""JSON lines that detect damage: each ends with its CRC-32.
 
-    {"what": "ever", "crc32": "89abcdef"}
+    {"any": "field", "crc32": "89abcdef"}
 
-The sum is over all that precedes its key in the line. Damage that leaves good JSON, say a digit
-that is another, would else be taken for what was written.
+The checksum covers the line up to the comma before its key. It detects damage that leaves valid
+JSON, such as a changed digit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _TAIL_BYTES: Final = len(', "crc32": "01234567"}')
 
 
 def sealed(value: Mapping[str, object]) -> bytes:
-    """The line of an object that is not empty and has no key KEY."""
+    """Return the line for `value`, which must not be empty or have the key KEY."""
     body = json.dumps(value, separators=(", ", ": ")).encode()[:-1]
     return body + b', "%s": "%08x"}\n' % (KEY.encode(), zlib.crc32(body))
 
 
 def is_sealed(line: bytes) -> bool:
-    """Whether a line is one that `sealed` gave, whole or without its newline."""
+    """Whether `sealed` produced this line; the newline may be missing."""
     at = len(line.removesuffix(b"\n")) - _TAIL_BYTES
     tail = _TAIL.fullmatch(line, at) if at > 0 else None
     return tail is not None and int(tail[1], 16) == zlib.crc32(line[:at])

@@ -1,9 +1,10 @@
-"""The log: where it goes, what it looks like, and what is held back of a flood.
+"""Logging: destination, format and the suppression of floods.
 
-On a terminal or in a pipe it is text. Under systemd it goes to the journal, with fields to select
-by (`journalctl TIERD_TIER=s3`), and a traceback is one entry. Nothing here waits for the journal.
+On a terminal or in a pipe the log is text. Under systemd it goes to the journal, with fields to
+select by (`journalctl TIERD_TIER=s3`), and a traceback is one entry. Logging never waits for the
+journal.
 
-A call may give fields of its own: `log.warning("...", extra={"tierd": {"tier": name}})`.
+A call may add fields: `log.warning("...", extra={"tierd": {"tier": name}})`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ JOURNAL: Final = Path("/run/systemd/journal/socket")
 
 REPEATS_MAX: Final = 50
 PERIOD_S: Final = 10.0
-"""So many lines of one place in the code are shown in this time; the others are counted."""
+"""At most REPEATS_MAX lines from one place in the code are logged in PERIOD_S seconds; further
+lines are counted."""
 
 PLACES_MAX: Final = 1024
-"""Places in the code of which lines are counted: more than there are, unless they are made up."""
+"""Maximum places in the code whose lines are counted separately. The code has fewer, but format
+strings that are built at run time count as places too."""
 
 _PRIORITIES: Final = {
     logging.DEBUG: 7,
@@ -48,11 +51,11 @@ _DONT_WAIT: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _ENVIRON: Final = ("TIERD_CHILD_LOG_FORMAT", "TIERD_CHILD_LOG_LEVEL")
 
 _current = LogConfig()
-"""What this process logs by; its children get the same."""
+"""Log settings of this process; its children get a copy."""
 
 
 def configure(config: LogConfig, process: str = "") -> None:
-    """Set up the log of this process; `process` says which one, if it is not the daemon."""
+    """Set up the log of this process; `process` is its name in the log, empty for the daemon."""
     global _current
     _current = LogConfig(format=config.format, level=config.level)
     root = logging.getLogger()
@@ -64,18 +67,18 @@ def configure(config: LogConfig, process: str = "") -> None:
 
 
 def set_level(level: LogLevel) -> None:
-    """Leave more or less out from now on, and in children that are started from now on."""
+    """Set the log level of this process and of children started from now on."""
     _current.level = level
     logging.getLogger().setLevel(level.value.upper())
 
 
 def for_children() -> dict[str, str]:
-    """Variables by which a child knows how to log."""
+    """Return the environment variables that pass the log settings to a child."""
     return dict(zip(_ENVIRON, (_current.format.value, _current.level.value), strict=True))
 
 
 def configure_child(process: str, environ: Mapping[str, str]) -> None:
-    """Set up the log of a child that was started with what `for_children` says."""
+    """Set up the log of a child whose environment has the variables of `for_children`."""
     form, level = (environ.get(name) for name in _ENVIRON)
     config = LogConfig()
     if form is not None and level is not None:
@@ -84,7 +87,7 @@ def configure_child(process: str, environ: Mapping[str, str]) -> None:
 
 
 def stderr_is_journal() -> bool:
-    """Whether what is written to stderr ends up in the journal."""
+    """Whether stderr is connected to the journal."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         found = os.fstat(2)
@@ -111,20 +114,20 @@ def _output(form: LogFormat, process: str) -> logging.Handler:
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
-    """What the call has given besides the message."""
+    """Return the fields that the log call gave besides the message."""
     given = getattr(record, "tierd", None)
     return given if isinstance(given, Mapping) else {}
 
 
 class Json(logging.Formatter):
-    """An object a line."""
+    """Formats a record as one line with a JSON object."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """Return the line without a newline."""
         at = datetime.fromtimestamp(record.created, UTC)
         line: dict[str, object] = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -141,16 +144,16 @@ class Json(logging.Formatter):
 
 
 class Journal(logging.Handler):
-    """Native entries of the systemd journal.
+    """Sends native entries to the systemd journal.
 
-    What the journal has no room for is dropped and counted. Without a journal, and for what is too
-    long for it, lines with their priority go to stderr, as sd-daemon(3) has them.
+    Entries that a busy journal does not take are dropped and counted. If there is no journal, or
+    an entry is too long for it, lines with a priority go to stderr in the format of sd-daemon(3).
     """
 
     def __init__(self, process: str = "", path: Path = JOURNAL) -> None:
         super().__init__()
         self.dropped = 0
-        """Entries since the last one that was taken."""
+        """Entries dropped since the journal last took one."""
         self._process = process
         self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -178,7 +181,7 @@ class Journal(logging.Handler):
                 entry["TIERD_PROCESS"] = self._process
             if not self._send(entry):
                 self.dropped += 1
-        except Exception:  # noqa: BLE001  # as all handlers do: a bad log call is told on stderr
+        except Exception:  # noqa: BLE001  # as all handlers do: a bad log call is shown on stderr
             self.handleError(record)
 
     def close(self) -> None:
@@ -187,7 +190,7 @@ class Journal(logging.Handler):
         super().close()
 
     def _send(self, entry: Mapping[str, object]) -> bool:
-        """Whether it has been taken, by the journal or by stderr."""
+        """Send an entry; return whether the journal or stderr took it."""
         data = b"".join(_packed(name, str(value)) for name, value in entry.items())
         try:
             self._socket.sendmsg([data], [], _DONT_WAIT, self._path)
@@ -205,7 +208,7 @@ def _key(name: str) -> str:
 
 
 def _packed(name: str, value: str) -> bytes:
-    """A field as the journal's native protocol has it."""
+    """Return a field in the journal's native format."""
     text = value.encode("utf-8", "replace")
     if b"\n" not in text:
         return b"%s=%s\n" % (name.encode(), text)
@@ -217,18 +220,18 @@ def _packed(name: str, value: str) -> bytes:
 
 @dataclass(slots=True)
 class _Window:
-    """What one place in the code has said lately."""
+    """Recent lines of one place in the code."""
 
     ends_s: float
     count: int = 0
     last: logging.LogRecord | None = None
-    """Of those that were held back."""
+    """The last record that was held back."""
 
 
 class Calm(logging.Handler):
-    """Passes on what comes, but for a flood of one message from one place in the code.
+    """Passes records to an output, but holds back a flood of one message from one place.
 
-    What is held back is told as a number, at the end of the time in which it came.
+    At the end of the period it logs how often the message was repeated.
     """
 
     def __init__(
@@ -242,7 +245,7 @@ class Calm(logging.Handler):
         self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on, or count it."""
+        """Pass a record to the output, or count it."""
         now_s, place = self._now_s(), (record.pathname, record.lineno, str(record.msg))
         window = self._windows.get(place)
         if window is None or now_s >= window.ends_s:
@@ -262,7 +265,7 @@ class Calm(logging.Handler):
             self._timer.start()
 
     def flush(self) -> None:
-        """Tell what was held back, and begin anew."""
+        """Log the counts of held-back records and reset all counters."""
         with self._guard:
             if self._timer is not None:
                 self._timer.cancel()
@@ -273,7 +276,7 @@ class Calm(logging.Handler):
             self._output.flush()
 
     def close(self) -> None:
-        """Tell what was held back; the output is closed."""
+        """Log the counts of held-back records and close the output."""
         self.flush()
         self._output.close()
         super().close()

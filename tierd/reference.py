@@ -1,4 +1,4 @@
-"""What keys the configuration has, and where the value of each comes from.
+"""The configuration's keys, and the source of each value.
 
 The reference in docs/configuration.md, `tierd config docs` and `tierd config show` are made from
 here.
@@ -38,14 +38,14 @@ TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "admin": AdminConfig,
     "log": LogConfig,
 }
-"""The tables of the file, in the order of the reference; [[storage]] comes after them."""
+"""The file's tables in the order of the reference, in which [[storage]] follows them."""
 
 _SECRET: Final = re.compile(r"pass|secret|token|credential|auth|(^|_)key$")
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@]*@")
 
 
 class Key(NamedTuple):
-    """A key as the reference has it."""
+    """A key of the configuration, as the reference lists it."""
 
     path: str
     default: str
@@ -54,14 +54,14 @@ class Key(NamedTuple):
 
 
 def keys() -> Iterator[Key]:
-    """All keys but those of a backend's type."""
+    """Yield all keys except the options of backend types."""
     for table, cls in TABLES.items():
         yield from _described(f"{table}." if table else "", cls)
     yield from _described("storage.", StorageConfig)
 
 
 def options(kind: str, cls: type[msgspec.Struct]) -> Iterator[Key]:
-    """The keys of one backend type."""
+    """Yield the options of one backend type."""
     yield from _described(f"storage ({kind}).", cls)
 
 
@@ -71,14 +71,16 @@ def reference() -> str:
 
 
 def options_reference(kind: str, cls: type[msgspec.Struct]) -> str:
-    """Table rows for the keys of one backend type."""
+    """Return Markdown table rows for the options of one backend type."""
     return "\n".join(map(_row, options(kind, cls)))
 
 
 def origins(raw: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
-    """Where the values of a file's tables come from, if it is not the default: "file", or the
-    name of a variable. Keys are as in "host.capacity" and "storage (file).deadline_ms"; what they
-    come from has been checked."""
+    """Return the source of each value that is not a default: "file" or an environment variable.
+
+    Keys look like "host.capacity" and "storage (file).deadline_ms". `raw` and `environ` must have
+    been validated.
+    """
     found = {}
     for name, cls in TABLES.items():
         table = raw.get(name, {}) if name else raw
@@ -102,9 +104,9 @@ def origins(raw: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, 
 
 
 def shown(key: str, value: object) -> object:
-    """A value, plain, as the file would have it; what may be a secret is not shown.
+    """Return a value as plain data, as the file would have it, with possible secrets masked.
 
-    `key` is the last part of its path.
+    `key` is the last part of the value's path.
     """
     if isinstance(value, enum.Enum):
         return value.value

@@ -24,10 +24,10 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes in `value`: an int, or a number with B, kB, KiB, MB, MiB and so on up to PiB.
+    """Return the bytes of `value`: an int, or a number with B, kB, KiB, MB, MiB and so on to PiB.
 
-    Fractions of a byte are cut off. Raises ConfigError that quotes the value; "8G" is
-    one such, because half of all tools mean 1000 and the other half 1024 by it.
+    Fractions of a byte are cut off. Raises ConfigError that quotes an invalid value. "8G" is
+    invalid, because some tools mean units of 1000 by it and others units of 1024.
     """
     if type(value) is int and value >= 0:
         return value
@@ -39,8 +39,8 @@ def parse_size(value: int | str) -> int:
             power = "kmgtp".index(letter.lower()) + 1
             small = "k" if letter == "K" else letter
             raise ConfigError(
-                f"{value!r} is not a size: {letter} alone may mean either; write "
-                f'"{number}{letter}iB" for units of {1024**power:,} bytes, as memory is counted, '
+                f"{value!r} is not a size: {letter} alone is ambiguous; write "
+                f'"{number}{letter}iB" for units of {1024**power:,} bytes, as used for memory, '
                 f'or "{number}{small}B" for units of {1000**power:,} bytes'
             )
         raise ConfigError(
@@ -50,18 +50,24 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_size_of(value: int | str, whole_bytes: int) -> int:
-    """Like parse_size, and "5%" is that part of `whole_bytes`."""
+    """Return the bytes of a size, or of a percentage of `whole_bytes` such as "5%".
+
+    Raises ConfigError as `parse_size` does, and for more than 100 %.
+    """
     match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return parse_size(value)
     percent = Fraction(match[1])
     if percent > 100:
-        raise ConfigError(f"{value!r} is more than the whole")
+        raise ConfigError(f"{value!r} is more than 100 %")
     return int(percent * whole_bytes / 100)
 
 
 def parse_time(value: str) -> float:
-    """Seconds in a number, or in one with s, m, h or d. Raises ConfigError that quotes it."""
+    """Return the seconds of a number, which may have a unit s, m, h or d.
+
+    Raises ConfigError that quotes an invalid value.
+    """
     match = _TIME.fullmatch(value.strip())
     if match is None:
         raise ConfigError(f"{value!r} is not a time; write seconds, or a number with s, m, h or d")
@@ -69,7 +75,7 @@ def parse_time(value: str) -> float:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes as a size in the configuration, exactly."""
+    """Return a size exactly, as the configuration would have it: "8GiB"."""
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes and size_bytes % (1 << power) == 0:
             return f"{size_bytes >> power}{unit}"
@@ -77,12 +83,12 @@ def size_text(size_bytes: int) -> str:
 
 
 def about(size_bytes: float, digits: int = 3) -> str:
-    """Bytes as people say them: 1.5 GiB."""
+    """Return a rounded size for people to read: "1.5 GiB"."""
     return scaled(size_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"), digits)
 
 
 def change(before_bytes: int, after_bytes: int) -> str:
-    """As in "from 512 MiB to 500 MiB", with as many digits as tell the two apart."""
+    """Return a text like "from 512 MiB to 500 MiB", with enough digits to show the difference."""
     for digits in range(3, 20):
         texts = about(before_bytes, digits), about(after_bytes, digits)
         if texts[0] != texts[1] or before_bytes == after_bytes:
@@ -91,9 +97,9 @@ def change(before_bytes: int, after_bytes: int) -> str:
 
 
 def scaled(value: float, base: int, units: Sequence[str], digits: int = 3) -> str:
-    """A number with the unit of its size, and so many digits."""
+    """Return a number scaled to the largest fitting unit, with `digits` significant digits."""
     for unit in units[:-1]:
-        if value < base - 0.5:  # It would be rounded up to the next unit.
+        if value < base - 0.5:  # From there it would be rounded up to the next unit.
             if value >= 999.5 and digits < 5:
                 return f"{value:.0f}{unit}"
             return f"{round(value, digits - 1):.{digits}g}{unit}"

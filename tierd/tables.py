@@ -1,6 +1,7 @@
-"""A table of a configuration as a struct: every mistake in it at once, each with its key's path.
+"""Converts a table of the configuration to values of a struct, and reports all mistakes at once.
 
-Knows TOML's and the environment's values, and nothing of what the keys mean.
+Each mistake names its key's path. This module knows the values of TOML and of the environment,
+not the meaning of keys.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from tierd.errors import ConfigError
 from tierd.sizes import Size, parse_size
 
 _SHOWN_CHARS_MAX: Final = 200
-"""Of a wrong value that a message repeats."""
+"""Maximum characters of a wrong value that a message quotes."""
 
 
 def field_names(cls: type[msgspec.Struct]) -> list[str]:
-    """The keys of a table."""
+    """Return the keys of a table."""
     return [field.encode_name for field in msgspec.structs.fields(cls)]
 
 
@@ -31,10 +32,10 @@ def values_of(
     problems: list[str],
     without: Container[str] = (),
 ) -> dict[str, object]:
-    """The values of `table` that are right for the fields of `cls`.
+    """Return the values of `table` that are valid for the fields of `cls`.
 
-    Everything else is told in `problems`: unknown keys, wrong values, and required keys that
-    are missing. Fields in `without` are left alone.
+    Appends to `problems` a message for each unknown key, wrong value and missing required key.
+    Fields in `without` are skipped.
     """
     found: dict[str, object] = {}
     fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
@@ -55,9 +56,9 @@ def values_of(
 
 
 def from_text(kind: object, name: str, text: str) -> object:
-    """The variable `name`'s text as a value of `kind`, which is still to be checked.
+    """Return the text of the environment variable `name` as a value of `kind`, not yet validated.
 
-    Raises ConfigError if it cannot be one.
+    Raises ConfigError if the text cannot be converted.
     """
     kinds = set(_plain_types(kind))
     if str in kinds or Size in kinds:
@@ -88,25 +89,25 @@ def _nearest(key: str, known: Sequence[str], where: str) -> str:
 
 
 def _told(path: str, value: object, kind: object, error: msgspec.ValidationError) -> str:
-    """What is wrong with the value of the key at `path`."""
+    """Return the message for a wrong value of the key at `path`."""
     message, _, place = str(error).partition(" - at `$")
     choices = list(_choices(kind))
     if choices and isinstance(value, str):
-        return f"{path}: {value[:_SHOWN_CHARS_MAX]!r} is none of {_listed(value, choices)}"
+        return f"{path}: {value[:_SHOWN_CHARS_MAX]!r} is not one of {_listed(value, choices)}"
     return f"{path}{place.rstrip('`')}: {message}"
 
 
 def _listed(value: str, choices: Sequence[str]) -> str:
     hint = ""
     if alike := [choice for choice in choices if choice.lower() == value.strip().lower()]:
-        hint = f'; upper and lower case matter: write "{alike[0]}"'
+        hint = f'; values are case-sensitive: write "{alike[0]}"'
     elif near := difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.5):
         hint = f'; did you mean "{near[0]}"?'
     return ", ".join(choices) + hint
 
 
 def _choices(kind: object) -> Iterator[str]:
-    """The texts that a value of `kind` may be, if it is a closed choice."""
+    """Yield the texts that a value of `kind` may have, if `kind` is an enum or Literal."""
     for part in _plain_types(kind):
         if isinstance(part, type) and issubclass(part, enum.Enum):
             yield from (str(member.value) for member in part)
@@ -115,7 +116,7 @@ def _choices(kind: object) -> Iterator[str]:
 
 
 def _plain_types(kind: object) -> Iterator[object]:
-    """`kind` and what it is made of: of a list its items too, of a union its members."""
+    """Yield `kind` and its parts: the item types of a list, the members of a union."""
     if get_origin(kind) is Literal:
         yield kind
         yield str

@@ -247,18 +247,18 @@ def _put(line: int, raw: bytes) -> Callable[[list[bytes]], None]:
 
 
 WRONG: list[tuple[Callable[[list[bytes]], None], str]] = [
-    (_put(0, b"{}"), "line 1: this is no hot set"),
+    (_put(0, b"{}"), "line 1: this is not a tierd hot set"),
     (_put(0, b"[1, 2]"), "line 1: a line must be an object"),
     (_change(0, tierd_hotset=FORMAT + 1), "line 1: .* version 3; this tierd reads version 2"),
     (_change(0, written="now"), "line 1: 'written' must be a whole number"),
     (_change(0, more=1), "line 1: 'more' is not a field"),
-    (_put(2, b"{"), "line 3: this is no JSON"),
-    (_put(2, b"[" * 100_000), "line 3: this is no JSON"),
-    (_put(2, sealed({"a": 1}).rstrip()), "line 3: this is no line of a hot set"),
+    (_put(2, b"{"), "line 3: this is not JSON"),
+    (_put(2, b"[" * 100_000), "line 3: this is not JSON"),
+    (_put(2, sealed({"a": 1}).rstrip()), "line 3: this is not a line of a hot set"),
     (_put(2, b"1" * (LINE_BYTES_MAX + 1)), "line 3: a line has at most"),
-    (_drop(1), "line 2: namespace [0-9a-f]{32} has not been told before its run"),
+    (_drop(1), "line 2: namespace [0-9a-f]{32} is not defined before its run"),
     (_change(1, namespace="00" * 16), "line 2: 0{32} is not the digest of these fields"),
-    (_change(1, namespace="00" * 15), "line 2: .* must be 32 digits in hex"),
+    (_change(1, namespace="00" * 15), "line 2: .* must be 32 hex digits"),
     (_change(1, fields={"model": "m"}), "line 2: namespace field 'block_bytes' is missing"),
     (_change(1, fields=[1]), "line 2: fields must be an object"),
     (_change(2, more=1), "line 3: 'more' is not a field"),
@@ -268,15 +268,15 @@ WRONG: list[tuple[Callable[[list[bytes]], None], str]] = [
     (_change(2, tokens=17), "line 3: a prefix .* cannot have 17 tokens"),
     (_change(2, tokens=32), "line 3: a prefix .* cannot have 32 tokens"),
     (_change(2, bytes=1), "line 3: these blocks have 12288 bytes, not 1"),
-    (_change(2, parent="zz" * 32), "line 3: .* must be 64 digits in hex"),
-    (_change(2, parent="AA" * 32), "line 3: .* must be 64 digits in hex"),
-    (_change(2, hashes=["00" * 31]), "line 3: .* must be 64 digits in hex"),
-    (_change(2, hashes=[7]), "line 3: .* must be 64 digits in hex"),
+    (_change(2, parent="zz" * 32), "line 3: .* must be 64 hex digits"),
+    (_change(2, parent="AA" * 32), "line 3: .* must be 64 hex digits"),
+    (_change(2, hashes=["00" * 31]), "line 3: .* must be 64 hex digits"),
+    (_change(2, hashes=[7]), "line 3: .* must be 64 hex digits"),
     (_change(2, hashes=[]), "line 3: 'hashes' must be a list of 1 to 512"),
     (_change(2, run=[]), "line 3: 'run' must be a list of 1 to 64"),
-    (_change(2, run=[SPACE.digest.hex()] * 2), "line 3: .* must be those of an engine's ranks"),
+    (_change(2, run=[SPACE.digest.hex()] * 2), "line 3: .* must belong to the ranks of one"),
     (_drop(3), "line 4: the file was cut: its end is missing"),
-    (_change(3, end={"runs": 2, "blocks": 3, "bytes": 12288}), "line 4: the end tells of other"),
+    (_change(3, end={"runs": 2, "blocks": 3, "bytes": 12288}), "line 4: the counts of the end"),
     (lambda lines: lines.append(b"{}"), "line 4: there is more after the end"),
 ]
 
@@ -298,5 +298,5 @@ def test_a_file_that_was_cut_anywhere_is_known_as_such() -> None:
     hashes, _ = chain(3)
     raw = text(runs_of(blocks_of(hashes, 2, 7), ROOT))
     for end in range(len(raw)):
-        with pytest.raises(ConfigError, match=r"cut|no hot set"):
+        with pytest.raises(ConfigError, match=r"cut|not a tierd hot set"):
             hot_in(raw[:end])

@@ -118,9 +118,9 @@ WRONG = {
     "type": ('type = "s3"', 'type = "tape"', "installed: "),
     "memory": ("64MiB", "900TiB", "host.capacity is 900 TiB, but "),
     "node": ("[host]", '[host]\nnuma_node = "999"', "host.numa_node is 999"),
-    "case": ("[host]", '[host]\neviction = "LRU"', 'matter: write "lru"'),
+    "case": ("[host]", '[host]\neviction = "LRU"', 'case-sensitive: write "lru"'),
     "choice": ("[host]", '[host]\neviction = "hazzard"', 'did you mean "hazard"?'),
-    "option case": ('type = "s3"', 'type = "s3"\nsse = "aes256"', 'matter: write "AES256"'),
+    "option case": ('type = "s3"', 'type = "s3"\nsse = "aes256"', 'case-sensitive: write "AES256"'),
     "unit": ("64MiB", "1G", 'write "1GiB" for units of 1,073,741,824 bytes'),
     "one path": ("[[storage]]", DISK + DISK.replace("disk", "other") + "[[storage]]", "at {at}/kv"),
     "one link": (
@@ -136,7 +136,11 @@ WRONG = {
         DISK.replace("1GiB", "much") + 'reserve_free = "101%"\n[[storage]]',
         "storage (disk): capacity: 'much' is not a size",
     ),
-    "policy": ("[[storage]]", f'{DISK}eviction = "LFU"\n[[storage]]', 'matter: write "lfu"'),
+    "policy": (
+        "[[storage]]",
+        f'{DISK}eviction = "LFU"\n[[storage]]',
+        'case-sensitive: write "lfu"',
+    ),
 }
 """What `serve` refuses: a text of the file, another one in its place, and what is said."""
 

@@ -149,7 +149,7 @@ def test_budgets_are_read_from_file_and_environment() -> None:
 
 def test_a_bound_that_would_not_bind_is_refused() -> None:
     """An operator would think the SSD safe under write_back."""
-    with pytest.raises(ConfigError, match="bound only write_policy"):
+    with pytest.raises(ConfigError, match="need write_policy"):
         parsed({}, write_policy="write_back", write_bytes_per_s="1MiB")
 
 

@@ -235,7 +235,7 @@ def test_copies_end_where_pinned_memory_does(rig: Rig) -> None:
     rig.device.pin(int(slots.address(0)[0]), 2 * pages.block_bytes)
     rig.device.pin(middle, 2 * pages.block_bytes)
     rig.submit(1, STORE, [0, 1, 2, 3], slots.address(0, 1, 2, 3))
-    assert rig.answer(1) == (0, "a copy crosses the end of what has been pinned in one go")
+    assert rig.answer(1) == (0, "a copy crosses the end of memory that was pinned as a whole")
     rig.copier.know_memory([middle, int(slots.address(0)[0])])
     rig.submit(2, STORE, [0, 1, 2, 3], slots.address(0, 1, 2, 3))
     assert rig.answer(2) == (4, "")
@@ -619,9 +619,9 @@ def test_engine_whose_pages_are_not_what_it_says_is_refused(rig: Rig) -> None:
         (pages.layout, {"block_bytes": size + 4}, "its runs have"),
         (wide, {}, "ends beyond its allocation"),
         (PageLayout((Run(0, 0, size),), 4, 6), {}, "longer than the 4 bytes"),
-        (pages.layout, {"probe_digest": bytes(32)}, "read differently"),
-        (pages.layout, {"probe_block": 2}, "read differently"),
-        (pages.layout, {"probe_block": 6}, "the probe is block 6 of 6"),
+        (pages.layout, {"probe_digest": bytes(32)}, "reads differently"),
+        (pages.layout, {"probe_block": 2}, "reads differently"),
+        (pages.layout, {"probe_block": 6}, "the probe is block 6, but there are 6 blocks"),
         (pages.layout, {"layer_ends": [4, 4, size]}, "layer groups"),
         (pages.layout, {"layer_ends": [4]}, "layer groups"),
         (pages.layout, {"layer_ends": [-1, size]}, "layer groups"),

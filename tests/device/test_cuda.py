@@ -215,7 +215,7 @@ def test_what_is_no_allocation_of_a_living_peer_is_refused(fake, device, peer):
     assert not fake.opened
     base = device.open(peer.export)
     for handle, words in [
-        (counter_handle(1, 0), "allocation 1 of 1"),
+        (counter_handle(1, 0), "allocation 1, but only 1 exist"),
         (counter_handle(0, MIB - 4), "cannot lie"),
         (counter_handle(0, MIB), "cannot lie"),
         (native_handle(bytes(9)), "no known kind"),
@@ -427,7 +427,7 @@ LEGACY = Facts(memory_type=2, managed=False, legacy_ipc=True, handle_types=0, po
     ],
 )
 def test_memory_is_shown_by_what_it_can(facts, kind):
-    """An IPC handle cannot be had of reserved addresses."""
+    """Reserved addresses have no IPC handle."""
     assert export_kind(facts) is kind
 
 
@@ -435,7 +435,7 @@ def test_memory_is_shown_by_what_it_can(facts, kind):
     ("facts", "words"),
     [
         (LEGACY._replace(managed=True), "cudaMallocManaged"),
-        (LEGACY._replace(memory_type=1), "no GPU's memory"),
+        (LEGACY._replace(memory_type=1), "not GPU memory"),
         (LEGACY._replace(legacy_ipc=False, pooled=True, handle_types=1), "backend:cudaMallocAsync"),
         (LEGACY._replace(legacy_ipc=False), "expandable_segments.*--enable-sleep-mode"),
         (LEGACY._replace(legacy_ipc=False, handle_types=8), r"\(handle types 8\)"),
@@ -535,7 +535,7 @@ def test_a_stream_has_a_counter_of_its_own(fake, device):
 
 
 def test_a_counter_is_waited_for(fake, device):
-    """Where IPC events cannot be had, a store would read too early."""
+    """Where IPC events are not available, a store would read too early."""
     stream = device.create_stream(urgent=False)
     pages = device.allocate(MIB)
     device._opened[pages] = cuda._Opened(MIB)

@@ -622,7 +622,7 @@ async def test_bugs(caplog):
         pid, slots = pid_of(backend), Slots(1, PAGE_BYTES)
         with pytest.raises(BackendBugError, match="KeyError: 'contains_many'"):
             await backend.contains_many(b"bug", HASHES)
-        with pytest.raises(BackendBugError, match="nobody had cancelled"):
+        with pytest.raises(BackendBugError, match="daemon had not cancelled"):
             await backend.contains_many(b"cancel", HASHES)
         with pytest.raises(BackendBugError, match="wrong form"):
             await backend.get_into(b"odd header", gets(slots))

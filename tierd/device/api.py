@@ -1,7 +1,7 @@
-"""What a device must be able to do so that the daemon can copy between its memory and slots.
+"""The interface of a device, for copies between its memory and slots.
 
-All in integers: addresses, streams and events are numbers that only their device understands.
-Nothing here waits for a copy: a call puts work on a stream, and `query` says what has been done.
+Addresses, streams and events are integers that only their device interprets. No call waits for
+a copy: a call puts work on a stream, and `query` says whether an event has happened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class DeviceError(TierdError):
-    """A device's call has failed. If `sticky`, every later one of this process will, too."""
+    """A call to a device failed. If `sticky`, all later calls of this process fail too."""
 
     def __init__(self, message: str, *, sticky: bool = False) -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class DeviceError(TierdError):
 
 
 class CannotOpenError(DeviceError):
-    """An export, an event or a device cannot be opened here; says which setting to change."""
+    """This process cannot open an export, event or device; the text says what to change."""
 
 
 class Direction(enum.Enum):
-    """Which way a copy goes."""
+    """The direction of a copy."""
 
     LOAD = "load"
     """From slots into pages."""
@@ -42,7 +42,7 @@ class Direction(enum.Enum):
 
 
 class Pitched(NamedTuple):
-    """`rows` rows of `width` bytes each, at a constant distance on either side."""
+    """`rows` rows of `width` bytes, at a constant distance in pages and another in slots."""
 
     page: int
     page_pitch: int
@@ -53,75 +53,76 @@ class Pitched(NamedTuple):
 
 
 class Device(ABC):
-    """One device, used from several threads of one process. Failures raise DeviceError."""
+    """One device; any thread of the process may call it. Failures raise DeviceError."""
 
     uuid: bytes
     name: str
-    """For logs and status."""
+    """Name for logs and status."""
 
     # --- memory ---------------------------------------------------------------------
 
     @abstractmethod
     def open(self, export: Export) -> int:
-        """Map a peer's allocation; its base address here. Raises CannotOpenError.
+        """Map a peer's allocation and return its address in this process.
 
-        Opened twice it is mapped once. Descriptors of the export's parts stay the caller's.
+        An allocation that is opened twice is mapped once. The caller still owns the descriptors
+        of the export's parts. Raises CannotOpenError.
         """
 
     @abstractmethod
     def close(self, address: int) -> None:
-        """Undo one `open`. The caller has seen to it that no copy touches it any more."""
+        """Undo one `open`. The caller guarantees that no copy uses the memory."""
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> int:
-        """Device memory of our own."""
+        """Allocate device memory and return its address."""
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory from `allocate`."""
 
     @abstractmethod
     def pin(self, address: int, size_bytes: int) -> None:
-        """Page-lock host memory, which copies at full speed then; may take 0.1 s a GB."""
+        """Page-lock host memory so that it copies at full speed; may take 0.1 s per GB."""
 
     @abstractmethod
     def unpin(self, address: int) -> None:
-        """Undo `pin` for what began there."""
+        """Undo the `pin` of the memory that begins at `address`."""
 
     # --- order ----------------------------------------------------------------------
 
     @abstractmethod
     def create_stream(self, *, urgent: bool) -> int:
-        """A queue of work that is done in order."""
+        """Create a queue whose work is done in order; return its number."""
 
     @abstractmethod
     def create_event(self) -> int:
-        """An event of our own, to be recorded and queried."""
+        """Create an event that this process records and queries; return its number."""
 
     @abstractmethod
     def open_event(self, handle: bytes, bases: list[int]) -> int:
-        """A peer's event, as its side of the device exported it. Raises CannotOpenError.
+        """Open an event that a peer exported; return its number. Raises CannotOpenError.
 
         `bases` are the addresses of the attachment's allocations, for handles that name one.
         """
 
     @abstractmethod
     def close_event(self, event: int) -> None:
-        """Let go of an event, ours or a peer's."""
+        """Close an event from `create_event` or `open_event`."""
 
     @abstractmethod
     def record(self, event: int, stream: int) -> None:
-        """The event happens when the stream has done what it has been given so far."""
+        """Make the event happen when the stream has done all work put on it so far."""
 
     @abstractmethod
     def query(self, event: int) -> bool:
-        """Whether the newest record of the event has happened; true if there is none."""
+        """Whether the newest record of the event has happened; true if it was never recorded."""
 
     @abstractmethod
     def wait(self, stream: int, event: int, value: int) -> None:
-        """Have the stream do nothing more until the event has happened.
+        """Make the stream wait until the event has happened.
 
-        `value` is what its side's record returned: counters wait for it, events that know
+        `value` is the result of the peer's record: counters wait for it; events that know
         only their newest record ignore it.
         """
 
@@ -136,21 +137,21 @@ class Device(ABC):
         direction: Direction,
         stream: int,
     ) -> None:
-        """Copy so many pieces, in any order. The arrays may change once this returns."""
+        """Copy pieces, in any order. The caller may change the arrays after the call."""
 
     @abstractmethod
     def copy_pitched(self, pieces: list[Pitched], direction: Direction, stream: int) -> None:
-        """Copy pieces whose rows lie at constant distances."""
+        """Copy pieces of rows at constant distances."""
 
     @abstractmethod
     def gather(
         self, pages: Addresses, lengths: Addresses, staging: int, direction: Direction, stream: int
     ) -> None:
-        """Move pieces between pages and device memory, where they lie one after the other.
+        """Move pieces between pages and device memory, in which they are contiguous.
 
-        STORE gathers pages into `staging`, LOAD scatters it over them.
+        STORE gathers the pages into `staging`; LOAD scatters `staging` into the pages.
         """
 
     @abstractmethod
     def shut(self) -> None:
-        """Let go of everything, in the order that the device needs; idempotent."""
+        """Release all resources in the order that the device needs; idempotent."""

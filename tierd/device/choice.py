@@ -1,7 +1,7 @@
-"""Which way to move blocks is fastest on a device: measured, on memory of our own.
+"""Measures which way of moving blocks is fastest on a device, with memory allocated for the test.
 
-No rule is kept about when which one wins: it depends on the device, its bus and the driver, and
-for small pieces by a factor of ten.
+There is no fixed rule: the result depends on the device, its bus and the driver, and for small
+pieces the ways differ by a factor of ten.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, Way, group_plans, i
 from tierd.shared_memory.exports import PageLayout, Run
 
 SCRATCH_BYTES: Final = 16 << 20
-"""Moved at a time, unless a block is larger: enough to hide what a call costs."""
+"""Bytes moved per measurement, unless a block is larger: enough to hide the cost of a call."""
 
 _SCRATCH_BLOCKS: Final = 1024
 _SCRATCH_PIECES: Final = 65_536
-"""Of tiny pieces more would take seconds, and the device be given up for lost."""
+"""Maximum pieces per measurement: more tiny pieces would take seconds, and the device would be
+taken for lost."""
 _ROUNDS: Final = 3
 _BETTER: Final = 1.1
-"""How much faster than DIRECT another way has to be: DIRECT needs no memory and no kernel."""
+"""Factor by which another way must be faster than DIRECT, which needs no memory and no kernel."""
 _LIMIT_S: Final = 5.0
 _PAUSE_S: Final = 50e-6
 
@@ -36,17 +37,17 @@ _abandoned: Final[list[contextlib.ExitStack]] = []
 
 
 class Choice(NamedTuple):
-    """The way for each direction, and what was measured, in words."""
+    """The way for each direction, and the measurements as text."""
 
     ways: dict[Direction, Strategy]
     how: str
 
 
 class HostScratch:
-    """Host memory of our own, pinned: the caller's to close, once nothing is copied any more."""
+    """Pinned host memory; the owner closes it after all copies have ended."""
 
     def __init__(self, device: Device, size_bytes: int) -> None:
-        """Raises DeviceError; OSError if there is no memory."""
+        """Raises DeviceError if pinning fails, OSError if there is no memory."""
         self._device = device
         self._map = mmap.mmap(-1, size_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -61,7 +62,7 @@ class HostScratch:
             raise
 
     def close(self) -> None:
-        """Unpin and unmap it."""
+        """Unpin and unmap the memory."""
         self._device.unpin(self.address)
         self._map.close()
 
@@ -69,10 +70,10 @@ class HostScratch:
 def choose(
     device: Device, stream: int, layout: PageLayout, ends: Sequence[int], plan: CopyPlan
 ) -> Choice:
-    """Try all ways on blocks shaped like the layout's; takes some 0.1 s.
+    """Measure all ways on blocks shaped like the layout's; takes about 0.1 s.
 
-    `ends` are the layer groups' ends, `plan` is one of the real pages: some ways are impossible
-    there. Raises DeviceError if DIRECT does not work.
+    `ends` are the ends of the layer groups. `plan` is for the real pages, which rule out some
+    ways. Raises DeviceError if DIRECT does not move the right bytes.
     """
     count = _block_count(layout)
     with borrowed(device, stream) as stack:
@@ -83,7 +84,7 @@ def choose(
         speeds = {way: trial.speed(way) for way in itertools.product(sound, Direction)}
     ways = {direction: _best(speeds, direction) for direction in Direction}
     said = [_said(speeds, ways[direction], direction) for direction in Direction]
-    said += [f"{x.value} is wrong here" for x in plan.strategies if x not in sound]
+    said += [f"{x.value} moves wrong bytes" for x in plan.strategies if x not in sound]
     return Choice(ways, ", ".join(said))
 
 
@@ -110,7 +111,7 @@ def _said(speeds: dict[Way, float], chosen: Strategy, direction: Direction) -> s
 
 
 def finish(device: Device, stream: int, limit_s: float = _LIMIT_S) -> None:
-    """Wait for what a stream has been given. Raises DeviceError, a sticky one after `limit_s`."""
+    """Wait until a stream has done its work. Raises DeviceError, a sticky one after `limit_s`."""
     event = device.create_event()
     try:
         device.record(event, stream)
@@ -125,10 +126,10 @@ def finish(device: Device, stream: int, limit_s: float = _LIMIT_S) -> None:
 
 @contextlib.contextmanager
 def borrowed(device: Device, stream: int) -> Iterator[contextlib.ExitStack]:
-    """A stack of what a stream's copies need, to be closed once they are done.
+    """Yield a stack for resources of a stream's copies and close it when the copies are done.
 
-    Raises DeviceError if that cannot be known. Then nothing is closed: the device may still be
-    writing there, and the process has to end.
+    Raises DeviceError if it cannot find out that they are done. Then nothing is closed: the
+    device may still be writing to the memory, and the process has to end.
     """
     stack = contextlib.ExitStack()
     try:
@@ -143,9 +144,9 @@ def borrowed(device: Device, stream: int) -> Iterator[contextlib.ExitStack]:
 
 
 def compact(layout: PageLayout, count: int) -> PageLayout:
-    """A layout of `count` blocks shaped like these in one small allocation.
+    """Return a layout of `count` blocks of the same shape in one small allocation.
 
-    What lies within a block stride keeps its distances, what lies further apart does not.
+    Runs within one block stride keep their distances; runs further apart move together.
     """
     offsets = [0] * len(layout.runs)
     first: Run | None = None
@@ -175,7 +176,7 @@ def _block_count(layout: PageLayout) -> int:
 
 
 class _Trial:
-    """Blocks in memory of our own, a pattern to load them from, and slots to store them to."""
+    """Test blocks in device memory, a pattern to load them from, and slots to store them to."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class _Trial:
             Direction.LOAD: group_plans(layout, [pages], ends),
             Direction.STORE: [CopyPlan(layout, [pages])],
         }
-        # Out of order, so that no blocks are neighbours by chance.
+        # Shuffled, so that neighbouring blocks do not merge into one piece.
         count = layout.block_count
         self._blocks = np.random.default_rng(0).permutation(count).astype(np.uint64)
         self._slots = np.arange(count, dtype=np.uint64) * np.uint64(layout.block_bytes)
@@ -222,7 +223,7 @@ class _Trial:
         return True
 
     def speed(self, way: Way) -> float:
-        """Bytes a second, the best of some rounds."""
+        """Return bytes per second of the best of _ROUNDS rounds."""
         slots = self._slots if way[1] is Direction.LOAD else self._stored_slots
         best = float("inf")
         for _ in range(_ROUNDS):

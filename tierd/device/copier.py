@@ -1,6 +1,6 @@
-"""Copies between engines' pages and slots: what is attached, and a lane each way.
+"""Copies between engines' pages and slots: the attachments, and one lane per direction.
 
-It knows addresses, not slots; jobs, not sessions. Whoever owns it maps and pins the arena.
+The copier knows addresses, not slots, and jobs, not sessions. Its owner maps and pins the arena.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout, layout_err
 from tierd.shared_memory.gate import Gate
 
 JOB_LIMIT_S: Final = 2.5
-"""A job that waits for its event, others or the cap for longer is given up. It is well below what
-the daemon takes for a hung process, which it kills with everybody's jobs."""
+"""A job that has waited this long, for its event, other jobs or the bandwidth cap, is given up.
+This is well below the time after which the daemon kills a hung process with all its jobs."""
 
 _DRAIN_LIMIT_S: Final = 1.0
 
@@ -36,12 +36,12 @@ _Shape = tuple[PageLayout, tuple[int, ...], tuple[Strategy, ...]]
 
 
 class Copier:
-    """One device's copies. Its methods are called by one thread; `cancel` and `submit` by any.
+    """The copies of one device. One thread calls the methods; any may call `cancel` and `submit`.
 
-    `on_done(job, blocks, reason)` is called once a job, by a thread of the copier, or within
-    `submit`: so many blocks from the first on are in place, and nothing more of it is written.
-    `on_lost(reason)` says that the device is of no use any more: jobs that it was copying have
-    no answer, and the process has to end.
+    `on_done(job, blocks, reason)` is called once per job, by a thread of the copier or within
+    `submit`: the first `blocks` blocks are in place, and nothing more of the job is written.
+    `on_lost(reason)` is called when the device is lost: jobs whose copies were under way get no
+    answer, and the process has to end.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Copier:
         job_limit_s: float = JOB_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bandwidth_max` is in bytes a second for both directions; 0 is none.
+        """`bandwidth_max` is in bytes per second for both directions together; 0 is no limit.
 
         A job that is not done `job_limit_s` after it was submitted is stopped between batches.
         """
@@ -82,9 +82,9 @@ class Copier:
         }
 
     def know_memory(self, starts: Sequence[int]) -> None:
-        """Say where each stretch of host memory begins that is pinned, or will be, in one go.
+        """Set the start addresses of all stretches of host memory that are each pinned as a whole.
 
-        No copy crosses one of these addresses; slots do not, either.
+        No copy crosses one of these addresses, and no slot does.
         """
         bounds = np.array(sorted(starts), np.uint64)
         for lane in self._lanes.values():
@@ -105,19 +105,19 @@ class Copier:
         probe_block: int,
         probe_digest: bytes,
     ) -> str:
-        """Open what an engine has exported, and say how it will be copied. May take 0.5 s.
+        """Open an engine's exports; return how they will be copied, as text. May take 0.5 s.
 
-        `layer_ends` are where layer groups end in a slot; none is one group. The probe is a
-        block's content as SHA-256: it shows that both ends mean the same pages. Raises
-        DeviceError, of which CannotOpenError says what to change; then nothing stays open, unless
-        it is sticky.
+        `layer_ends` are the ends of the layer groups in a slot; empty means one group. The probe
+        is the SHA-256 of a block's content: it proves that both sides mean the same pages. Raises
+        DeviceError; a CannotOpenError says what to change. Then nothing stays open, unless the
+        error is sticky.
         """
         assert number not in self._attachments
         ends = tuple(layer_ends) or (block_bytes,)
         sizes = [export.size_bytes for export in exports]
         error = layout_error(layout, sizes, block_bytes) or _ends_error(ends, block_bytes)
         if not error and not 0 <= probe_block < layout.block_count:
-            error = f"the probe is block {probe_block} of {layout.block_count}"
+            error = f"the probe is block {probe_block}, but there are {layout.block_count} blocks"
         if error:
             raise CannotOpenError(error)
         with borrowed(self._device, self._stream) as opening:
@@ -159,9 +159,9 @@ class Copier:
         return choice.how
 
     def cancel(self, number: int) -> None:
-        """End the jobs of an attachment; once this returns nothing of them is in flight.
+        """End the jobs of an attachment and refuse new ones; on return no copy is in flight.
 
-        It takes no new ones. Raises DeviceError if the device is lost, which cannot tell.
+        Raises DeviceError if the device is lost: then copies may still be in flight.
         """
         with self._changed:
             attachment = self._attachments[number]
@@ -174,10 +174,10 @@ class Copier:
                 raise DeviceError(self._lost, sticky=True)
 
     def detach(self, number: int) -> None:
-        """Cancel, and let go of what has been opened.
+        """Cancel the jobs of an attachment and close all that `attach` opened.
 
-        Raises DeviceError as `cancel` does, or if a stream goes on waiting for an event in that
-        memory: only the process's end lets go of it then.
+        Raises DeviceError as `cancel` does, or if a stream still waits for an event in that
+        memory: then only the end of the process releases the memory.
         """
         self.cancel(number)
         with self._changed:
@@ -210,7 +210,8 @@ class Copier:
             finish(self._device, self._stream)
             if hashlib.sha256(host.view).digest() != digest:
                 raise CannotOpenError(
-                    "the engine's pages read differently here: its memory is not where it says"
+                    "the probe block of the engine reads differently in the copy process: the "
+                    "engine's pages are not where it says"
                 )
 
     # --- jobs -----------------------------------------------------------------------
@@ -227,7 +228,7 @@ class Copier:
         value: int = 0,
         gate_job: int = 0,
     ) -> None:
-        """Copy blocks of an attachment to or from as many slots, once its event has happened.
+        """Copy blocks to or from as many slots after `event` has happened.
 
         `gate_job` is the load's number at the gate. Raises ValueError for a block or an event
         that the attachment does not have.
@@ -246,7 +247,10 @@ class Copier:
             self._lanes[direction].submit(new)
 
     def stalled_s(self) -> float:
-        """For how long the oldest copy has been on the device: seconds mean that it hangs."""
+        """Return for how many seconds the oldest copy has been on the device, 0 if there is none.
+
+        More than a second means that the device hangs.
+        """
         oldest = [at for lane in self._lanes.values() if (at := lane.oldest()) is not None]
         return self._clock() - min(oldest) if oldest else 0.0
 
@@ -284,7 +288,7 @@ def _job(
 def _ends_error(ends: Sequence[int], block_bytes: int) -> str:
     starts = [0, *ends[:-1]]
     if ends[-1] != block_bytes or any(s >= e for s, e in zip(starts, ends, strict=True)):
-        return "layer groups have to end one after the other, the last one with the block"
+        return "the ends of layer groups must ascend, and the last one must be the block's end"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""An NVIDIA GPU as a device: the calls, their errors in words, and what has to be remembered.
+"""An NVIDIA GPU as a device: its calls, their error messages, and the state that they need.
 
-Streams, events, copies, pinning and legacy IPC go through cupy's runtime; what that lacks goes
-to the driver through cuda-bindings. Both see the GPU's primary context. Not yet run on a GPU.
+Streams, events, copies, pinning and legacy IPC go through cupy's runtime; calls that it lacks go
+to the driver through cuda-bindings. Both use the GPU's primary context. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierd.shared_memory.exports import Export, ExportKind, counter_of, device_t
 
 _missing: str
 try:
-    # By their own names, so that tests may put others in their place.
+    # Bound to module names so that tests can replace them.
     from cuda.bindings import driver as driver
     from cupy.cuda import runtime as runtime
 except ImportError as error:
@@ -48,13 +48,13 @@ _PORTABLE_AND_MAPPED: Final = 1 | 2
 _WAIT_GEQ: Final = 0
 _BATCH_ABI: Final = 13_000
 _URGENT: Final = -5
-"""A stream's priority is cut to what the device has, so this means: the highest."""
+"""Priority of urgent streams: the device clamps it to its highest priority."""
 
 _SHUT_TIMEOUT_S: Final = 2.0
 
 _CONNECTIONS: Final = "32"
-"""Hardware queues of the process. Streams that share one wait for each other's events, too, and
-by default eight queues are all there are for every attachment's waits and the copies."""
+"""Hardware queues of the process. Streams that share a queue also wait for each other's events,
+and the default of eight queues is too few for the copies and the waits of all attachments."""
 
 _EVENT_REMEDY: Final = (
     "IPC events need one /dev/shm for daemon and engine (--ipc=host, or /dev/shm mounted into both)"
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def _failure(what: str, code: int, kind: type[DeviceError] = DeviceError) -> DeviceError:
-    """The error for a result that has no text."""
+    """Return the error for a driver result, which has a code but no text."""
     try:
         name = driver.CUresult(code).name
     except ValueError:
@@ -74,7 +74,7 @@ def _failure(what: str, code: int, kind: type[DeviceError] = DeviceError) -> Dev
 
 @contextlib.contextmanager
 def _worded(what: str, kind: type[DeviceError] = DeviceError, remedy: str = "") -> Iterator[None]:
-    """Turn the runtime's errors into ours."""
+    """Turn the runtime's errors into errors of class `kind`."""
     try:
         yield
     except runtime.CUDARuntimeError as error:
@@ -82,22 +82,22 @@ def _worded(what: str, kind: type[DeviceError] = DeviceError, remedy: str = "") 
 
 
 def _checked(what: str, result: int, kind: type[DeviceError] = DeviceError) -> None:
-    """Raise for a driver's result other than success."""
+    """Raise if the result of a driver call is not success."""
     if result:
         raise _failure(what, int(result), kind)
 
 
 def _value(what: str, answer: tuple[int, T], kind: type[DeviceError] = DeviceError) -> T:
-    """What a driver call answered beside its result."""
+    """Return the value of a driver call; raise if its result is not success."""
     result, value = answer
     _checked(what, result, kind)
     return value
 
 
 def visible() -> list[bytes]:
-    """UUIDs of the GPUs that this process can use, by ordinal.
+    """Return the UUIDs of the GPUs that this process can use, by ordinal.
 
-    Raises CannotOpenError where there is none, or nothing to use it with.
+    Raises CannotOpenError if there is no GPU, driver or library.
     """
     what = "no GPU can be used"
     if _missing:
@@ -107,11 +107,11 @@ def visible() -> list[bytes]:
         _checked(what, driver.cuInit(0)[0], CannotOpenError)
         count = _value(what, driver.cuDeviceGetCount(), CannotOpenError)
         answers = [driver.cuDeviceGetUuid(ordinal) for ordinal in range(count)]
-        # The runtime may be newer than the driver, which only it knows.
+        # Only the runtime can tell that it is too new for the driver.
         with _worded(what, CannotOpenError, "the NVIDIA driver is older than CUDA 13"):
             runtime.getDeviceCount()
     except (RuntimeError, OSError) as error:
-        # A driver library that is not there is told by RuntimeError, without a number.
+        # The bindings report a missing driver library as a RuntimeError without a number.
         raise CannotOpenError(f"{what}: no NVIDIA driver here ({error})") from error
     uuids_here = [bytes(_value(what, answer, CannotOpenError).bytes) for answer in answers]
     if not uuids_here:
@@ -121,22 +121,22 @@ def visible() -> list[bytes]:
 
 @dataclass(slots=True)
 class _Opened:
-    """A mapped allocation of a peer."""
+    """A peer's allocation that is mapped."""
 
     size_bytes: int
     uses: int = 0
     exports: list[Export] = field(default_factory=list)
-    """Each was opened at the driver once. Compared by identity: other allocations of other
-    lives of an engine were seen to have handles of the same bytes."""
+    """Exports that the driver opened once each. Compared by identity: different allocations of
+    different incarnations of an engine were seen to have equal handle bytes."""
     mapped: list[tuple[int, int]] = field(default_factory=list)
-    """Address and size of each physical chunk, if it has several."""
+    """Address and size of each physical chunk; empty for legacy IPC."""
 
 
 class CudaDevice(Device):
-    """A GPU; every thread may call, and is bound to it by its first call."""
+    """A GPU. Any thread may call it; a thread's first call binds the thread to the GPU."""
 
     def __init__(self, ordinal: int, uuid: bytes) -> None:
-        """Creates the GPU's context, some hundred MiB of its memory. Raises CannotOpenError."""
+        """Create the GPU's context, which takes a few hundred MiB. Raises CannotOpenError."""
         self.uuid = uuid
         self._ordinal = ordinal
         self._bound = threading.local()
@@ -166,7 +166,7 @@ class CudaDevice(Device):
 
     @classmethod
     def find(cls, uuid: bytes) -> CudaDevice:
-        """The GPU of this UUID, whatever its ordinal here. Raises CannotOpenError."""
+        """Return the GPU with this UUID, whatever its ordinal. Raises CannotOpenError."""
         uuids_here = visible()
         if uuid not in uuids_here:
             raise CannotOpenError(
@@ -178,7 +178,7 @@ class CudaDevice(Device):
         return cls(uuids_here.index(uuid), uuid)
 
     def _bind(self) -> None:
-        """Make the GPU's context this thread's, once a thread. Within `_doing`."""
+        """Make the GPU's context current, once per thread. `_doing` calls it."""
         if not getattr(self._bound, "done", False):
             runtime.setDevice(self._ordinal)
             self._bound.done = True
@@ -219,10 +219,10 @@ class CudaDevice(Device):
         if len(export.handle) != IPC_HANDLE_BYTES or export.parts:
             raise CannotOpenError(f"a CUDA IPC handle has {IPC_HANDLE_BYTES} bytes and no parts")
         base = runtime.ipcOpenMemHandle(export.handle)
-        # The driver answers a handle that is open already with the same address.
+        # For a handle that is already open the driver returns the same address.
         opened = self._opened.get(base, _Opened(export.size_bytes))
         result, _, size_bytes = driver.cuMemGetAddressRange(base)
-        # Where the driver does not tell the size, the engine's word is all there is.
+        # If the driver does not know the size, only the engine's statement is left.
         if not result and size_bytes < export.size_bytes:
             runtime.ipcCloseMemHandle(base)
             raise CannotOpenError(
@@ -231,7 +231,7 @@ class CudaDevice(Device):
         return base, opened
 
     def _open_chunks(self, export: Export) -> tuple[int, _Opened]:
-        """Map all parts to one stretch of addresses. Releases everything if one fails."""
+        """Map all parts to one contiguous range of addresses. A failure unmaps them all."""
         end = 0
         for part in export.parts:
             if part.offset != end or part.size_bytes < 1:
@@ -248,7 +248,7 @@ class CudaDevice(Device):
                 kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
                 imported = driver.cuMemImportFromShareableHandle(part.fd, kind)
                 handle = _value(what, imported, CannotOpenError)
-                # The mapping keeps the memory; the handle has served when it is made.
+                # The mapping keeps the memory alive, so the handle can be released.
                 (result,) = driver.cuMemMap(base + part.offset, part.size_bytes, 0, handle, 0)
                 driver.cuMemRelease(handle)
                 _checked(what, result, CannotOpenError)
@@ -284,22 +284,22 @@ class CudaDevice(Device):
             runtime.ipcCloseMemHandle(address)
 
     def allocate(self, size_bytes: int) -> int:
-        with self._doing(f"no {size_bytes} bytes of GPU memory"):
+        with self._doing(f"{size_bytes} bytes of GPU memory cannot be allocated"):
             address = runtime.mallocAsync(size_bytes, self._memory_stream)
             runtime.streamSynchronize(self._memory_stream)
             return address
 
     def free(self, address: int) -> None:
         with self._doing("GPU memory cannot be freed"):
-            # In a stream's order: cudaFree would wait for all streams, of which one may be
-            # waiting for the event of an engine that is dead.
+            # Stream-ordered: cudaFree would wait for all streams, and one of them may be waiting
+            # for the event of a dead engine.
             runtime.freeAsync(address, self._memory_stream)
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Page-lock host memory; no copied piece may lie across the border of two pins.
+        """Page-lock host memory; no copied piece may cross the border of two pins.
 
-        The driver's lock is held for 0.1 s a GB, and every other process that uses a GPU of
-        this machine may wait for it: pin in stretches of 1 to 4 GB.
+        This holds the driver's lock for 0.1 s per GB, and every other process that uses a GPU of
+        this machine may wait for that lock: pin in stretches of 1 to 4 GB.
         """
         remedy = "see the memory limit of the daemon's unit or container, and the GPU's free memory"
         with self._doing(f"{size_bytes} bytes cannot be pinned", remedy=remedy):
@@ -318,8 +318,8 @@ class CudaDevice(Device):
     # --- order ----------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool) -> int:
-        with self._doing("no stream"):
-            # Never the NULL stream: it waits for others, and takes no batches.
+        with self._doing("a stream cannot be created"):
+            # Never the NULL stream: it waits for other streams and does not accept batches.
             stream = runtime.streamCreateWithPriority(
                 runtime.streamNonBlocking, _URGENT if urgent else 0
             )
@@ -327,11 +327,11 @@ class CudaDevice(Device):
         return stream
 
     def create_event(self) -> int:
-        with self._doing("no event"):
+        with self._doing("an event cannot be created"):
             return runtime.eventCreateWithFlags(runtime.eventDisableTiming)
 
     def open_event(self, handle: bytes, bases: list[int]) -> int:
-        """A native event's address, or minus the address of a counter."""
+        """Return a native event's address, or the negated address of a counter."""
         native = native_of(handle)
         if native is not None and len(native) == IPC_HANDLE_BYTES:
             what = "the engine's event cannot be opened"
@@ -342,7 +342,9 @@ class CudaDevice(Device):
             raise CannotOpenError("an event's handle is of no known kind")
         index, offset = place
         if index >= len(bases):
-            raise CannotOpenError(f"a counter lies in allocation {index} of {len(bases)}")
+            raise CannotOpenError(
+                f"a counter is in allocation {index}, but only {len(bases)} exist"
+            )
         base = bases[index]
         with self._lock:
             size_bytes = self._opened[base].size_bytes
@@ -386,11 +388,11 @@ class CudaDevice(Device):
         direction: Direction,
         stream: int,
     ) -> None:
-        """Pieces in pinned memory are one batch; others are slower, and the call may wait."""
+        """Copy pieces in pinned memory as one batch; other pieces are slower and may block."""
         seen, pinned = self._pins.seen(slots, lengths)
         loads = direction is Direction.LOAD
         targets, sources = (pages, seen) if loads else (seen, pages)
-        with self._doing("a copy cannot be begun"):
+        with self._doing("a copy cannot be started"):
             if pinned.any():
                 self._batch(targets[pinned], sources[pinned], lengths[pinned], direction, stream)
             kind = runtime.memcpyHostToDevice if loads else runtime.memcpyDeviceToHost
@@ -410,8 +412,8 @@ class CudaDevice(Device):
     ) -> None:
         attributes = driver.CUmemcpyAttributes()
         order = driver.CUmemcpySrcAccessOrder
-        # Slots do not change during a load, so they may be read before the stream is there.
-        # Pages do until the stream's waits have passed, so a store has to keep the order.
+        # Slots do not change during a load, so the copy may read them ahead of stream order.
+        # Pages change until the stream's waits have passed, so a store keeps the stream order.
         attributes.srcAccessOrder = (
             order.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
             if direction is Direction.LOAD
@@ -427,11 +429,11 @@ class CudaDevice(Device):
             1,
             stream,
         )
-        _checked("a batch of copies cannot be begun", result)
+        _checked("a batch of copies cannot be started", result)
 
     @functools.cached_property
     def _batch_call(self) -> Callable[..., int]:
-        """The driver's entry itself: bindings would make a Python object of every address."""
+        """The driver's function itself: the bindings would build a Python object per address."""
         answer = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", _BATCH_ABI, 0)
         _checked("the driver has no batches of copies", answer[0])
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -446,7 +448,7 @@ class CudaDevice(Device):
         table = np.array(pieces, np.uint64).reshape(-1, len(Pitched._fields))
         _, _, slots, pitches, widths, rows = table.T
         seen, _ = self._pins.seen(slots, (rows - np.uint64(1)) * pitches + widths)
-        with self._doing("a pitched copy cannot be begun"):
+        with self._doing("a pitched copy cannot be started"):
             for piece, slot in zip(pieces, seen.tolist(), strict=True):
                 page, page_pitch, _, slot_pitch, width, height = piece
                 to, to_pitch, source, source_pitch = (
@@ -485,7 +487,7 @@ class CudaDevice(Device):
 
     @functools.cached_property
     def _kernels(self) -> tuple[driver.CUfunction, driver.CUfunction]:
-        """The kernel of a load, and that of a store."""
+        """The kernels of loads and of stores."""
         what = f"the kernels cannot be loaded for {self._arch}"
         module = _value(what, driver.cuModuleLoadData(kernels.compile_for(self._arch)))
         return (
@@ -494,11 +496,14 @@ class CudaDevice(Device):
         )
 
     def shut(self) -> None:
-        """Streams that still wait for a dead engine's event are left to the process's end."""
+        """Release all resources, unless a stream still waits for a dead engine's event.
+
+        Then the end of the process releases them.
+        """
         if self._shut:
             return
         self._shut = True
-        with contextlib.suppress(DeviceError), self._doing("the GPU cannot be let go"):
+        with contextlib.suppress(DeviceError), self._doing("the GPU cannot be released"):
             deadline = time.monotonic() + _SHUT_TIMEOUT_S
             for stream in self._streams:
                 while runtime.streamQuery(stream) == _NOT_READY:

@@ -1,7 +1,7 @@
-"""An engine's side of CUDA: shows its memory to the daemon's process, and when it may be touched.
+"""The engine's side of CUDA: exports of its memory, and events that order copies after its work.
 
-Needs cuda-bindings, which torch brings along, and a context on the GPU; neither torch nor cupy is
-imported, so memory and streams come as numbers. Not yet run on a GPU.
+Needs cuda-bindings, a dependency of torch, and a context on the GPU. Imports neither torch nor
+cupy, so memory and streams are given as numbers. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ else:
 IPC_HANDLE_BYTES: Final = 64
 
 EVENTS: Final = 64
-"""Events of an engine, used in turn; one that is recorded again too soon is waited for longer,
-never too short. Also streams that may record counters."""
+"""Events of an engine, used in turn. A copy may wait for a later record of a reused event, never
+for an earlier one. Also the maximum number of streams that record counters."""
 
 COUNTER_BYTES: Final = 2 << 20
-"""cudaMalloc's grain: an allocation's neighbours in it would be shown to the daemon, too."""
+"""Granularity of cudaMalloc; a smaller allocation would expose its neighbours to the daemon."""
 
 _EVENT_FLAGS: Final = 2 | 4
-"""Without timing, for other processes."""
+"""Flags: without timing, and shareable with other processes."""
 
 _POSIX_FD: Final = 1
 _DEVICE_MEMORY: Final = 2
 _WRITE_DEFAULT: Final = 0
 
 _FDS_SPARE: Final = 256
-"""Descriptors left to the engine when memory in chunks has taken one for each."""
+"""Descriptors to leave to the engine when each chunk of memory takes one."""
 
 T = TypeVar("T")
 
 
 class MemorySpan(NamedTuple):
-    """Memory of the engine's, such as a tensor's storage: `untyped_storage()` tells both."""
+    """Memory of the engine, such as a tensor's `untyped_storage()`."""
 
     address: int
     size_bytes: int
 
 
 class Facts(NamedTuple):
-    """What the driver says of an address."""
+    """The driver's attributes of an address."""
 
     memory_type: int
     managed: bool
@@ -66,30 +66,30 @@ class Facts(NamedTuple):
 
 
 class SpanPlace(NamedTuple):
-    """Where a span lies: which of the exports, and at which offset."""
+    """The position of a span: the index of its export, and the offset in it."""
 
     export: int
     offset: int
 
 
 def export_kind(facts: Facts) -> ExportKind:
-    """How memory of this kind can be shown to another process.
+    """Return how memory of this kind can be shared with another process.
 
-    Raises CannotOpenError, which names the setting to change, if it cannot.
+    Raises CannotOpenError, which names the setting to change, if it cannot be shared.
     """
     if facts.managed:
         raise CannotOpenError(
-            "managed memory cannot be shown to another process: use an allocator that takes "
+            "managed memory cannot be shown to another process: use an allocator that uses "
             "cudaMalloc, not cudaMallocManaged"
         )
     if facts.memory_type != _DEVICE_MEMORY:
-        raise CannotOpenError("this is no GPU's memory")
+        raise CannotOpenError("the engine's KV memory is not GPU memory")
     if facts.legacy_ipc:
         return ExportKind.CUDA_IPC
     if facts.pooled:
         raise CannotOpenError(
-            "memory of cudaMallocAsync cannot be shown to another process: take "
-            "backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF"
+            "memory of cudaMallocAsync cannot be shown to another process: remove "
+            "backend:cudaMallocAsync from PYTORCH_CUDA_ALLOC_CONF"
         )
     if facts.handle_types & _POSIX_FD:
         return ExportKind.CUDA_VMM
@@ -97,12 +97,12 @@ def export_kind(facts: Facts) -> ExportKind:
         "the engine's memory was allocated without a file descriptor for other processes (handle "
         f"types {facts.handle_types}): with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF, "
         "set it to False or unset TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0; with vLLM's sleep mode "
-        "or cumem allocator, take away --enable-sleep-mode and --enable-cumem-allocator"
+        "or cumem allocator, remove --enable-sleep-mode and --enable-cumem-allocator"
     )
 
 
 def chains(chunks: Iterable[MemorySpan]) -> list[list[MemorySpan]]:
-    """Chunks in order of address, each once; those that lie end to end are together."""
+    """Return distinct chunks by address, grouped so that a group's chunks are contiguous."""
     found: list[list[MemorySpan]] = []
     for chunk in sorted(set(chunks)):
         last = found[-1][-1] if found else None
@@ -114,7 +114,7 @@ def chains(chunks: Iterable[MemorySpan]) -> list[list[MemorySpan]]:
 
 
 def places(spans: Sequence[MemorySpan], allocations: Sequence[MemorySpan]) -> list[SpanPlace]:
-    """Where each span lies in these allocations, which are in order of address."""
+    """Return the place of each span in these allocations, which are sorted by address."""
     begins = [allocation.address for allocation in allocations]
     answer = []
     for span in spans:
@@ -127,12 +127,12 @@ def places(spans: Sequence[MemorySpan], allocations: Sequence[MemorySpan]) -> li
 
 
 def descriptors_error(needed: int, limit: int) -> str:
-    """Why so many descriptors cannot be had; empty if they can."""
+    """Return why `needed` descriptors exceed the limit, or an empty text if they do not."""
     if needed + _FDS_SPARE <= limit:
         return ""
     return (
-        f"the engine's memory lies in {needed} chunks, each of which takes a file descriptor, and "
-        f"may have {limit}: raise `ulimit -n` (LimitNOFILE=), or set expandable_segments:False"
+        f"the engine's memory has {needed} chunks, each of which takes a file descriptor, and the "
+        f"limit is {limit}: raise `ulimit -n` (LimitNOFILE=), or set expandable_segments:False"
     )
 
 
@@ -141,7 +141,7 @@ class _HasPointer(Protocol):
 
 
 def handle_bytes(handle: _HasPointer) -> bytes:
-    """The 64 bytes of an IPC handle; their attribute has gone from newer bindings."""
+    """Return the 64 bytes of an IPC handle; newer bindings have no attribute for them."""
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
 
@@ -158,7 +158,7 @@ def _value(what: str, answer: tuple[int, T]) -> T:
 
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
-    """Have the GPU's primary context, which torch uses, be the thread's for a while."""
+    """Make the GPU's primary context, which torch uses, current in this thread."""
     if _missing:
         raise CannotOpenError(f"pip install cuda-bindings ({_missing})")
     what = "the engine's GPU cannot be used"
@@ -178,7 +178,7 @@ def _context(ordinal: int) -> Iterator[None]:
 
 
 def device_uuid(ordinal: int) -> bytes:
-    """The UUID of the engine's GPU, whatever the daemon's ordinal for it is."""
+    """Return the UUID of the engine's GPU, which identifies it in every process."""
     with _context(ordinal):
         return bytes(_value("the GPU has no UUID", driver.cuDeviceGetUuid(ordinal)).bytes)
 
@@ -189,7 +189,7 @@ def _facts(address: int) -> Facts:
     kind = driver.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
 
     def ask(attribute: driver.CUpointer_attribute) -> int:
-        """0 also for what this kind of memory does not have."""
+        """Return the attribute, or 0 if this kind of memory does not have it."""
         result, value = driver.cuPointerGetAttribute(attribute, address)
         return 0 if result else int(value)
 
@@ -203,7 +203,7 @@ def _facts(address: int) -> Facts:
 
 
 def _chunks(span: MemorySpan) -> Iterator[MemorySpan]:
-    """The allocation of a span; for reserved addresses, each physical chunk that it touches."""
+    """Yield the allocation of a span; for reserved addresses, each physical chunk it touches."""
     address = span.address
     while address < span.address + span.size_bytes:
         result, base, size_bytes = driver.cuMemGetAddressRange(address)
@@ -213,13 +213,13 @@ def _chunks(span: MemorySpan) -> Iterator[MemorySpan]:
 
 
 class Exports:
-    """The allocations under some memory of the engine's, which has to stay where it is.
+    """The allocations that hold some memory of the engine, which must not move.
 
-    Owns the descriptors of the exports' parts until `close`; the daemon has its own by then.
+    Owns the descriptors of the exports' parts until `close`; the daemon has duplicates by then.
     """
 
     def __init__(self, ordinal: int, spans: Sequence[MemorySpan]) -> None:
-        """Raises CannotOpenError with the setting to change; nothing is left open then."""
+        """Raises CannotOpenError, which names the setting to change; then nothing stays open."""
         self.exports: tuple[Export, ...] = ()
         self._fds: list[int] = []
         uuid = device_uuid(ordinal)
@@ -249,10 +249,10 @@ class Exports:
             for chain in shown
         ]
         self.places = places(spans, allocations)
-        """Where each of the spans lies, in their order."""
+        """The place of each span, in the order of `spans`."""
 
     def close(self) -> None:
-        """Give the descriptors back; idempotent."""
+        """Close the descriptors; idempotent."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -281,19 +281,19 @@ class Exports:
 
 
 class Events:
-    """When the engine's work has been done, told by IPC events.
+    """IPC events that order copies after the engine's work.
 
-    The daemon opens them at attach; that fails where it has another /dev/shm than the engine.
-    `Counters` do not mind. Closed only after the daemon has let them go.
+    The daemon opens them at attach, which fails if daemon and engine do not share /dev/shm;
+    `Counters` work without it. Close them only after the daemon has closed them.
     """
 
     def __init__(self, ordinal: int) -> None:
-        """Raises CannotOpenError where IPC events cannot be had: use Counters then."""
+        """Raises CannotOpenError if the GPU has no IPC events: use Counters then."""
         self._ordinal = ordinal
         self._events: list[driver.CUevent] = []
         self._next = 0
         self._lock = threading.Lock()
-        what = "IPC events cannot be had"
+        what = "IPC events are not available"
         handles = []
         with _context(ordinal):
             attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
@@ -311,9 +311,9 @@ class Events:
         self.handles: tuple[bytes, ...] = tuple(handles)
 
     def record(self, stream: int) -> tuple[int, int]:
-        """An event and its value for a job that has to follow what the stream has been given.
+        """Return an event and a value for a job that must follow the stream's work so far.
 
-        Only outside of a graph's capture. A job may be sent once this has returned.
+        Call it outside of graph capture. The job may be sent after this has returned.
         """
         with self._lock, _context(self._ordinal):
             index = self._next
@@ -330,7 +330,7 @@ class Events:
 
 
 class Counters:
-    """When the engine's work has been done, told by counters in its GPU memory, one a stream."""
+    """Counters in GPU memory, one per stream, that order copies after the engine's work."""
 
     def __init__(self, ordinal: int) -> None:
         """Raises CannotOpenError."""
@@ -338,22 +338,22 @@ class Counters:
         self._lock = threading.Lock()
         self._slots: dict[int, int] = {}
         self._values = [0] * EVENTS
-        what = "there is no GPU memory for counters"
+        what = "GPU memory for counters cannot be allocated"
         with _context(ordinal):
             self._base = int(_value(what, driver.cuMemAlloc(COUNTER_BYTES)))
             _checked(what, driver.cuMemsetD8(self._base, 0, COUNTER_BYTES)[0])
-            # The zeros are written in no stream's order, and may not overtake a first value.
+            # The memset is in no stream's order, and must not overwrite a first value.
             _checked(what, driver.cuCtxSynchronize()[0])
         self.span = MemorySpan(self._base, COUNTER_BYTES)
-        """To be exported with the pages."""
+        """Memory to export with the pages."""
 
     def handles(self, place: SpanPlace) -> tuple[bytes, ...]:
-        """The counters as events, if `span` lies at this place of the exports."""
+        """Return the handles of the counters; `place` is the place of `span` in the exports."""
         return tuple(counter_handle(place.export, place.offset + 8 * i) for i in range(EVENTS))
 
     def record(self, stream: int) -> tuple[int, int]:
-        """As that of `Events`. Raises CannotOpenError for one stream too many."""
-        # The lock: a stream's values have to be enqueued in the order in which they are dealt.
+        """Like `Events.record`. Raises CannotOpenError for more than EVENTS streams."""
+        # The lock ensures that a stream's values are enqueued in ascending order.
         with self._lock, _context(self._ordinal):
             slot = self._slots.setdefault(stream, len(self._slots))
             if slot >= EVENTS:

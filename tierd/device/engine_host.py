@@ -1,6 +1,6 @@
-"""The engine's side of the host device: memory that the daemon may copy, and events for it.
+"""The engine's side of the host device, for engines on CPUs: exported memory and its events.
 
-For engines on CPUs: it needs nothing of the daemon.
+This module imports nothing of the daemon.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEALS: Final = 0x1 | 0x2 | 0x4
 
 
 class HostExport:
-    """Host memory, zeroed, that another process can map: a memfd sealed against resizing.
+    """Zeroed host memory that another process can map: a memfd sealed against resizing.
 
     Owns the memory and the descriptor in `export`.
     """
@@ -39,35 +39,36 @@ class HostExport:
         self.export = Export(
             ExportKind.MEMFD, HOST_UUID, size_bytes, b"", (Part(0, size_bytes, fd),)
         )
-        # Whoever drops it while a view is in use, and so without closing it, leaks nothing.
+        # An owner that cannot close it, because a view is in use, leaks no descriptor.
         self._close_fd = weakref.finalize(self, os.close, fd)
 
     def close(self) -> None:
-        """Unmap it. Raises BufferError while a view of it is in use."""
+        """Unmap the memory. Raises BufferError while a view of it is in use."""
         self.view.release()
         self._map.close()
         self._close_fd()
 
 
 class HostEvent:
-    """An event in 8 bytes of exported memory: a counter of how often it has happened."""
+    """An event in 8 bytes of exported memory, which count how often it has happened."""
 
     def __init__(self, memory: HostExport, export: int, offset: int) -> None:
-        """`export` is the number of `memory` among a layout's; `offset` is a multiple of 8."""
+        """`export` is the index of `memory` in a layout's exports; `offset` is a multiple of 8."""
         self.handle = counter_handle(export, offset)
         self._counter = ctypes.c_uint64.from_address(memory.address + offset)
         self._memory = memory
         self._promised = self._counter.value
 
     def promise(self) -> int:
-        """The value to name in a copy that has to wait for the next `record`."""
+        """Return the value for a copy that has to wait for the next `record`."""
         self._promised += 1
         return self._promised
 
     def record(self) -> int:
-        """All that was written before it can be seen by a copy that waits for what it returns.
+        """Let the event happen once; return its value.
 
-        Keeps one promise if there are any, the oldest first.
+        A copy that waits for this value sees all writes made before the call. The call keeps the
+        oldest open promise, if there is one.
         """
         self._promised = max(self._promised, self._counter.value + 1)
         self._counter.value += 1

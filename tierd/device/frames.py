@@ -1,7 +1,7 @@
-"""What the daemon and a copy process tell each other: typed messages in MessagePack.
+"""Messages between the daemon and a copy process, typed structs in MessagePack.
 
-Both ends are one version of this file, started together; what does not fit it is a bug, and the
-process that meets one gives the other up.
+Both ends run the same version of this file. A message that does not decode is a bug; the process
+that receives one ends the connection.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ import msgspec
 
 
 class Map(msgspec.Struct, array_like=True, tag=1):
-    """A segment that copies will name, to be pinned; its frame carries the descriptor."""
+    """Map and pin a segment for later copies; its frame carries the descriptor."""
 
     serial: int
     size_bytes: int
 
 
 class Unpin(msgspec.Struct, array_like=True, tag=2):
-    """Call: unpin a segment whose memory is to be given back. It stays mapped."""
+    """Call: unpin a segment before it is decommitted. It stays mapped."""
 
     serial: int
 
 
 class Pin(msgspec.Struct, array_like=True, tag=3):
-    """Pin a segment again, which is filled again."""
+    """Pin a segment again after a decommit, when it is in use again."""
 
     serial: int
 
 
 class Unmap(msgspec.Struct, array_like=True, tag=8):
-    """Forget a segment that is no more; it is not pinned."""
+    """Unmap a segment that no longer exists; it must not be pinned."""
 
     serial: int
 
 
 class Bring(msgspec.Struct, array_like=True, tag=4):
-    """A descriptor for the next Attach, in the order of its gate and its exports' parts."""
+    """A descriptor for the next Attach: first the gate, then the exports' parts in order."""
 
 
 class Export(msgspec.Struct, array_like=True):
@@ -49,7 +49,7 @@ class Export(msgspec.Struct, array_like=True):
 
 
 class Attach(msgspec.Struct, array_like=True, tag=5):
-    """Call: open allocations, check and verify them; answered by how copies go."""
+    """Call: open and verify allocations; the reply's text says how they are copied."""
 
     attachment: int
     exports: list[Export]
@@ -64,16 +64,16 @@ class Attach(msgspec.Struct, array_like=True, tag=5):
 
 
 class Detach(msgspec.Struct, array_like=True, tag=6):
-    """Call: copy no more for an attachment, and close what it alone had open."""
+    """Call: end the copies of an attachment, and close what no other attachment uses."""
 
     attachment: int
 
 
 class Copy(msgspec.Struct, array_like=True, tag=7):
-    """Call: copy between slots and pages; answered by how many blocks, and why not all.
+    """Call: copy between slots and pages; the reply has the blocks copied, and why not all.
 
-    `serials` are u32 and `offsets` u64, one a block: where its slot lies. `job` is a load's
-    place in the attachment's gate.
+    `serials` (u32) and `offsets` (u64) give the segment and offset of each block's slot. `job`
+    is the load's number at the attachment's gate.
     """
 
     attachment: int
@@ -90,16 +90,16 @@ Ask = Map | Unpin | Pin | Unmap | Bring | Attach | Detach | Copy
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Daemon to process. `call` is 0 for what gets no answer."""
+    """Daemon to process. `call` is 0 for a message without a reply."""
 
     call: int
     ask: Ask
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """Process to daemon; a `call` of 0 has only the report.
+    """Process to daemon; a reply with `call` 0 only reports pinning.
 
-    `pinned_bytes` of `mapped_bytes` are page-locked by now, `problem` says why no more will be.
+    `pinned_bytes` of `mapped_bytes` are page-locked; `problem` says why the rest is not.
     """
 
     call: int

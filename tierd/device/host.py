@@ -1,7 +1,7 @@
-"""The host's own memory as a device: for engines on CPUs, and for tests of all that copies.
+"""Host memory as a device, for engines on CPUs and for tests of the copying code.
 
-Memfds are its peers' allocations and threads its streams. Order, events and pinning obey CUDA's
-rules where those are stricter than they would have to be, so that what works here works there.
+Peers' allocations are memfds, and streams are threads. Order, events and pinning obey CUDA's
+rules even where host memory needs no such rule, so that code which works here works on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierd.shared_memory.exports import HOST_UUID, Export, ExportKind, counter_o
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x2
 _SHORT_BYTES: Final = 32 << 10
-"""A piece below it is copied sooner than a thread that gave the GIL away would get it back."""
+"""A piece below this size is copied in less time than it takes to get the GIL back."""
 _POLL_MIN_S: Final = 50e-6
 _POLL_MAX_S: Final = 1e-3
 _COUNTER_BYTES: Final = 8
@@ -40,7 +40,7 @@ for _function in (_memmove_free, _memmove_held):
 
 
 class HostDevice(Device):
-    """Host memory. Copies run at the speed of memcpy from about 32 KiB a piece on."""
+    """Host memory. Pieces of about 32 KiB and more are copied at the speed of memcpy."""
 
     uuid = HOST_UUID
     name = "host"
@@ -63,7 +63,7 @@ class HostDevice(Device):
         status = os.fstat(fd)
         if status.st_size != export.size_bytes:
             raise CannotOpenError(
-                f"an allocation of {export.size_bytes} bytes came as a memfd of {status.st_size}"
+                f"the engine exported {export.size_bytes} bytes as a memfd of {status.st_size}"
             )
         with self._lock:
             opened = self._opened.get((status.st_dev, status.st_ino))
@@ -106,7 +106,7 @@ class HostDevice(Device):
         memory.close()
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Only remembered: a copy across the end of what is pinned fails here as on a GPU."""
+        """Record the pin only; a copy across the end of a pinned stretch fails as on a GPU."""
         with self._lock:
             end = address + size_bytes
             if any(start < end and address < stop for start, stop in self._pinned.items()):
@@ -122,7 +122,7 @@ class HostDevice(Device):
 
     @property
     def pinned_bytes(self) -> int:
-        """How much host memory is pinned now."""
+        """Bytes of host memory that are pinned."""
         with self._lock:
             return sum(end - start for start, end in self._pinned.items())
 
@@ -162,7 +162,7 @@ class HostDevice(Device):
         return number
 
     def close_event(self, event: int) -> None:
-        """A stream that waits for a peer's event goes on."""
+        """Close an event; a stream that waits for a peer's event continues."""
         closed = self._events.pop(event)
         if isinstance(closed, _Counter):
             with closed.lock:
@@ -230,7 +230,7 @@ class HostDevice(Device):
         last = np.searchsorted(pin_starts, ends - np.uint64(1), side="right")
         within = (first > 0) & (starts < pin_ends[first - 1])
         if np.any((first != last) | (within & (ends > pin_ends[first - 1]))):
-            raise DeviceError("a copy crosses the end of what has been pinned in one go")
+            raise DeviceError("a copy crosses the end of memory that was pinned as a whole")
 
     def shut(self) -> None:
         with self._lock:
@@ -258,17 +258,17 @@ class _Opened:
 
 
 class _Event:
-    """An event of ours: what happens is its newest record, and nothing has to if there is none."""
+    """An event of this process: it has happened when its newest record, if any, has happened."""
 
     newest: threading.Event | None = None
 
 
 class _Counter:
-    """A peer's event: 64 bits in memory that it shares, which only grow."""
+    """A peer's event: a 64-bit counter in shared memory, which only grows."""
 
     def __init__(self, address: int) -> None:
         self.lock = threading.Lock()
-        """Held while the counter is read: its memory goes only after `closed` has been set."""
+        """Held while the counter is read; its memory is unmapped only after `closed` was set."""
         self.closed = False
         self._value = ctypes.c_uint64.from_address(address)
 
@@ -278,7 +278,7 @@ class _Counter:
 
 
 class _Stream:
-    """A thread that does what it is given, in order."""
+    """A thread that does its work in order."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -294,7 +294,7 @@ class _Stream:
             self._work.put(lambda: self._wait(happened))
 
     def shut(self) -> None:
-        """What has been given to it and not begun is not done."""
+        """End the thread; work that has not begun is dropped."""
         self._shut = True
         self._work.put(None)
         self._thread.join()
@@ -312,7 +312,7 @@ class _Stream:
 
 def _memfd_of(export: Export) -> int:
     if export.kind is not ExportKind.MEMFD or export.device != HOST_UUID:
-        raise CannotOpenError("this is a GPU's memory, and no GPU of this node has its UUID")
+        raise CannotOpenError("the export is GPU memory, but no GPU of this node has its UUID")
     if len(export.parts) != 1 or export.parts[0][:2] != (0, export.size_bytes):
         raise CannotOpenError("host memory is exported as one part, a memfd of its whole size")
     fd = export.parts[0].fd
@@ -321,7 +321,7 @@ def _memfd_of(export: Export) -> int:
     except OSError as error:
         raise CannotOpenError(f"host memory has to be a memfd: {error}") from error
     if not seals & _F_SEAL_SHRINK:
-        # Its owner could cut it, and this process would die of a SIGBUS.
+        # The engine could truncate it, and this process would die of SIGBUS.
         raise CannotOpenError("the engine's memfd is not sealed against shrinking")
     return fd
 
@@ -349,7 +349,7 @@ def _copy_pitched(pieces: list[Pitched], direction: Direction) -> None:
 
 
 def _rows(address: int, pitch: int, width: int, rows: int) -> npt.NDArray[np.void]:
-    """Rows as items of an opaque type: one assignment copies them all without the GIL."""
+    """Return rows as an array of an opaque type: one assignment copies them without the GIL."""
     span = pitch * (rows - 1) + width
     memory = (ctypes.c_char * span).from_address(address)
     return np.ndarray(rows, np.dtype((np.void, width)), memoryview(memory), 0, (pitch,))

@@ -1,8 +1,8 @@
-"""The kernel that moves small pieces between pages and staging memory on the GPU.
+"""The kernels that move small pieces between pages and staging memory on the GPU.
 
 Copy engines move pieces below some 28 KiB at a tenth of their speed, so such pieces are gathered
-on the GPU first. What to move goes along as the kernel's own parameters: there is no table in
-device memory whose upload would have to be ordered and kept.
+on the GPU first. The list of pieces is passed as kernel parameters, so there is no table in
+device memory to upload in order and to keep.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ SCATTER: Final = b"tierd_scatter"
 """The kernel from staging memory to pages."""
 
 BLOCKS: Final = 8
-"""Thread blocks of a launch: enough for a PCIe link's speed, few of the engine's processors."""
+"""Thread blocks per launch: enough to saturate PCIe, but few of the engine's processors."""
 
 THREADS: Final = 512
 
 PIECES_MAX: Final = 2046
-"""Pieces of a launch: what fits into the 32,764 bytes that a kernel's parameters may have."""
+"""Maximum pieces per launch, limited by the 32,764 bytes of a kernel's parameters."""
 
 PIECE_BYTES_MAX: Final = 1 << 30
-"""Longer pieces are a copy engine's; keeps every sum of the kernel in 32 bits."""
+"""Maximum bytes per piece: keeps every sum of the kernel in 32 bits. Copy engines are as fast
+for longer pieces."""
 
 _STRIPE_BYTES: Final = 16 << 10
 
@@ -99,12 +100,12 @@ extern "C" __global__ void tierd_scatter(const __grid_constant__ Pieces pieces)
 
 
 def definitions() -> list[str]:
-    """What the source takes from this module, as compiler options."""
+    """Return the compiler options that pass this module's constants to the source."""
     return [f"-DPIECES_MAX={PIECES_MAX}", f"-DSTRIPE_BYTES={_STRIPE_BYTES}u"]
 
 
 def launches(pages: Addresses, lengths: Addresses, staging: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """The parameters of the launches that move these pieces; in staging they lie back to back.
+    """Yield the parameters of the launches that move these pieces, contiguous in staging memory.
 
     Raises DeviceError for a piece longer than PIECE_BYTES_MAX.
     """
@@ -132,9 +133,9 @@ def launches(pages: Addresses, lengths: Addresses, staging: int) -> Iterator[npt
 
 @functools.cache
 def compile_for(arch: str) -> bytes:
-    """The kernels' cubin for an architecture such as sm_90; no GPU and no driver are needed.
+    """Return the kernels' cubin for an architecture such as sm_90; needs no GPU and no driver.
 
-    Raises DeviceError without NVRTC, or for an architecture that it does not know.
+    Raises DeviceError if NVRTC is missing or does not know the architecture.
     """
     try:
         from cuda.bindings import nvrtc

@@ -1,8 +1,8 @@
-"""The jobs of one direction: waited for, cut into batches, put on a stream, and seen through.
+"""The copy jobs of one direction: wait for events, cut into batches, issue, report completion.
 
-One thread and one stream a direction. A job's copies go on the stream only once its event has
-happened, which another stream waits for: a peer that never records it keeps nobody else waiting,
-and a job that has ended never copies afterwards.
+Each direction has one thread and one stream. A job's copies go on that stream only after its
+event has happened; another stream waits for the event. So a peer that never records its event
+delays no other job, and a job that has ended never copies afterwards.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, issue
 from tierd.shared_memory.gate import Gate
 
 BATCH_BYTES: Final = 32 << 20
-"""Half a millisecond on PCIe 5: what a load waits at most for another one's batch."""
+"""Bytes per batch: half a millisecond on PCIe 5, the longest wait for another job's batch."""
 
 _PIECES_MAX: Final = 4096
 _FLYING_MAX: Final = 16
-"""Batches on the stream; small ones have to overlap, large ones are bounded by their bytes."""
+"""Maximum batches on the stream: small batches must overlap; _FLYING_BYTES_MAX bounds large
+batches."""
 _FLYING_BYTES_MAX: Final = 2 * BATCH_BYTES
 _PAUSE_MIN_S: Final = 20e-6
 _PAUSE_MAX_S: Final = 1e-3
 _CAP_STEP_S: Final = 0.02
-"""Under a cap a batch is what may be copied in this time, so that loads need not wait longer."""
+"""With a bandwidth cap, a batch is at most the bytes allowed in this time, so that loads wait no
+longer for it."""
 
 CANCELLED: Final = "cancelled"
 CALLED_OFF: Final = "called off"
 
 
 class Cap:
-    """Bytes a second for both directions together; loads take theirs first. Thread-safe."""
+    """Limit in bytes per second for both directions together; loads go first. Thread-safe."""
 
     def __init__(self, bandwidth_max: int, clock: Callable[[], float]) -> None:
-        """`bandwidth_max` of 0 is no cap; `clock` counts seconds."""
+        """`bandwidth_max` 0 means no cap; `clock` returns seconds."""
         self._rate = bandwidth_max
         self._clock = clock
         self._lock = threading.Lock()
@@ -49,16 +51,19 @@ class Cap:
 
     @property
     def batch_bytes(self) -> int:
-        """How much to copy at a time."""
+        """Maximum bytes of a batch."""
         return min(BATCH_BYTES, int(self._burst)) if self._rate else BATCH_BYTES
 
     def want(self, direction: Direction, *, wanted: bool) -> None:
-        """Say whether there is anything to copy in a direction."""
+        """Set whether a direction has jobs ready to copy."""
         if direction is Direction.LOAD:
             self._loads_want = wanted
 
     def take(self, size_bytes: int, direction: Direction) -> bool:
-        """Whether so much may be copied now; what exceeds the cap is made up for later."""
+        """Take `size_bytes` from the cap; return false if the copy has to wait.
+
+        A batch may overdraw the cap; later batches wait until the debt is paid.
+        """
         if not self._rate:
             return True
         with self._lock:
@@ -73,11 +78,11 @@ class Cap:
 
 @dataclass(slots=True, eq=False)
 class OpenAttachment:
-    """What an engine's worker has attached, opened."""
+    """The opened attachment of an engine's worker."""
 
     number: int
     plans: dict[Direction, list[CopyPlan]]
-    """One a layer group; stores have one."""
+    """One plan per layer group; stores have one plan."""
     ways: dict[Direction, Strategy]
     staging: dict[Direction, int]
     staging_bytes: int
@@ -85,38 +90,39 @@ class OpenAttachment:
     events: list[int]
     gate: Gate
     memory: ExitStack
-    """Closes the allocations; only once no stream waits for an event in them."""
+    """Closes the allocations; call it only when no stream waits for an event in them."""
     rest: ExitStack
-    """Closes everything else."""
+    """Closes everything besides `memory`."""
     wait_streams: dict[Direction, int] = field(default_factory=dict)
     cancelled: bool = False
     jobs: int = 0
-    """Under way, in both lanes."""
+    """Number of jobs under way in both lanes."""
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """Blocks to copy, and how far that has come."""
+    """Blocks to copy, and the progress of their copy."""
 
     number: int
     attachment: OpenAttachment
     blocks: Addresses
     slots: Addresses
     event: int | None
-    """The device's number of what has to happen before."""
+    """The device's number of the event that must happen first; None if there is none."""
     value: int = 0
     gate_job: int = 0
     until: float = 0.0
-    """When it is given up, on the lane's clock."""
+    """Time on the lane's clock at which the job is given up."""
     waited: int = 0
-    """Our event behind its event."""
+    """The lane's own event, which happens after `event`."""
     entered: bool = False
     group: int = 0
     next: int = 0
-    """First block of the group that is not on the stream yet."""
+    """Index of the group's first block that is not on the stream yet."""
     flying: int = 0
+    """Number of batches on the stream."""
     copied: int = 0
-    """Blocks of which every group is in place."""
+    """Number of blocks whose groups are all in place."""
     reason: str = ""
 
 
@@ -126,14 +132,14 @@ class _Batch:
     event: int
     size_bytes: int
     blocks: int
-    """Of the last group that are in place with it."""
+    """Number of blocks that are complete when this batch of the last group is done."""
     groups: int
-    """That are in place with it; 0 if it does not end one."""
+    """Number of groups complete when this batch is done; 0 if the batch does not end a group."""
     since: float
 
 
 class CopyLane:
-    """Copies in one direction, in its own thread."""
+    """The copies in one direction, run by the lane's thread."""
 
     def __init__(
         self,
@@ -163,7 +169,7 @@ class CopyLane:
         self._flying: deque[_Batch] = deque()
         self._flying_bytes = 0
         self.bounds = NO_BOUNDS
-        """Where pinned memory begins, in ascending order; replaced, never changed."""
+        """Start addresses of pinned memory, ascending; the array is replaced, never changed."""
         self._news = threading.Condition()
         self._arrived: deque[CopyJob] = deque()
         self._stopping = False
@@ -175,7 +181,7 @@ class CopyLane:
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
-        """Take a job. The device may be lost: then it has ended when this returns."""
+        """Queue a job. If the device is lost, the job has ended when this returns."""
         job.until = self._clock() + self._job_limit_s
         with self._news:
             if not self._lost:
@@ -185,26 +191,29 @@ class CopyLane:
         self._end(job, self._lost)
 
     def sweep(self) -> None:
-        """Jobs have been cancelled: end those that are ready, however many are before them."""
+        """End the ready jobs of cancelled attachments at once, wherever they are in the queue."""
         with self._news:
             self._sweeping = True
             self._news.notify()
 
     def release(self, attachment: OpenAttachment) -> None:
-        """Its jobs have ended, and the stream that waited for its events is idle."""
+        """Take back the stream that waited for an attachment's events.
+
+        The attachment's jobs have ended, and the stream is idle.
+        """
         stream = attachment.wait_streams.pop(self._direction, None)
         if stream is not None:
             self._idle_streams.append(stream)
 
     def stop(self) -> None:
-        """End the thread. Every job has ended, or the device is lost."""
+        """End the thread. The caller has ended all jobs, or the device is lost."""
         with self._news:
             self._stopping = True
             self._news.notify()
         self._thread.join()
 
     def oldest(self) -> float | None:
-        """Since when the oldest copy has been on the stream; None if there is none."""
+        """Return when the oldest copy on the stream was put there; None if there is none."""
         try:
             return self._flying[0].since
         except IndexError:
@@ -220,7 +229,7 @@ class CopyLane:
             self._lose(str(error))
 
     def _take(self, pause: float) -> bool:
-        """Wait for a job, or, if any is under way, for so many seconds; False to end."""
+        """Wait for a job, at most `pause` seconds if one is under way; return False to stop."""
         with self._news:
             if not self._arrived and not self._stopping and not self._sweeping:
                 busy = self._waiting or self._ready or self._flying
@@ -230,7 +239,7 @@ class CopyLane:
             return not self._stopping
 
     def _begin(self) -> bool:
-        """Have a stream wait for the events of new jobs."""
+        """Make a stream wait for the events of new jobs."""
         moved = bool(self._new)
         while self._new:
             job = self._new[0]
@@ -261,7 +270,7 @@ class CopyLane:
         self._device.record(job.waited, streams[self._direction])
 
     def _wake(self) -> bool:
-        """Find the jobs whose events have happened; those of one attachment come in order."""
+        """Make jobs ready whose events have happened, in order within each attachment."""
         moved = False
         for attachment, jobs in list(self._waiting.items()):
             while jobs:
@@ -307,13 +316,13 @@ class CopyLane:
         return moved
 
     def _stop(self, job: CopyJob, reason: str) -> None:
-        """No more of it is put on the stream: it ends when what is there has been copied."""
+        """Issue no more of a job; it ends when its batches on the stream are done."""
         job.reason = reason
         if not job.flying:
             self._end(job, reason)
 
     def _stopped(self, job: CopyJob) -> str:
-        """Why a job is not to be gone on with; empty if it is."""
+        """Return why a job must stop, or an empty text if it must not."""
         if job.attachment.cancelled:
             return CANCELLED
         if self._direction is Direction.LOAD and job.attachment.gate.unwanted(job.gate_job):
@@ -360,7 +369,7 @@ class CopyLane:
             job.reason = str(error)
             if error.sticky:
                 raise
-        # Also after a failure: some of the batch may be on the stream, and has to be seen through.
+        # Also after a failure: part of the batch may be on the stream and must finish first.
         self._flying.append(batch)
         self._flying_bytes += size_bytes
         self._device.record(batch.event, self._stream)
@@ -379,7 +388,7 @@ class CopyLane:
         return True
 
     def _finish(self) -> bool:
-        """See to the batches that have been copied; they are in order."""
+        """Account for the batches that are done, in order."""
         moved = False
         while self._flying and self._device.query(self._flying[0].event):
             batch = self._flying.popleft()
@@ -403,7 +412,10 @@ class CopyLane:
         self._on_end(job)
 
     def _lose(self, reason: str) -> None:
-        """End what cannot be writing. The gates of the rest stay shut until the process dies."""
+        """End the jobs that have no copy on the device.
+
+        The gates of the other jobs stay locked until the process dies.
+        """
         with self._news:
             self._lost = reason
             jobs = [*self._arrived, *self._new, *self._ready]

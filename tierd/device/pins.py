@@ -1,4 +1,4 @@
-"""Which host memory is pinned, and where a GPU sees it."""
+"""Table of pinned host memory and its addresses on the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierd.device.api import Addresses
 
 
 class Pins:
-    """Stretches of host memory that come and go while other threads ask about them."""
+    """Pinned stretches of host memory; thread-safe, and `seen` takes no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,24 +19,24 @@ class Pins:
         self._sort()
 
     def add(self, address: int, size_bytes: int, seen_at: int) -> None:
-        """A stretch has been pinned, and the GPU sees it at another address, or the same."""
+        """Add a pinned stretch; `seen_at` is its address on the GPU."""
         with self._lock:
             self._pinned[address] = size_bytes, (seen_at - address) % (1 << 64)
             self._sort()
 
     def remove(self, address: int) -> None:
-        """What begins there is about to be unpinned."""
+        """Remove the stretch that begins at `address`; call it before unpinning."""
         with self._lock:
             del self._pinned[address]
             self._sort()
 
     def starts(self) -> list[int]:
-        """Where each stretch begins."""
+        """Return the start address of each stretch."""
         with self._lock:
             return list(self._pinned)
 
     def seen(self, slots: Addresses, sizes: Addresses) -> tuple[Addresses, npt.NDArray[np.bool_]]:
-        """The slots as the GPU sees them, and which of them lie within one stretch."""
+        """Return the slots' addresses on the GPU, and which slots lie within one stretch."""
         begins, ends, shifts = self._table
         if not begins.size:
             return slots, np.zeros(slots.size, np.bool_)
@@ -45,6 +45,6 @@ class Pins:
         return slots + np.where(pinned, shifts[at - 1], np.uint64(0)), pinned
 
     def _sort(self) -> None:
-        """Replaces the table as a whole: `seen` takes no lock."""
+        """Replace the table as a whole, because `seen` takes no lock."""
         rows = sorted((begin, begin + size, shift) for begin, (size, shift) in self._pinned.items())
         self._table = np.array(rows, np.uint64).reshape(-1, 3).T

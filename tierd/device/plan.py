@@ -1,7 +1,7 @@
-"""Which pieces of memory to copy for which blocks, for each of three ways to do it.
+"""Computes which pieces of memory to copy for a batch of blocks, for each of three ways.
 
-The pieces are computed for whole batches at once, in arrays. What a block means, and when to
-copy it, it refuses to know; which way is fastest, `tierd.device.choice` finds out.
+The pieces of a whole batch are computed at once, in arrays. This module knows neither the meaning
+of a block nor when to copy it; `tierd.device.choice` finds the fastest way.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tierd.device.api import Addresses, Device, Direction, Pitched
 from tierd.shared_memory.exports import PageLayout, Run
 
 _PITCH_MAX: Final = (1 << 31) - 1
-"""What CUDA takes for a distance between rows; layers of a large cache lie further apart."""
+"""Largest distance between rows that CUDA accepts; layers of a large cache are further apart."""
 
 
 class Strategy(enum.Enum):
     """A way to move blocks."""
 
     DIRECT = "direct"
-    """A piece a run, with neighbours on both sides made one."""
+    """One piece per run; runs that are adjacent in both pages and slots are merged."""
 
     PITCHED = "2-D"
-    """A piece a block for runs of one length at one distance."""
+    """One piece per block for runs of equal length at equal distances."""
 
     STAGED = "staged"
-    """Through device memory, where a block's runs are put together: a piece a block."""
+    """One piece per block, through device memory that holds the block's runs contiguously."""
 
 
 Way = tuple[Strategy, Direction]
@@ -38,17 +38,20 @@ NO_BOUNDS: Final[Addresses] = np.empty(0, np.uint64)
 
 
 class CopyPlan:
-    """Where the bytes of an attachment's blocks lie, or those of a range within each block."""
+    """Addresses of an attachment's blocks, or of a byte range within each block."""
 
     def __init__(
         self, layout: PageLayout, bases: Sequence[int], start: int = 0, end: int | None = None
     ) -> None:
-        """`bases` are the addresses of the layout's allocations; the range is of a slot's bytes."""
+        """`bases` are the addresses of the layout's allocations.
+
+        `start` and `end` bound the range in bytes of a slot; an `end` of None is the block's end.
+        """
         runs = _cut(layout.runs, start, layout.block_bytes if end is None else end)
         lengths = np.array([run.length for run in runs], np.uint64)
         self.start = start
         self.block_bytes = int(lengths.sum())
-        """Bytes of a block in the range."""
+        """Bytes of each block in the range."""
         self._stride = np.uint64(layout.block_stride)
         self._pages = np.array([bases[run.export] + run.offset for run in runs], np.uint64)
         self._slots = np.cumsum(lengths) - lengths + np.uint64(start)
@@ -57,12 +60,12 @@ class CopyPlan:
 
     @property
     def run_count(self) -> int:
-        """Pieces of a block in the range."""
+        """Runs of each block in the range."""
         return len(self._pages)
 
     @property
     def strategies(self) -> list[Strategy]:
-        """The ways that differ for these pages, DIRECT first."""
+        """The ways that give different pieces for these pages, DIRECT first."""
         if len(self._pages) == 1:
             return [Strategy.DIRECT]
         if len(self._stretches) == len(self._pages):
@@ -72,23 +75,23 @@ class CopyPlan:
     def direct(
         self, blocks: Addresses, slots: Addresses, bounds: Addresses
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Pages, slots and lengths of the pieces of these blocks.
+        """Return pages, slots and lengths of the pieces of these blocks.
 
-        `bounds` are addresses in ascending order across which nothing is made one piece: where
-        memory that was pinned in one go begins.
+        No piece crosses one of `bounds`, ascending addresses at which stretches of memory begin
+        that were each pinned as a whole.
         """
         pages, lengths = self.pages(blocks)
         return merged(pages, _outer(slots, self._slots), lengths, bounds)
 
     def pages(self, blocks: Addresses) -> tuple[Addresses, Addresses]:
-        """Addresses and lengths of the runs of these blocks, in the order of a slot's bytes."""
+        """Return addresses and lengths of these blocks' runs, in the order of a slot's bytes."""
         pages = _outer(blocks * self._stride, self._pages)
         return pages, np.tile(self._lengths, len(blocks))
 
     def packed(
         self, staging: int, slots: Addresses, bounds: Addresses
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Pieces between slots and memory where the ranges of their blocks lie side by side."""
+        """Return pieces between slots and staging memory, in which the blocks are contiguous."""
         size = np.uint64(self.block_bytes)
         pages = np.arange(len(slots), dtype=np.uint64) * size + np.uint64(staging)
         return merged(
@@ -96,7 +99,7 @@ class CopyPlan:
         )
 
     def pitched(self, blocks: Addresses, slots: Addresses) -> list[Pitched]:
-        """A piece a block and stretch."""
+        """Return one pitched piece per block and stretch of equally spaced runs."""
         starts = (blocks * self._stride).tolist()
         bases = slots.tolist()
         return [
@@ -110,7 +113,7 @@ class CopyPlan:
 
 
 def group_plans(layout: PageLayout, bases: Sequence[int], ends: Sequence[int]) -> list[CopyPlan]:
-    """A plan a layer group: `ends` are where they end in a slot, in ascending order."""
+    """Return one plan per layer group; `ends` are the groups' ends in a slot, ascending."""
     starts = [0, *ends[:-1]]
     return [CopyPlan(layout, bases, start, end) for start, end in zip(starts, ends, strict=True)]
 
@@ -125,9 +128,9 @@ def issue(
     bounds: Addresses,
     staging: int,
 ) -> None:
-    """Put the copies of some blocks on a stream. `staging` has room for all if it is used.
+    """Put the copies of some blocks on a stream; STAGED needs room for all blocks in `staging`.
 
-    Raises DeviceError; then some of them may be on the stream.
+    Raises DeviceError; then some of the copies may be on the stream.
     """
     strategy, direction = way
     if strategy is Strategy.DIRECT:
@@ -145,7 +148,7 @@ def issue(
 def merged(
     pages: Addresses, slots: Addresses, lengths: Addresses, bounds: Addresses
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Make pieces one where the next goes on on both sides, but not across one of `bounds`."""
+    """Merge pieces that are adjacent in pages and slots, but never across one of `bounds`."""
     if len(pages) < 2:
         return pages, slots, lengths
     apart = (pages[1:] != pages[:-1] + lengths[:-1]) | (slots[1:] != slots[:-1] + lengths[:-1])
@@ -164,7 +167,7 @@ def _outer(blocks: Addresses, runs: Addresses) -> Addresses:
 
 
 def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
-    """The runs of a range of the slot's bytes, neighbours merged."""
+    """Return the runs of a byte range of the slot, with adjacent runs merged."""
     cut: list[Run] = []
     at = 0
     for run in runs:
@@ -180,7 +183,7 @@ def _cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
 
 
 def _stretches(pages: Addresses, lengths: Addresses) -> list[tuple[int, int, int, int]]:
-    """First run, distance, width and count of runs of one length at one distance."""
+    """Return stretches of runs with equal length and distance: first run, pitch, width, count."""
     starts, widths = pages.tolist(), lengths.tolist()
     stretches: list[tuple[int, int, int, int]] = []
     at = 0

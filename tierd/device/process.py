@@ -1,8 +1,8 @@
 """The copy process: one device, driven by the daemon over a socket.
 
-It maps the arena's segments and pins them in the background, opens what engines export, and
-copies between the two. It decides nothing about blocks. It lives as long as the daemon has the
-other end, and leaves by itself when its device is lost.
+The process maps the arena's segments, pins them in the background, opens engines' exports, and
+copies between segments and exports. It decides nothing about blocks. It ends when the daemon
+closes its end of the socket, and exits with LOST when its device is lost.
 Run as `python -m tierd.device.process DESCRIPTOR UUID BANDWIDTH_MAX JOB_LIMIT_MS`.
 """
 
@@ -51,7 +51,7 @@ _requests = msgspec.msgpack.Decoder(Request)
 
 
 class Process:
-    """The device, the daemon's mappings, and a thread each for opening and for pinning."""
+    """The device, the mapped segments, one thread for attachments and one for pinning."""
 
     def __init__(
         self, sock: socket.socket, uuid: bytes, bandwidth_max: int, job_limit_s: float
@@ -66,16 +66,16 @@ class Process:
         self._copier: Copier | None = None
         self._brought: list[int] = []
         self._mappings: dict[int, SharedMapping] = {}
-        # Mappings that are to be pinned, as soon as there is a device; the pinning thread's.
+        # Serials to pin as soon as the device is open; only the pinning thread uses the set.
         self._wanted: set[int] = set()
-        # By serial: where the mapping begins.
+        # Start address of each mapping, indexed by serial.
         self._addresses = np.zeros(64, np.uint64)
         self._pinned: dict[int, int] = {}
         self._problem = ""
         self._stream = Stream(sock, self._take, leave_at_once)
 
     def _take(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
-        """A frame from the daemon."""
+        """Handle a frame from the daemon."""
         request = _requests.decode(payload)
         match request.ask:
             case Bring():
@@ -87,7 +87,7 @@ class Process:
             case Unpin(serial):
                 self._run(self._pinning, self._unpin, serial, request.call)
             case Unmap(serial):
-                # After what was to be done with it before.
+                # On the pinning thread, so that it follows earlier work on the segment.
                 self._run(self._pinning, self._unmap, serial)
             case Attach():
                 brought, self._brought = self._brought, []
@@ -103,28 +103,28 @@ class Process:
         self._stream.send(_encoder.encode(reply))
 
     def _say_soon(self, reply: Reply) -> None:
-        """From any thread."""
+        """Send a reply; any thread may call this."""
         self._loop.call_soon_threadsafe(self._say, reply)
 
     def _run(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
         pool.submit(work, *args).add_done_callback(self._check)
 
     def _check(self, done: Future[None]) -> None:
-        """A bug in a thread ends the process, which is started again, rather than hang a call."""
+        """End the process after a bug in a thread, so that no call hangs; it is started again."""
         error = done.exception()
         if error is not None:
-            log.error("a bug of ours", exc_info=error)
-            self._leave("a bug of ours")
+            log.error("a bug in the copy process", exc_info=error)
+            self._leave("a bug in the copy process")
 
     def on_bug(self, what: threading.ExceptHookArgs) -> None:
-        """As above, in a thread of the copier's or the device's."""
-        log.error("a bug of ours", exc_info=what[1])
-        self._leave("a bug of ours")
+        """End the process after a bug in a thread of the copier or the device."""
+        log.error("a bug in the copy process", exc_info=what[1])
+        self._leave("a bug in the copy process")
 
     def _leave(self, reason: str) -> None:
         log.error("ending: %s", reason)
         logging.shutdown()
-        # Not by way of the loop: a lost device's calls may never return.
+        # Not through the loop: calls to a lost device may never return.
         os._exit(LOST)
 
     # --- memory, on the pinning thread ------------------------------------------------
@@ -149,7 +149,7 @@ class Process:
         if serial in self._pinned or self._device is None:
             return
         try:
-            # Faulting pages in under the driver's lock would take ten times as long.
+            # Fault pages in first: under the driver's lock that takes ten times as long.
             while mapping.populate_next():
                 pass
             self._device.pin(mapping.address, mapping.size_bytes)
@@ -171,7 +171,7 @@ class Process:
             try:
                 self._device.unpin(self._mappings[serial].address)
             except DeviceError as error:
-                # It would write to pages that are no longer the segment's.
+                # The device could write to pages that no longer belong to the segment.
                 self._leave(f"cannot unpin host memory: {error}")
         self._report(call)
 
@@ -181,7 +181,7 @@ class Process:
         self._loop.call_soon_threadsafe(self._forget, serial)
 
     def _forget(self, serial: int) -> None:
-        """On the loop, as mapping is: what copies must not cross is what is mapped."""
+        """Drop a mapping; on the loop, like `_map`, so that the copier's bounds stay up to date."""
         del self._mappings[serial]
         if self._copier is not None:
             self._copier.know_memory([m.address for m in self._mappings.values()])
@@ -197,7 +197,7 @@ class Process:
 
     def _attach(self, call: int, ask: Attach, brought: list[int]) -> None:
         expected = 1 + sum(len(export.parts) for export in ask.exports)
-        # Those of one that could not be sent as a whole came before.
+        # Earlier descriptors belong to an Attach that could not be sent completely.
         for fd in brought[:-expected]:
             os.close(fd)
         brought = brought[-expected:]
@@ -205,7 +205,7 @@ class Process:
             copier = self._ready()
         except CannotOpenError as error:
             self._say_soon(Reply(call, ok=False, text=str(error)))
-            # Nobody needs a process without a device.
+            # The process is useless without a device.
             self._loop.call_soon_threadsafe(self._leave, str(error))
             return
         try:
@@ -231,7 +231,7 @@ class Process:
                 os.close(fd)
 
     def _ready(self) -> Copier:
-        """The copier, made when it is first needed. Raises CannotOpenError."""
+        """Return the copier; the first call opens the device. Raises CannotOpenError."""
         if self._copier is None:
             self._device = open_device(self._uuid)
             self._copier = Copier(
@@ -278,17 +278,17 @@ class Process:
 
 
 def open_device(uuid: bytes) -> Device:
-    """The device with a UUID. Raises CannotOpenError."""
+    """Open the device with this UUID. Raises CannotOpenError."""
     if uuid == HOST_UUID:
         return HostDevice()
-    # Not before it is needed: it takes a second, and a host may have no GPU.
+    # Imported only when needed: the import takes a second, and a host may have no GPU.
     from tierd.device.cuda import CudaDevice
 
     return CudaDevice.find(uuid)
 
 
 def _exports(ask: Attach, fds: list[int]) -> list[Export]:
-    """The exports with their descriptors. Raises CannotOpenError."""
+    """Return the exports with their descriptors. Raises CannotOpenError."""
     left = iter(fds)
     exports = []
     try:
@@ -297,7 +297,7 @@ def _exports(ask: Attach, fds: list[int]) -> list[Export]:
             kind = ExportKind(given.kind)
             exports.append(Export(kind, given.device, given.size_bytes, given.handle, parts))
     except StopIteration as error:
-        raise CannotOpenError("a descriptor is missing") from error
+        raise CannotOpenError("a descriptor of the engine's exports is missing") from error
     return exports
 
 
@@ -308,7 +308,7 @@ async def _serve(sock: socket.socket, uuid: bytes, bandwidth_max: int, job_limit
 
 
 def main() -> None:
-    """Serve the descriptor and the device that the command line names."""
+    """Serve the socket and the device that the command line names."""
     sock = be_child("copier")
     uuid, bandwidth_max, job_limit_ms = sys.argv[2:5]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

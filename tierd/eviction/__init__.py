@@ -1,6 +1,7 @@
-"""Which block goes first: policies behind one small interface (`tierd.eviction.policy`).
+"""Eviction policies behind one small interface (`tierd.eviction.policy`).
 
-`hazard` is the default of L2 and `credit` that of storage tiers; the others are references.
+`hazard` is the default of L2, `credit` the default of storage tiers; the others are references
+for comparison.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ _REFERENCES: Final[dict[str, Callable[[int], Policy]]] = {
 }
 
 POLICIES: Final = (Hazard.name, *_REFERENCES)
-"""The name of every policy."""
+"""Names of all policies."""
 
 STORAGE_POLICIES: Final = tuple(_REFERENCES)
-"""Those of a storage tier, which keeps no book of reuse."""
+"""Names of the policies for storage tiers, which have no `Reuse` book."""
 
 L2_DEFAULT: Final = Hazard.name
 STORAGE_DEFAULT: Final = Credit.name
 
 
 def make_policy(name: str, capacity: int, reuse: Reuse | None = None) -> Policy:
-    """A policy by its name, for an index of at most `capacity` items.
+    """Return the policy with this name, for an index of at most `capacity` items.
 
-    Those not in STORAGE_POLICIES read `reuse`, which the owner has count each request before the
-    index learns of it. KeyError if there is no such policy, or none without `reuse`.
+    Policies that are not in STORAGE_POLICIES need `reuse`; the owner must count each request in
+    it before the request reaches the index. Raises KeyError for an unknown name, or if the policy
+    needs `reuse` and gets None.
     """
     if name == Hazard.name and reuse is not None:
         return Hazard(capacity, reuse)

@@ -1,6 +1,6 @@
-"""ARC: recency and frequency share the cache, by what the blocks that left would have hit.
+"""ARC: splits the cache between recency and frequency by the hits that evicted blocks would give.
 
-After Megiddo and Modha, FAST 2003; here only leaves leave.
+After Megiddo and Modha, FAST 2003, but only leaves are evicted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _AGAIN: Final = 1
 
 
 class Arc(Policy):
-    """A reference."""
+    """A reference policy."""
 
     name = "arc"
     places = 2
@@ -56,7 +56,7 @@ class Arc(Policy):
         self.leaves.put(item, place, self._clock)
 
     def _adapt(self, block_hash: bytes) -> int:
-        """Move the target if the block is remembered; the place that the block gets."""
+        """Return the place for a block; move the target if the block is a ghost."""
         once, again = (ghosts.records for ghosts in self._ghosts)
         if block_hash in once:
             self._target += max(1.0, len(again) / len(once))

@@ -1,8 +1,8 @@
-"""Recency with a credit for use: a block used n times counts as younger by log2(n) turnovers.
+"""Recency plus a credit for uses: n uses make a block younger by CREDIT * log2(n) turnovers.
 
-The default of storage tiers. It needs no clock and learns nothing, so it is the same after a
-restart; a scan only pushes out what is as little used as itself; and since the credit is
-counted in capacities, it means the same at every size.
+The default of storage tiers. It needs no clock and learns nothing, so it behaves the same after a
+restart. A scan evicts only blocks that are used as little as its own. The credit is counted in
+insertions of a whole capacity (turnovers), so it has the same effect at every size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tierd.eviction.policy import NO_ITEM, CountedUses, Ghosts, PrefixRequest
 
 USES_MAX: Final = 64
 GHOST_RATIO: Final = 2
-"""Blocks that left and are remembered, to each that the tier can hold."""
+"""Evicted blocks that are remembered per block of capacity."""
 CREDIT: Final = 0.5
-"""Insertions of a whole capacity that a doubling of the uses is worth."""
+"""Turnovers (insertions of a whole capacity) that a doubling of the uses is worth."""
 
 _LOG2: Final = [0.0, *(log2(n) for n in range(1, USES_MAX + 1))]
 
 
 class Credit(CountedUses):
-    """Rank is the count of insertions at the last use, plus the credit."""
+    """Rank is the number of insertions at the last use, plus the credit."""
 
     name = "credit"
 
@@ -31,7 +31,7 @@ class Credit(CountedUses):
         super().__init__(capacity)
         self._clock = 0
         self._ghosts = Ghosts(capacity * GHOST_RATIO)
-        # By number of uses, in insertions.
+        # Credit in insertions, indexed by the number of uses.
         self._credit = [int(CREDIT * capacity * log) for log in _LOG2]
 
     def resize(self, capacity: int) -> None:

@@ -1,6 +1,6 @@
-"""The default of L2: the leaf goes first that promises the fewest hits a second of residence.
+"""The default of L2: evicts the leaf with the lowest expected hits per second of residence.
 
-A block is worth what its class promises at its age (`tierd.eviction.reuse`).
+A block's worth is the expected hit rate of its class at its age (`tierd.eviction.reuse`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tierd.eviction.reuse import KINDS, LEARNED_REQUESTS, Reuse
 from tierd.eviction.survival import Tables
 
 HOLDS: Final = 32
-"""A value holds until the block is older by this part of its age."""
+"""A value is computed again when the block's age has grown by one part in HOLDS."""
 
 
 class Hazard(Policy):
-    """Places are classes, ranks the last use in ms; the best leaf of a class is its oldest.
+    """Places are classes, ranks are last uses in ms; the victim of a class is its oldest leaf.
 
-    That holds where worth falls with age. It may rise right after a use, but blocks of that
-    age are few. Only leaves have an up-to-date place and rank: a block gets them when it
-    becomes one, or is used as one.
+    That is right where worth falls with age. Worth may rise right after a use, but few blocks
+    have that age. Only leaves have an up-to-date place and rank: a block gets them when it
+    becomes a leaf, or is used as a leaf.
     """
 
     name = "hazard"
@@ -31,9 +31,9 @@ class Hazard(Policy):
     def __init__(self, capacity: int, reuse: Reuse) -> None:
         super().__init__(capacity)
         self.reuse = reuse
-        # By class, its oldest leaf when last looked at, the value of that, and until when it
-        # holds; the classes that may have got an older leaf; time and tables of the last look
-        # (None: recency).
+        # By class: the oldest leaf at the last look, its value, and the time until which the
+        # value holds. Then the classes that may have another oldest leaf, and the time and the
+        # tables of the last look (None: values are recency).
         self._oldest = [NO_ITEM] * KINDS
         self._values = [inf] * KINDS
         self._until_ms = [0] * KINDS
@@ -41,10 +41,10 @@ class Hazard(Policy):
         self._now_ms = 0
         self._tables: Tables | None = None
 
-    # --- what the index tells -------------------------------------------------------
+    # --- calls of the index ---------------------------------------------------------
 
     def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
-        """The owner has had `reuse` count the request before."""
+        """Update the leaves among the items; the owner has counted the request in `reuse`."""
         leaves, stale = self.leaves, self._stale
         children = leaves.children
         for block_hash, item in zip(request.hashes, items, strict=True):
@@ -61,7 +61,7 @@ class Hazard(Policy):
                 self.leaves.rerank(item, kind, last_ms)
 
     def touch(self, items: Iterable[int]) -> None:
-        """Nothing: a look without a request says nothing about the next one."""
+        """Do nothing: a lookup without a request does not predict the next use."""
 
     def insert(self, item: int, block_hash: bytes) -> None:
         kind, last_ms = self.reuse.last_use_or_now(block_hash)
@@ -85,7 +85,7 @@ class Hazard(Policy):
     def victim(self) -> int | None:
         leaves, values, stale = self.leaves, self._values, self._stale
         if leaves.head != NO_ITEM:
-            # Of the class of what has just gone, and used together with it: worth the same.
+            # In the class of the last victim, and used together with it: it has the same worth.
             return leaves.head
         leaves.settle()
         now_ms = self.reuse.now_ms
@@ -104,12 +104,12 @@ class Hazard(Policy):
             item = leaves.peek(kind)
             if item == self._oldest[kind]:
                 return item
-            # That one is no leaf any more, or was used.
+            # The former oldest leaf is no longer a leaf, or was used.
             values[kind] = self._value_of(kind, item)
         return None
 
     def _value_of(self, kind: int, item: int) -> float:
-        """The value of the oldest leaf of a class, for as long as that holds."""
+        """Return the value of a class's oldest leaf, and store how long the value holds."""
         self._oldest[kind] = item
         if item == NO_ITEM:
             return inf

@@ -1,4 +1,4 @@
-"""The leaf with the fewest uses since it came goes first; of equals, the least recently used."""
+"""LFU: evicts the leaf with the fewest uses since its insertion; ties by recency."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STAMP_BITS: Final = 48
 
 
 class Lfu(Policy):
-    """A reference: the uses of a block are forgotten when it leaves."""
+    """A reference policy, which forgets the uses of a block when it leaves the index."""
 
     name = "lfu"
 

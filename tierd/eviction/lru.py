@@ -1,4 +1,4 @@
-"""The least recently used leaf goes first: the floor that no other policy may fall below."""
+"""LRU: evicts the least recently used leaf; no other policy may have fewer hits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tierd.eviction.policy import NO_ITEM, Policy, PrefixRequest
 
 
 class Lru(Policy):
-    """Recency is a stamp that a request's blocks share; touching costs one list store an item."""
+    """Rank is a stamp that all blocks of a request share; a touch is one list store per item."""
 
     name = "lru"
 

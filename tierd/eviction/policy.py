@@ -1,8 +1,8 @@
-"""What a policy is told, and what it answers: the order in which the leaves of a chain may go.
+"""The interface of eviction policies, which order the leaves of an index for eviction.
 
 The index (`tierd.chain`) knows which blocks are resident and which of them are leaves; a
-policy knows how much each is worth. Pure: time comes with each request, in seconds of a
-clock that never goes back.
+policy knows how much each is worth. Pure: each request carries its time, in seconds of a clock
+that never goes back.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ ITEM_BITS: Final = 32
 ITEM_MASK: Final = (1 << ITEM_BITS) - 1
 
 ABSENT: Final = -1
-"""In the column of children: the item is not resident."""
+"""Value in the column of children for an item that is not resident."""
 
 NO_ITEM: Final = -1
 
 GHOSTS_MIN: Final = 64
-"""Blocks that even the smallest memory of what has left holds."""
+"""Minimum number of evicted blocks to remember, whatever the capacity."""
 
 HEAP_SLACK: Final = 64
-"""Below this many entries the heaps are not worth compacting."""
+"""Stale entries that are allowed before the heaps are compacted."""
 
 
 class PrefixRequest(NamedTuple):
-    """One request's use of a chain of blocks, shallow first.
+    """One request's use of a chain of blocks, in chain order from the root.
 
-    `partial` says that the last block is not full: an engine offloads full blocks only,
-    but a trace lists it. `output_tokens` is how many tokens the engine generated or
-    expects to, None if it has not said.
+    `partial` means that the last block is not full: an engine offloads only full blocks,
+    but a trace lists partial ones. `output_tokens` is the number of tokens that the engine
+    generated or expects to generate, None if unknown.
     """
 
     hashes: Sequence[bytes]
@@ -45,13 +45,13 @@ class PrefixRequest(NamedTuple):
 class Policy(ABC):
     """Orders the leaves of one index. Items are the index's small dense integers.
 
-    Only the index calls it: each item is inserted, exposed whenever it becomes a leaf again,
-    and removed. `capacity` is how many items there may be at most (`resize`).
+    Only the index calls a policy: it inserts each item, exposes it whenever it becomes a leaf
+    again, and removes it. `capacity` is the maximum number of items (`resize`).
     """
 
     name: ClassVar[str]
     places: ClassVar[int] = 1
-    """How many queues the leaves are in; more than one `victim` looks at."""
+    """Number of queues of leaves; a `victim` is chosen among the heads of the queues."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -60,43 +60,40 @@ class Policy(ABC):
         self._aside: list[int] = []
 
     def attach(self, children: list[int], hashes: list[bytes]) -> None:
-        """Learn where the index has the number of children and the hash of each item.
-
-        A policy only reads them.
-        """
+        """Set the index's columns with each item's number of children and hash; read-only."""
         self.leaves.children = children
         self.hashes = hashes
 
     def resize(self, capacity: int) -> None:
-        """There may be so many items from now on."""
+        """Set the maximum number of items."""
         self.capacity = capacity
 
     @abstractmethod
     def use(self, request: PrefixRequest, items: Sequence[int | None]) -> None:
-        """A request uses these blocks, once; `items` are the resident ones, by place."""
+        """Count one request's use; `items[i]` is the item of block i, None if not resident."""
 
     @abstractmethod
     def touch(self, items: Iterable[int]) -> None:
-        """Resident items were looked at outside of a request: they are recent, not used."""
+        """Make resident items recent without counting a use."""
 
     def taught(self, items: Iterable[int]) -> None:  # noqa: B027  # most read no book
-        """The book knows more of the uses of resident items than before."""
+        """The `Reuse` book was taught uses of resident items."""
 
     @abstractmethod
     def insert(self, item: int, block_hash: bytes) -> None:
-        """An item is resident now; its block may have been used before it came."""
+        """Add a resident item; its block may have been used before."""
 
     @abstractmethod
     def victim(self) -> int | None:
-        """The leaf to evict next; None if there is none."""
+        """Return the leaf to evict next, or None if there is none; does not remove it."""
 
     def set_aside(self, item: int) -> None:
-        """The last victim is busy: pass over it until `restore`."""
+        """Skip the last victim, which is busy, until `restore`."""
         self.leaves.pop(item)
         self._aside.append(item)
 
     def restore(self) -> None:
-        """End of a series of victims: what was set aside may be one again."""
+        """End a series of victims: items that were set aside may be victims again."""
         self.leaves.enter_head()
         if self._aside:
             aside, self._aside = self._aside, []
@@ -104,28 +101,28 @@ class Policy(ABC):
                 self.expose(item)
 
     def park(self, item: int) -> None:
-        """The last victim is to stay: it does not come up again before `unpark`."""
+        """Exclude the last victim, which must be kept, until `unpark`."""
         self.set_aside(item)
         self._aside.pop()
         self.leaves.parked.add(item)
 
     def unpark(self, item: int) -> None:
-        """A resident item may go again; nothing if it was not parked."""
+        """Make a parked item evictable again; no effect on other resident items."""
         if item in self.leaves.parked:
             self.leaves.parked.remove(item)
             if not self.leaves.children[item]:
                 self.expose(item)
 
     def expose(self, item: int) -> None:
-        """An item has become a leaf."""
+        """Note that an item has become a leaf."""
         self.leaves.expose(item)
 
     def remove(self, item: int, block_hash: bytes, *, evicted: bool) -> None:
-        """An item has left: as a victim, or for a reason that says nothing of its worth."""
+        """Remove an item; `evicted` is false if it was removed for a reason besides its worth."""
         self.leaves.drop(item, first=evicted)
 
     def move(self, item: int, target: int) -> None:
-        """An item has another number and keeps its worth."""
+        """Give an item another number; it keeps its place and rank."""
         self.leaves.put(target, self.leaves.place[item], self.leaves.rank[item])
 
     def check(self) -> None:
@@ -152,14 +149,14 @@ class CountedUses(Policy):
 
 
 class Ghosts:
-    """What is remembered of blocks that are not resident: at most `limit`, the oldest go first."""
+    """Records of at most `limit` blocks that are not resident; the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self.limit = max(limit, GHOSTS_MIN)
         self.records: dict[bytes, int] = {}
 
     def resize(self, limit: int) -> None:
-        """Remember so many from now on."""
+        """Set the maximum number of records."""
         self.limit = max(limit, GHOSTS_MIN)
         if len(self.records) > self.limit:
             self.trim()
@@ -172,26 +169,29 @@ class Ghosts:
             self.trim()
 
     def trim(self) -> None:
-        """Forget the oldest eighth: one at a time, a dict would step over all that left before."""
+        """Forget the oldest eighth.
+
+        Deleting one at a time would be slow: a dict would step over all earlier deletions.
+        """
         for block_hash in list(islice(self.records, len(self.records) - self.limit * 7 // 8)):
             del self.records[block_hash]
 
     def check(self, limit: int) -> None:
-        """Assert that no more is remembered than that; for tests."""
+        """Assert that there are at most `limit` records; for tests."""
         assert len(self.records) <= max(limit, GHOSTS_MIN)
 
 
 class LeafHeaps:
-    """Queues of leaves by rank, of which the lowest goes first.
+    """Queues of leaves by rank; the lowest rank is evicted first.
 
-    Each item has a place (a queue) and a rank in it. A rank may only grow while the item
-    keeps its place, but by `rerank`. Entries are lazy: one that came too early is put back
-    with the right rank, one of an item that left, got a child or changed its place is dropped
-    when it comes up. Entries number at most twice what there ever was of items, and HEAP_SLACK.
+    Each item has a place (its queue) and a rank in it. While the item keeps its place, only
+    `rerank` may lower its rank. Heap entries are lazy: when an entry reaches the top, an outdated
+    rank is corrected, and the entry of an item that was removed, got a child or changed its place
+    is dropped. There are at most twice as many entries as there ever were items, plus HEAP_SLACK.
 
-    Victims mostly are a leaf, its parent, the parent's parent, all of one request. A parent
-    whose turn is no later than that of its child, which has just gone, is the next one of its
-    place: as the head it has no entry, until the series of victims ends or goes on elsewhere.
+    Victims are mostly a leaf, its parent, the parent's parent, all of one request. A parent whose
+    rank is not above the rank of its child, which was just removed, is next in its place. It then
+    is the `head`, which has no heap entry until the series of victims ends or leaves this chain.
     """
 
     def __init__(self, places: int) -> None:
@@ -200,20 +200,20 @@ class LeafHeaps:
         self.rank: list[int] = []
         self.place: list[int] = []
         self.parked: set[int] = set()
-        """Items that are to stay: a leaf among them need not have an entry."""
+        """Items that must be kept; a parked leaf needs no entry."""
         self.head = NO_ITEM
-        # Place and rank of the victim that has just gone, until its parent is exposed.
+        # Place and rank of the victim that was just removed, until its parent is exposed.
         self._gone = NO_ITEM, NO_ITEM
-        # Items that may be leaves without an entry. Most get a child before anybody asks.
+        # Items that may be leaves without an entry. Most get a child before the next `settle`.
         self._fresh: list[int] = []
 
     @property
     def entries(self) -> int:
-        """Entries there are, stale ones and those to be made included."""
+        """Number of entries, including stale entries and entries still to be made."""
         return sum(map(len, self.heaps)) + len(self._fresh)
 
     def put(self, item: int, place: int, rank: int) -> None:
-        """Give an item, resident or about to be, a place and a rank."""
+        """Give an item that is or becomes resident a place and a rank."""
         if item >= len(self.rank):
             more = item + item // 8 + 1 - len(self.rank)
             self.rank.extend([0] * more)
@@ -223,7 +223,7 @@ class LeafHeaps:
         self._fresh.append(item)
 
     def expose(self, item: int) -> None:
-        """Enter a leaf."""
+        """Add an entry for a leaf, or make it the head."""
         place, rank = self.place[item], self.rank[item]
         gone, rank_gone = self._gone
         if self.head != NO_ITEM:
@@ -234,7 +234,7 @@ class LeafHeaps:
         heappush(self.heaps[place], rank << ITEM_BITS | item)
 
     def rerank(self, item: int, place: int, rank: int) -> None:
-        """Give a resident item another place and rank, which may be lower than the one before."""
+        """Give a resident item a new place and rank; the rank may be lower than before."""
         self.enter_head()
         sooner = self.place[item] != place or rank < self.rank[item]
         self.place[item] = place
@@ -243,7 +243,7 @@ class LeafHeaps:
             self._fresh.append(item)
 
     def settle(self) -> None:
-        """Enter what has become a leaf since the last call; before a series of `peek`."""
+        """Add entries for new leaves; call it before a series of `peek`."""
         if not self._fresh:
             return
         self.enter_head()
@@ -257,7 +257,7 @@ class LeafHeaps:
             self.expose(item)
 
     def drop(self, item: int, *, first: bool) -> None:
-        """An item has gone; `first`: it was the first of its place."""
+        """Remove an item; `first` means that it was the first of its place."""
         if item == self.head:
             self.head = NO_ITEM
         if self.parked:
@@ -267,14 +267,14 @@ class LeafHeaps:
             self.settle()
 
     def enter_head(self) -> None:
-        """Give the head an entry like the others; there may be none."""
+        """Add an entry for the head, if there is one, and clear it."""
         self._gone = NO_ITEM, NO_ITEM
         if self.head != NO_ITEM:
             item, self.head = self.head, NO_ITEM
             self.expose(item)
 
     def peek(self, place: int) -> int:
-        """The leaf with the lowest rank in a place, or NO_ITEM."""
+        """Return the leaf with the lowest rank in a place, or NO_ITEM."""
         if self.head != NO_ITEM and self.place[self.head] == place:
             return self.head
         heap, children = self.heaps[place], self.children
@@ -290,7 +290,7 @@ class LeafHeaps:
         return NO_ITEM
 
     def pop(self, item: int) -> None:
-        """Take back the entry of the leaf that `peek` has just found."""
+        """Remove the entry of the leaf that `peek` has just returned."""
         if item == self.head:
             self.head = NO_ITEM
             return
@@ -307,7 +307,7 @@ class LeafHeaps:
             heapify(heap)
 
     def check(self) -> None:
-        """Assert that every leaf will come up, and none too late; for tests."""
+        """Assert that each leaf has an entry that comes up in time; for tests."""
         assert self.head == NO_ITEM
         due: dict[int, int] = {}
         for place, heap in enumerate(self.heaps):

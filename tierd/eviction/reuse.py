@@ -1,10 +1,10 @@
-"""What is known of the use of blocks, resident or not: who decides what to keep asks here.
+"""The book of uses of blocks, resident or not, from which policies predict reuse.
 
-At each use a block gets a class: how often it has been used and how many new blocks came with
-that use say most about when, if ever, it comes back. Per class the chance of reuse by age is
-learned (`tierd.eviction.survival`). One book serves all indexes of the same hashes: the
-namespaces of one engine's ranks, and all tiers. It refuses to know slots and sizes. Pure: time
-comes with each request.
+At each use a block gets a class, from its number of uses and the number of new blocks of that
+request, which predict best when, if ever, the block is used again. Per class, the chance of reuse
+by age is learned (`tierd.eviction.survival`). One book serves all indexes with the same hashes:
+the namespaces of an engine's ranks, and all tiers. It knows no slots or sizes. Pure: each request
+carries its time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tierd.types import NEVER
 
 USES_MAX: Final = 20
 _LEVEL: Final = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3, *[4] * 10, 5]
-"""Level of a number of uses: 2, 3, 4 to 5, 6 to 9, 10 to 19, and more."""
+"""Level by number of uses: levels 0 to 5 are up to 2, 3, 4 to 5, 6 to 9, 10 to 19, and 20 uses."""
 
 _LEVELS: Final = 6
 _SIZES: Final = 8
 _OUTPUTS: Final = 4
 
-# Classes: of a block that is not full, of first uses, of later uses.
+# Ranges of classes: partial blocks, first uses, later uses.
 _PARTIAL: Final = 0
 _FIRST: Final = 1
 _AGAIN: Final = _FIRST + _OUTPUTS * 2 * _SIZES
@@ -35,37 +35,38 @@ _GROUPS: Final = [
     *[1 + level for level in range(_LEVELS) for _ in range(3)],
 ]
 KINDS: Final = len(_GROUPS)
-"""How many classes there are."""
+"""Number of classes."""
 
 KNOWN_MAX: Final = 1 << 18
-"""Blocks that are remembered, unless said otherwise; each costs about 250 bytes."""
+"""Default number of blocks to remember; each costs about 250 bytes."""
 
 KNOWN_MIN: Final = 64
 
 TRIM: Final = 64
-"""A full book forgets this part of itself at a time: one block at a time, a dict would step over
-all that left before."""
+"""A full book forgets one part in TRIM at once: if it forgot single blocks, the dict would step
+over all earlier deletions."""
 
 SLICE: Final = 128
-"""Blocks counted between two chances to do something else: less than 0.1 ms."""
+"""Blocks counted between two yields to the caller, less than 0.1 ms of work."""
 
 REBUILD_EVERY: Final = 64
-"""Requests between two rebuilds of the tables, which take 1 ms; at first more often."""
+"""Requests between two rebuilds of the tables, which take 1 ms; fewer at first."""
 
 REBUILD_PAUSE_MS: Final = 1000
-"""No two rebuilds are closer, so that of thousands of requests a second few wait for one."""
+"""Minimum time between rebuilds, so that of thousands of requests per second few wait for one."""
 
 LEARNED_REQUESTS: Final = 256
-"""Requests until which recency orders the blocks: less teaches too little to beat it. 64 and 128
-lost two points to LRU where few agents with long chains came first."""
+"""Number of requests before which recency orders the blocks, because fewer requests teach too
+little to beat it. 64 and 128 lost two points to LRU where few agents with long chains came first.
+"""
 
 WORTH_S: Final = 3600.0
-"""How far ahead `worth` looks: what brings blocks without a request does it for the next hour."""
+"""Horizon of `worth`: warming brings blocks for the next hour."""
 
 WORTH_FADES_MS: Final = 60_000
-"""Until enough is learned a block is worth half as much after so long, a third after twice that."""
+"""Before LEARNED_REQUESTS, `worth` is half after this time and a third after twice this time."""
 
-# A record of a block: last use in ms, class, uses.
+# Bit fields of a block's record, from the top: last use in ms, class, uses.
 _USES_BITS: Final = 5
 _USES_MASK: Final = (1 << _USES_BITS) - 1
 _KIND_BITS: Final = 7
@@ -76,46 +77,46 @@ assert USES_MAX <= _USES_MASK
 
 
 class Reuse:
-    """The last use of each block, how many there were, and what such blocks promise.
+    """The last use, the number of uses and the predicted reuse of each block.
 
-    At most `limit` blocks are known; the one that was used longest ago is forgotten first. Times
-    may be negative: of uses before the clock began.
+    At most `limit` blocks are known; the least recently used is forgotten first. Times may be
+    negative, for uses before the clock began.
     """
 
     def __init__(self, limit: int = KNOWN_MAX) -> None:
         self.limit = max(limit, KNOWN_MIN)
         self.now_ms = 0
-        """The latest time that was told: it never goes back, even if the requests' clock does."""
+        """Latest time seen; it never goes back, even if the requests' clock does."""
         self.requests = 0
         self.survival = Survival(_GROUPS)
         self._records: dict[bytes, int] = {}
         self._rebuild_at = 1
         self._rebuild_from_ms = 0
-        # Class of a block that comes without a request having named it.
+        # Class of a block that is stored without a request that named it.
         self._unnamed = _FIRST
 
     @property
     def known(self) -> int:
-        """Blocks that are remembered."""
+        """Number of blocks remembered."""
         return len(self._records)
 
     # --- counting -------------------------------------------------------------------
 
     def pass_time(self, now_s: float) -> None:
-        """It is so late: blocks that come without a request having named them come now."""
+        """Advance the time, at which blocks are stored that no request has named."""
         self.now_ms = max(self.now_ms, int(now_s * 1000))
 
     def use(self, request: PrefixRequest) -> None:
-        """Count one distinct request's use of its blocks, and learn; takes as long as it takes."""
+        """Count one distinct request's use of its blocks and learn, without yielding."""
         for _ in self.use_slices(request):
             pass
         if self.rebuild_due:
             self.rebuild()
 
     def use_slices(self, request: PrefixRequest) -> Iterator[None]:
-        """Count a use in steps of at most SLICE blocks, for who has other work in between.
+        """Count a use in steps of about SLICE blocks, so that the caller can do other work.
 
-        Other requests may be counted meanwhile. The owner sees to the rebuilds.
+        Other requests may be counted between steps. The caller calls `rebuild` when it is due.
         """
         hashes, records = request.hashes, self._records
         self.pass_time(request.now_s)
@@ -149,12 +150,12 @@ class Reuse:
         now_ms: int,
         kinds: list[int],
     ) -> None:
-        """Write the records of some blocks and add their classes to `kinds`."""
+        """Write the records of some blocks and append their classes to `kinds`."""
         records = self._records
         stamp = now_ms << _TIME_SHIFT
         fresh = stamp | first << _USES_BITS | 1
         for i, block_hash in enumerate(hashes):
-            # Taken out first, so that the dict is in order of use.
+            # Removed first, so that the dict stays in order of use.
             record = records.pop(block_hash, 0)
             if record:
                 count = record & _USES_MASK
@@ -173,10 +174,11 @@ class Reuse:
     def teach(
         self, hashes: Sequence[bytes], uses: Sequence[int], ages_s: Sequence[int], now_ms: int
     ) -> None:
-        """Somebody else has counted so many uses, the last ones so long before `now_ms`: that
-        counts where it is more than what is known. NEVER is the age where no use is known.
+        """Merge uses that were counted elsewhere, the last ones `ages_s` seconds before `now_ms`.
 
-        Nothing is learned from it, and to be taught of is as good as a use against being forgotten.
+        Larger numbers of uses and later last uses replace the known ones; an age of NEVER means
+        that no use is known. Tables do not learn from this. A taught block counts as used last
+        when the oldest blocks are forgotten.
         """
         self.now_ms = max(self.now_ms, now_ms)
         records = self._records
@@ -189,7 +191,7 @@ class Reuse:
             if record:
                 last_ms = max(last_ms, record >> _TIME_SHIFT)
             if (count := min(count, USES_MAX)) > known:
-                # What came with the last use is not known: as a turn of a conversation, say.
+                # The new blocks of the last use are not known: take it for a conversation's turn.
                 kind = _AGAIN + 2 + 3 * _LEVEL[count] if count > 1 else self._unnamed
             records[block_hash] = last_ms << _TIME_SHIFT | kind << _USES_BITS | max(count, known)
         if len(records) > self.limit:
@@ -213,11 +215,11 @@ class Reuse:
 
     @property
     def rebuild_due(self) -> bool:
-        """Whether enough has been counted for new tables."""
+        """Whether enough requests and time have passed for new tables."""
         return self.requests >= self._rebuild_at and self.now_ms >= self._rebuild_from_ms
 
     def rebuild(self) -> None:
-        """Learn from what has been counted; takes 1 ms."""
+        """Build new tables from the uses counted so far; takes 1 ms."""
         self._rebuild_at = self.requests + min(REBUILD_EVERY, max(8, self.requests // 4))
         self._rebuild_from_ms = self.now_ms + REBUILD_PAUSE_MS
         self.survival.rebuild(self.now_ms)
@@ -225,19 +227,21 @@ class Reuse:
     # --- asking ---------------------------------------------------------------------
 
     def uses(self, block_hash: bytes) -> int:
-        """Requests that have used a block, USES_MAX at most; 0 if it is not known."""
+        """Return how many requests used a block, USES_MAX at most; 0 if it is not known."""
         return self._records.get(block_hash, 0) & _USES_MASK
 
     def last_use(self, block_hash: bytes) -> tuple[int, int] | None:
-        """Class and time in ms of a block's last use; None if it is not known."""
+        """Return class and time in ms of a block's last use; None if it is not known."""
         record = self._records.get(block_hash)
         return (
             None if record is None else (record >> _USES_BITS & _KIND_MASK, record >> _TIME_SHIFT)
         )
 
     def told(self, hashes: Sequence[bytes], now_ms: int) -> tuple[list[int], list[int]]:
-        """What `teach` would be told of blocks: their uses, and how many seconds before `now_ms`
-        the last ones were; 0 and NEVER of a block of which no use is known."""
+        """Return the arguments of `teach` for blocks: uses, and ages in seconds at `now_ms`.
+
+        A block without a known use has 0 and NEVER.
+        """
         found = [self._records.get(block_hash, 0) for block_hash in hashes]
         return [record & _USES_MASK for record in found], [
             min(max(0, now_ms - (record >> _TIME_SHIFT)) // 1000, NEVER) if record else NEVER
@@ -245,20 +249,22 @@ class Reuse:
         ]
 
     def last_use_or_now(self, block_hash: bytes) -> tuple[int, int]:
-        """The same; a block that is not known, such as one just generated, is taken for a new
-        one of the last request."""
+        """Return class and time in ms of a block's last use, also for an unknown block.
+
+        An unknown block, such as one just generated, counts as a new block of the last request.
+        """
         record = self._records.get(block_hash)
         if record is None:
             return self._unnamed, self.now_ms
         return record >> _USES_BITS & _KIND_MASK, record >> _TIME_SHIFT
 
     def chance(self, block_hash: bytes, horizon_s: float) -> float:
-        """The chance that a block is used within so many seconds from the last request on."""
+        """Return the chance that a block is used within `horizon_s` after the last request."""
         kind, last_ms = self.last_use_or_now(block_hash)
         return self.survival.reuse_chance(kind, self.now_ms - last_ms, int(horizon_s * 1000))
 
     def chances(self, hashes: Iterable[bytes], horizon_s: float) -> list[float]:
-        """The `chance` of each of many blocks; those that were last used together cost one."""
+        """Return the `chance` of many blocks, computed once per group last used together."""
         records, known = self._records, dict[int, float]()
         chances: list[float] = []
         for block_hash in hashes:
@@ -270,7 +276,7 @@ class Reuse:
         return chances
 
     def worth(self, block_hash: bytes) -> float:
-        """What a block is worth against others at this moment; 0 if no use of it is known."""
+        """Return the relative worth of a block now; 0 if no use of it is known."""
         record = self._records.get(block_hash)
         if record is None:
             return 0.0
@@ -285,8 +291,10 @@ class Reuse:
 
 
 def _classes(known: int, new: int, output_tokens: int | None) -> tuple[int, int]:
-    """Class of a request's first-time blocks, and the lowest of its others', by how many of its
-    leading blocks were known and how many there are after those."""
+    """Return the class of a request's first-used blocks, and the lowest class of its others.
+
+    `known` is the number of leading blocks that were known, `new` the number of blocks after.
+    """
     size = min(max(new, 1).bit_length(), _SIZES) - 1
     length = 0
     if output_tokens is not None:

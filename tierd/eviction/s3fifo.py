@@ -1,7 +1,7 @@
-"""S3-FIFO: a small queue that most blocks leave unused, a main queue for those used again.
+"""S3-FIFO: a small queue, from which most blocks are evicted unused, and a main queue.
 
-After Yang et al., SOSP 2023; here only leaves leave, and a block is worth keeping after one
-use beyond its first.
+After Yang et al., SOSP 2023, but only leaves are evicted, and one use beyond the first moves a
+block to the main queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ USES_MAX: Final = 3
 
 
 class S3Fifo(CountedUses):
-    """A reference."""
+    """A reference policy."""
 
     name = "s3fifo"
     places = 2
@@ -41,7 +41,7 @@ class S3Fifo(CountedUses):
                 uses[item] += 1
 
     def touch(self, items: Iterable[int]) -> None:
-        """Nothing: a queue of this kind knows no recency."""
+        """Do nothing: FIFO queues have no recency."""
 
     def insert(self, item: int, block_hash: bytes) -> None:
         place = _SMALL if self._ghosts.records.pop(block_hash, None) is None else _MAIN
@@ -68,7 +68,7 @@ class S3Fifo(CountedUses):
                 return None
             if not uses[item]:
                 return item
-            # Another round in the main queue, for the price of one use.
+            # Another round in the main queue costs one use.
             if item == small:
                 self._small -= 1
                 uses[item] = 0

@@ -1,10 +1,10 @@
-"""How the chance that a block is used again depends on its class and its age, learned online.
+"""Learns online how the chance of a block's reuse depends on its class and its age.
 
-A class's hazard is the rate of reuse, a second, at an age; age is the time since the last
-use, in buckets of half an octave. It is learned from samples: each watches one block, which
-stands for its neighbours, from a use to the next one, or until SAMPLES_MAX newer samples have
-been opened. Sparse classes lean on their group's hazard, groups on that of all blocks, and that
-on a prior that falls with age. Pure.
+A class's hazard is its rate of reuse per second at an age; age is the time since the last use, in
+buckets of half an octave. It is learned from samples: each watches one block, which represents
+its neighbours, from one use to the next, or until SAMPLES_MAX newer samples were opened. The
+hazard of a sparse class is shrunk towards its group's hazard, a group's hazard towards the hazard
+of all blocks, and that towards a prior that falls with age. Pure.
 
 Memory: SAMPLES_MAX samples (about 250 B each), and a few tables of classes x BUCKETS floats;
 `rebuild` briefly needs BUCKETS times that.
@@ -24,29 +24,30 @@ import numpy.typing as npt
 BUCKETS: Final = 32
 FIRST_EDGE_MS: Final = 500
 EDGES_MS: Final = [round(FIRST_EDGE_MS * 2 ** (i / 2)) for i in range(BUCKETS - 1)]
-"""Upper ends of all age buckets but the last, from 0.5 s to 4.5 h."""
+"""Upper ends of all age buckets except the last, from 0.5 s to 4.5 h."""
 
 SAMPLES_MAX: Final = 4096
-"""Fewer forget what comes back late, more follow a change too slowly: 1,024 cost two points
-of hits at 5,000 blocks, 8,192 a quarter of a point at 50,000."""
+"""Samples watched at once. Fewer miss late reuse, more follow a change too slowly: 1,024 cost two
+points of hits at 5,000 blocks, 8,192 a quarter of a point at 50,000."""
 
 RUN_POWER: Final = 0.75
-"""A run of n blocks weighs n to this power: they live and die together, so that it says less
-than n blocks would, and more than one. 0.5 and 1 cost half a point here or there."""
+"""A run of n blocks weighs n to this power. Its blocks are used together, so it is less evidence
+than n independent blocks, and more than one block. 0.5 and 1 each cost up to half a point."""
 
 SHRINK: Final = 10.0
-"""Runs watched that weigh as much as the group's hazard. Runs, since the blocks of one live and
-die together: a hundred blocks in one run say as much as two in one. 7 to 14 differ by less than
-the noise; 200 blocks instead lost half a point with chains of some tens of blocks."""
+"""Number of watched runs that weigh as much as the group's hazard. Runs, not blocks, because the
+blocks of a run are used together: a hundred blocks in one run are as much evidence as two. 7 to 14
+differ by less than the noise; counting 200 blocks instead lost half a point with chains of some
+tens of blocks."""
 
 SHRINK_ALL: Final = 0.5
 PRIOR_ODDS: Final = 0.1
-"""What is taken for granted before the first sample: a hazard of PRIOR_ODDS / age."""
+"""The prior, used before the first sample, is a hazard of PRIOR_ODDS / age."""
 
 HALF_LIFE: Final = 512
-"""Samples of a class after which what was counted of it weighs half. By class, so that a change
-of workload is learned soonest where it shows; 128 forget too much, and one half-life of 4,096
-for all lost 0.4 points to LRU after a change."""
+"""Samples of a class after which its earlier counts weigh half. Per class, so that classes that a
+change of workload affects learn it first. 128 forgets too much, and one half-life of 4,096 for all
+classes lost 0.4 points to LRU after a change."""
 
 _BOUNDS_MS: Final = [0, *EDGES_MS, 2 * EDGES_MS[-1]]
 _STARTS_S: Final = np.array([0, *EDGES_MS]) / 1000
@@ -60,31 +61,31 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Counts(NamedTuple):
-    """What was seen by class (or group), a row each."""
+    """Weighted observations, one row per class or group."""
 
     reused: Table
-    """Weight of the runs that were used again, by bucket."""
+    """Weight of reused runs, by bucket of age."""
     exposed_s: Table
-    """Seconds at risk times weight, by bucket."""
+    """Seconds at risk times weight, by bucket of age."""
     watched: Table
-    """Sums of the runs' weights, and of the squares of those."""
+    """Two columns: the sum of the runs' weights, and the sum of their squares."""
 
     def hazard(self, prior: Table, runs: float) -> Table:
-        """Reuses a second, as if so many more runs of the usual weight had followed the prior."""
+        """Return reuses per second, with `runs` additional runs that followed the prior."""
         weights, squares = self.watched[:, :1], self.watched[:, 1:]
-        # Usual is that of the run that a block is in, not of a run.
+        # The additional runs have the mean weight over blocks, not over runs.
         usual = np.maximum(squares, 1) / np.maximum(weights, 1)
         time = runs * usual * _WIDTHS_S
         hazard: Table = (self.reused + prior * time) / (self.exposed_s + time)
         return hazard
 
     def summed(self, sums: Table) -> _Counts:
-        """The counts of groups of classes; `sums` has a row of ones and zeros for each."""
+        """Return the counts of groups of classes; `sums` has one row of ones and zeros each."""
         return _Counts(*(sums @ column for column in self))
 
 
 class Tables:
-    """What the counts come to, by class: worth and summed hazard by age. Never changes."""
+    """Worth and cumulative hazard by class and age, computed from counts; immutable."""
 
     __slots__ = ("counts", "groups", "risks", "worth")
 
@@ -98,7 +99,7 @@ class Tables:
         hazard = counts.hazard(group[groups], SHRINK)
         risks = np.cumsum(hazard * _WIDTHS_S, axis=1)
         self.risks: list[list[float]] = np.pad(risks, ((0, 0), (1, 0))).tolist()
-        # Classes without a single sample, most of them, have their group's worth.
+        # Most classes have no sample; they get their group's worth.
         known = np.flatnonzero(counts.watched[:, 0])
         rows = _index(np.concatenate((hazard[known], group))).tolist()
         self.worth: list[list[float]] = [rows[len(known) + number] for number in groups]
@@ -106,10 +107,10 @@ class Tables:
             self.worth[kind] = row
 
     def value(self, kind: int, age_ms: int) -> float:
-        """What keeping a block of that age can bring at best, in hits a second of residence."""
+        """Return the best rate of hits, per second of residence, of keeping a block of this age."""
         bucket = bisect_right(EDGES_MS, age_ms)
         row = self.worth[kind]
-        # Of blocks that are worth the same, the older goes first.
+        # Of blocks with equal worth the older one is evicted first.
         here: float = row[bucket] - age_ms * 1e-15
         if bucket >= BUCKETS - 2:
             return here
@@ -119,7 +120,7 @@ class Tables:
 
 
 def _survived(kinds: Ints, ages_ms: Ints, weights: Ints, shape: tuple[int, int]) -> Table:
-    """By class and bucket, the seconds (times weight) that samples spent there up to these ages."""
+    """Return seconds times weight that samples spent in each class and bucket up to these ages."""
     buckets = np.searchsorted(EDGES_MS, ages_ms, side="right")
     cells = kinds * BUCKETS + buckets
     size = shape[0] * shape[1]
@@ -132,13 +133,10 @@ def _survived(kinds: Ints, ages_ms: Ints, weights: Ints, shape: tuple[int, int])
 
 
 class Survival:
-    """Samples, counts, and the tables made of them.
-
-    `groups` has the group of each class.
-    """
+    """Samples, and the tables computed from them; `groups[kind]` is the group of a class."""
 
     def __init__(self, groups: Sequence[int]) -> None:
-        # Samples are in a ring of columns: `_open` has the places of those still watched.
+        # Samples are in a ring of columns; `_open` maps the watched hashes to their places.
         self._open: dict[bytes, int] = {}
         self._hash = [b""] * SAMPLES_MAX
         self._watched = bytearray(SAMPLES_MAX)
@@ -146,16 +144,16 @@ class Survival:
             array("q", bytes(8 * SAMPLES_MAX)) for _ in range(3)
         )
         self._next = 0
-        # Those that ended since the last rebuild: class, start, end, weight, and if by a use.
+        # Samples that ended since the last rebuild: class, start, end, weight, ended by a use.
         self._ended: list[tuple[int, int, int, int, bool]] = []
-        # By class, since the last rebuild: runs, their weights, and the squares of those.
+        # By class since the last rebuild: number of runs, sum of weights, sum of squares.
         self._opened = [(0, 0, 0)] * len(groups)
         self._rebuilt_ms = 0
         none = _Counts(*(np.zeros((len(groups), width)) for width in (BUCKETS, BUCKETS, 2)))
         self.tables = Tables(np.array(groups), none)
 
     def used(self, hashes: Sequence[bytes], now_ms: int) -> None:
-        """Blocks are used: whichever of them is watched came back at its age."""
+        """End the samples of the blocks in `hashes` that are watched, as reused now."""
         for block_hash in self._open.keys() & hashes:
             self._end(self._open[block_hash], now_ms, used=True)
 
@@ -167,7 +165,7 @@ class Survival:
         )
 
     def watch(self, block_hash: bytes, kind: int, now_ms: int, blocks: int) -> None:
-        """Watch a block that has just been used, on behalf of a run of `blocks`."""
+        """Watch a block that was just used, as the sample of a run of `blocks` blocks."""
         weight = round(blocks**RUN_POWER)
         place = self._next
         self._next = (place + 1) % len(self._hash)
@@ -183,7 +181,7 @@ class Survival:
         self._opened[kind] = runs + 1, weights + weight, squares + weight * weight
 
     def rebuild(self, now_ms: int) -> None:
-        """Make new tables of what happened since the last time; takes 1 ms."""
+        """Build new tables with the observations since the last rebuild; takes 1 ms."""
         old, since_ms = self.tables, self._rebuilt_ms
         watched = np.flatnonzero(np.frombuffer(self._watched, np.uint8))
         ended = np.array(self._ended, np.int64).reshape(-1, 5)
@@ -213,11 +211,11 @@ class Survival:
         self._rebuilt_ms = now_ms
 
     def reuse_chance(self, kind: int, age_ms: int, horizon_ms: int) -> float:
-        """The chance that a block of that age is used within the horizon."""
+        """Return the chance that a block of this age is used within the horizon."""
         return -expm1(self._risk(kind, age_ms) - self._risk(kind, age_ms + horizon_ms))
 
     def _risk(self, kind: int, age_ms: int) -> float:
-        """The hazard summed up to an age."""
+        """Return the cumulative hazard up to an age."""
         bucket = min(bisect_right(EDGES_MS, age_ms), BUCKETS - 1)
         row = self.tables.risks[kind]
         start, end = _BOUNDS_MS[bucket], _BOUNDS_MS[bucket + 1]
@@ -233,11 +231,12 @@ class Survival:
 
 
 def _index(hazard: Table) -> Table:
-    """Per class and bucket, the best rate of hits: over all times to give up at from there on.
+    """Return the best rate of hits per class and bucket, the Gittins index of keeping a block.
 
-    Chance of reuse until then, by the time of residence until reuse or then (the Gittins index
-    of keeping the block). Where it rises with age, which is the dead time right after a use, it
-    is what comes later that counts; after its maximum it is made to fall.
+    For each later time of giving up, the rate is the chance of reuse before that time, divided by
+    the expected residence until reuse or that time; the index is the maximum over these times.
+    It may rise with age in the dead time right after a use. After its maximum it is forced to
+    fall.
     """
     alive = np.exp(-np.cumsum(np.pad(hazard * _WIDTHS_S, ((0, 0), (1, 0))), axis=1))
     died = alive[:, :-1] - alive[:, 1:]

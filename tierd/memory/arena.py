@@ -1,4 +1,4 @@
-"""The memory of L2: memfd segments and the ledger that describes their slots.
+"""The memory of L2: memfd segments and the ledgers that describe their slots.
 
 Acts on what `tierd.core.host` decides. Segments are sealed against resizing, so that
 neither side can turn the other's access into a SIGBUS. A decommitted segment keeps its
@@ -26,29 +26,31 @@ _F_GET_SEALS = 1034
 _SEALS = 0x1 | 0x2 | 0x4
 
 DESCRIPTORS_LEFT = 64
-"""Descriptors, or a quarter of all, that segments leave for the rest of the daemon, which would
-not live without them: sessions, files of tiers, the kernel's word on memory."""
+"""Descriptors that segments leave for sessions, files of tiers and /proc, which the daemon needs
+to keep running; at most a quarter of all descriptors."""
 
 
 class Segment:
-    """One memfd and this process's mapping of it, with its part of the ledger. Owns all."""
+    """One memfd, this process's mapping of it, and its ledger. Owns all three."""
 
     __slots__ = ("fd", "kept_as", "ledger", "mapping", "pins")
 
     def __init__(self, fd: int, size_bytes: int, ledger: Ledger) -> None:
-        """Raises OSError or ValueError (it is too short); `fd` is the caller's then."""
+        """Raises OSError, or ValueError if the memfd is too short; the caller then owns `fd`."""
         self.fd = fd
         self.mapping = SharedMapping(fd, size_bytes)
         self.ledger = ledger
         self.kept_as = ""
-        """Its name where descriptors are kept for another life."""
+        """Its name among the descriptors that the service manager keeps for the next incarnation.
+        """
         self.pins = 0
-        """Processes that may have it pinned: pages that a device keeps would no longer be the
-        file's once they were given back, and what it writes be lost."""
+        """Number of processes that may have the segment pinned. A pinned segment must not be
+        decommitted: the device would keep pages that no longer belong to the file, and its writes
+        would be lost."""
 
     @classmethod
     def create(cls, namespace: Namespace, index: int, slots: int) -> Segment:
-        """A new one of so many slots, without memory yet. Raises OSError."""
+        """Create a segment of `slots` slots, without memory yet. Raises OSError."""
         name = f"tierd-{namespace.digest.hex()[:12]}-{index}"
         size_bytes = slots * namespace.slot_bytes
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -70,29 +72,31 @@ class Segment:
 
     @classmethod
     def adopt(cls, fd: int, ledger_fd: int) -> Segment:
-        """One that a life before left. Raises LedgerError or OSError; the descriptors are the
-        caller's then."""
+        """Take over a segment of an earlier incarnation.
+
+        Raises LedgerError or OSError; the caller then owns the descriptors.
+        """
         found = os.fstat(fd)
         ledger = Ledger.read(ledger_fd, found.st_ino)
         size_bytes = ledger.slots * ledger.namespace.slot_bytes
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
         if found.st_size != size_bytes or seals & _SEALS != _SEALS:
-            raise LedgerError("its segment has another size, or could be cut")
+            raise LedgerError("its segment has a wrong size, or is not sealed against resizing")
         return cls(fd, size_bytes, ledger)
 
     def close(self) -> None:
-        """Close the descriptors; the mappings go with this object."""
+        """Close the descriptors; the mappings end with this object."""
         os.close(self.fd)
         os.close(self.ledger.fd)
 
     def give_back(self) -> None:
-        """Return the memory to the system, once nobody has it pinned."""
+        """Return the memory to the system, unless a process may have it pinned."""
         if not self.pins:
             self.mapping.give_back()
 
 
 class Arena:
-    """All segments, by space and index."""
+    """All segments by space and index."""
 
     def __init__(self, placement: Placement | None = None) -> None:
         self.placement = placement or Placement()
@@ -101,7 +105,7 @@ class Arena:
     def create(self, space: Space, index: int) -> Segment:
         """Make segment `index` usable: a new one, or the decommitted one as it is.
 
-        Raises OSError, and nothing has changed then.
+        Raises OSError; then nothing has changed.
         """
         segments = self._segments.get(space, [])
         if index < len(segments):
@@ -113,7 +117,7 @@ class Arena:
         return segment
 
     def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
-        """Take the segments of a life before over, in the order of their numbers."""
+        """Add segments of an earlier incarnation, in the order of their numbers."""
         assert space not in self._segments
         assert len(segments) == len(space.live)
         self._segments[space] = list(segments)
@@ -123,9 +127,9 @@ class Arena:
         self._segments[space][index].give_back()
 
     def end(self, space: Space) -> Sequence[Segment]:
-        """Let the segments of a space go; their descriptors are closed.
+        """Remove the segments of a space and close their descriptors; return the segments.
 
-        Whoever else has one mapped keeps its mapping, and finds zeros.
+        Other processes keep their mappings, which read as zeros.
         """
         gone = self._segments.pop(space, [])
         for segment in gone:
@@ -139,7 +143,7 @@ class Arena:
                 segment.give_back()
 
     def move(self, space: Space, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks and their records from slot to slot; nobody may hold either slot."""
+        """Copy blocks and their records from slot to slot; both slots must be free of holders."""
         segments, per = self._segments[space], space.slots_per_segment
         for slot, target in pairs:
             self.view(space, target)[:] = self.view(space, slot)
@@ -147,7 +151,7 @@ class Arena:
             segments[slot // per].ledger.move(slot % per, there, target % per)
 
     def forget(self, space: Space, slots: Sequence[int]) -> None:
-        """Take evicted slots out of the ledger, before their bytes change."""
+        """Remove evicted slots from the ledger before their bytes change."""
         for index, places in space.by_segment(slots).items():
             self._segments[space][index].ledger.forget(places)
 
@@ -156,7 +160,7 @@ class Arena:
         return self._segments.get(space, ())
 
     def view(self, space: Space, slot: int) -> memoryview:
-        """All bytes of one slot."""
+        """Return all bytes of one slot."""
         index, place = divmod(slot, space.slots_per_segment)
         start = place * space.slot_bytes
         return self._segments[space][index].mapping.view[start : start + space.slot_bytes]
@@ -167,7 +171,7 @@ class Arena:
         return sum(s.mapping.populated_bytes for many in self._segments.values() for s in many)
 
     def close(self) -> None:
-        """Close the descriptors; the mappings go with the process."""
+        """Close the descriptors; the mappings end with the process."""
         for many in self._segments.values():
             for segment in many:
                 segment.close()
@@ -175,14 +179,17 @@ class Arena:
 
 
 def _descriptors() -> int:
-    """Numbers of descriptors below which segments may have theirs: the lowest free ones are used
-    first, so that the number of a new one tells how many there are."""
+    """Return the bound below which the descriptor numbers of segments must be.
+
+    The system gives out the lowest free number, so the number of a new descriptor shows how many
+    are in use.
+    """
     most = descriptors_limit()
     return most - min(DESCRIPTORS_LEFT, most // 4)
 
 
 def check_capacity(capacity_bytes: int) -> None:
-    """Raise ConfigError if the memory that this process may have cannot hold `capacity_bytes`."""
+    """Raise ConfigError if `capacity_bytes` exceeds 95 % of the memory this process may use."""
     limit = memory_limit()
     if capacity_bytes > limit.size_bytes * 0.95:
         raise ConfigError(

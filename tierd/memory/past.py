@@ -1,9 +1,9 @@
-"""What an incarnation of the daemon leaves about itself, beside the arena, for the next one.
+"""Leases and guard that an incarnation of the daemon leaves, besides the arena, for the next one.
 
-Engines outlive the daemon. Until a lease ends its holder may be reading slots, and whoever had
-reserved slots may still be writing to them, however long it had been stopped. So an incarnation
-writes down until when its leases last, and every process that may write holds its guard. What the
-next one reads is sealed: a log that is torn or damaged may have named any slot.
+Engines outlive the daemon. The holder of a lease may read slots until the lease ends. A client
+that reserved slots may write to them later, however long it was stopped. So an incarnation logs
+its leases and their ends, and each process that may write holds the incarnation's guard. The log
+is sealed: a torn or damaged log counts as a lease of every slot.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _STATE = struct.Struct("<QQQQ")
 _STATE_AT: Final = 64
 
 LOG_BYTES: Final = 16 << 20
-"""The log of leases: those of 4 million blocks within the time that a lease lasts."""
+"""Size of the log: room for the leases of 4 million blocks within the duration of a lease."""
 
 LEASE_NS_MAX: Final = LEASE_TTL_MS_MAX * 1_000_000
-"""No lease lasts longer, so that is how long anything may be leased if nobody can tell."""
+"""Longest duration of a lease; if the log is unreadable, all slots count as leased so long."""
 
 _ENTRY = struct.Struct(f"<QI4x{DIGEST_BYTES}s")
 _ENTRY_BYTES: Final = _ENTRY.size + _SEAL.size
@@ -45,14 +45,14 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class Leased(NamedTuple):
-    """Leases that may still last: of which slots by namespace, and whether these are all."""
+    """Slots by namespace whose leases may still last; `complete` if no other slot is leased."""
 
     slots: dict[bytes, set[int]]
     complete: bool
 
 
 class _State(NamedTuple):
-    """Which part of the log counts, when the last lease ends, and the last that was lost."""
+    """The valid part of the log, the end of the last lease, and the end of the last lost lease."""
 
     start: int = 0
     end: int = 0
@@ -61,7 +61,7 @@ class _State(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A lease as it was written: its slots packed, for there may be millions."""
+    """A lease as logged; its slots stay packed, because there may be millions."""
 
     expires_ns: int
     digest: bytes
@@ -69,16 +69,17 @@ class _Entry(NamedTuple):
 
 
 class LifePage:
-    """Which blocks are leased until when, and which storage tiers ledgers speak of.
+    """The log of this incarnation's leases, and the storage tiers that its ledgers refer to.
 
-    A page, and a log of leases that goes round. An entry counts once `end` is behind it, and until
-    `start` is: whoever reads it later finds whole ones only.
+    A page of state and a ring log of leases. An entry is valid between `start` and `end`: `end`
+    moves behind it after it was written, `start` before it is overwritten. So the next incarnation
+    finds only whole entries.
     """
 
     def __init__(self, fd: int, tiers: bytes) -> None:
-        """Owns `fd`, which is empty; `tiers` is a digest of what tiers there are, in order.
+        """Owns `fd`, an empty memfd; `tiers` is a digest of the storage tiers in order.
 
-        Raises OSError, and `fd` is the caller's then.
+        Raises OSError; then the caller still owns `fd`.
         """
         os.ftruncate(fd, _PAGE_BYTES + LOG_BYTES)
         self.fd = fd
@@ -89,7 +90,7 @@ class LifePage:
 
     @classmethod
     def create(cls, tiers: bytes) -> LifePage:
-        """A new one. Raises OSError."""
+        """Create a page in a new memfd. Raises OSError."""
         fd = os.memfd_create("tierd-life", os.MFD_CLOEXEC)
         try:
             return cls(fd, tiers)
@@ -98,7 +99,7 @@ class LifePage:
             raise
 
     def lease(self, digest: bytes, slots: Sequence[int], expires_ns: int) -> None:
-        """Write down that these slots of a namespace are leased until then."""
+        """Log that these slots of a namespace are leased until `expires_ns`."""
         now = self._state
         now = now._replace(until_ns=max(now.until_ns, expires_ns))
         size = _size_of(len(slots))
@@ -116,16 +117,16 @@ class LifePage:
         self._publish(now._replace(end=now.end + size))
 
     def no_leases(self) -> None:
-        """There is none now."""
+        """Clear the log, because no lease exists."""
         if self._state.until_ns:
             self._publish(_State(self._state.end, self._state.end))
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with this object."""
+        """Close the descriptor; the mapping ends with this object."""
         os.close(self.fd)
 
     def _make_room(self, now: _State, size_bytes: int) -> _State:
-        """Have the oldest entries go that the next `size_bytes` would be written over."""
+        """Drop the oldest entries, which the next `size_bytes` would overwrite, as lost."""
         if now.end + size_bytes - now.start <= LOG_BYTES:
             return now
         while now.end + size_bytes - now.start > LOG_BYTES:
@@ -134,7 +135,7 @@ class LifePage:
             size = LOG_BYTES - place if count == _TO_START else _size_of(count)
             lost_ns = max(now.lost_until_ns, expires_ns)
             now = now._replace(start=now.start + size, lost_until_ns=lost_ns)
-        # Before a byte of them changes.
+        # Published before a byte of the dropped entries changes.
         self._publish(now)
         return now
 
@@ -148,26 +149,26 @@ class LifePage:
         self._store(_STATE_AT, _STATE.pack(*state))
 
     def _store(self, at: int, body: bytes) -> None:
-        # In one go: a process that is killed in between leaves something that is no state at all.
+        # Written with its seal: if the process is killed in between, the seal does not match.
         sealed = body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
         self._mapping[at : at + len(sealed)] = sealed
 
 
 class PastPage:
-    """The page of a former incarnation, as it was when this one read it.
+    """The page of an earlier incarnation, as read once at construction.
 
-    Where it cannot be right, anything may have been leased, until the longest lease has ended that
-    could have been granted by now.
+    If the page is not valid, every slot counts as leased until a longest lease that was granted
+    now would end.
     """
 
     def __init__(self, fd: int, now_ns: int) -> None:
-        """`fd` stays the caller's."""
+        """The caller still owns `fd`."""
         self.tiers = b""
-        """What `LifePage.create` was given; empty if that cannot be read."""
+        """The digest given to `LifePage.create`; empty if it cannot be read."""
         self.until_ns = now_ns + LEASE_NS_MAX
-        """When the last lease ends, CLOCK_MONOTONIC; 0 if there is none."""
+        """CLOCK_MONOTONIC time at which the last lease ends; 0 if there is none."""
         self.readable = False
-        """Whether it is what has been written."""
+        """Whether the page and its log are valid."""
         self._lost_until_ns = self.until_ns
         self._entries: list[_Entry] = []
         size_bytes = _PAGE_BYTES + LOG_BYTES
@@ -176,7 +177,7 @@ class PastPage:
             self._read(raw)
 
     def leased(self, now_ns: int) -> Leased:
-        """The leases that have not ended by `now_ns`, given back or not."""
+        """Return the leases that have not expired by `now_ns`, released or not."""
         found: dict[bytes, set[int]] = {}
         for expires_ns, digest, names in self._entries:
             if expires_ns > now_ns:
@@ -194,14 +195,14 @@ class PastPage:
         self.tiers = tiers
         state = _State(*_STATE.unpack(body))
         entries = _entries(raw, state)
-        # A lease that lasts longer than any may is of another clock.
+        # A lease longer than LEASE_NS_MAX comes from another clock.
         if entries is not None and state.until_ns <= self.until_ns:
             self.readable, self._entries = True, entries
             self.until_ns, self._lost_until_ns = state.until_ns, state.lost_until_ns
 
 
 def _entries(raw: bytes, state: _State) -> list[_Entry] | None:
-    """Each entry that counts; None if one is damaged."""
+    """Return the valid entries; None if one is damaged."""
     found = []
     at, end = state.start, state.end
     while at < end:
@@ -224,43 +225,43 @@ def _entries(raw: bytes, state: _State) -> list[_Entry] | None:
 
 
 def _opened(raw: bytes, at: int, form: struct.Struct) -> bytes | None:
-    """What `_store` has stored; None if it is not that."""
+    """Return a body written by `_store`; None if its seal does not match."""
     body = raw[at : at + form.size]
     sealed = _SEAL.unpack_from(raw, at + form.size)[0]
     return body if sealed == xxhash.xxh3_64_intdigest(body) else None
 
 
 def _seal_of(head: bytes, names: bytes, at: int) -> int:
-    # With its place, so that an entry of a former round is none of this one.
+    # The position is part of the seal, so that an entry of an earlier round does not match.
     return xxhash.xxh3_64_intdigest(head + names, at)
 
 
 def _size_of(count: int) -> int:
-    """Bytes of an entry of so many slots."""
+    """Return the bytes of an entry of `count` slots."""
     return -(-(_ENTRY_BYTES + 4 * count) // _ALIGN) * _ALIGN
 
 
 class ArenaGuard:
-    """An empty memfd that is locked as long as a process of a life may write to the arena.
+    """An empty memfd that is locked while a process of an incarnation may write to the arena.
 
-    A hold is a descriptor with a shared lock of its own. Wherever copies of it are, in a child,
-    in another process, or on the way to one: the lock is there until the last of them is closed.
-    Byte 0 stands for writing. Whoever copies out of slots for others, who may go on when the lease
-    has ended, locks byte 1 as well.
+    A hold is a descriptor with a separate shared lock. The lock lasts until the last duplicate of
+    the descriptor is closed, in a child, in another process, or in flight on a socket. Byte 0
+    stands for writing. A copy process, which may read slots after their lease has ended, locks
+    byte 1 too.
     """
 
     def __init__(self, fd: int) -> None:
-        """Owns `fd`."""
+        """Own `fd`."""
         self.fd = fd
 
     @classmethod
     def create(cls) -> ArenaGuard:
-        """A new one, held by nobody. Raises OSError."""
+        """Create a guard without holds. Raises OSError."""
         return cls(os.memfd_create("tierd-guard", os.MFD_CLOEXEC))
 
     def hold(self, *, copies: bool = False) -> int:
-        """A new hold, the caller's to close. Raises OSError."""
-        # Locks belong to an open file, so each hold is one; to read it is all that one needs.
+        """Return a new hold, which the caller must close. Raises OSError."""
+        # OFD locks belong to an open file, so each hold opens the memfd again, for reading only.
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             lock = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1 + copies, 0)
@@ -272,12 +273,12 @@ class ArenaGuard:
 
     @property
     def held(self) -> bool:
-        """Whether there is a hold anywhere."""
+        """Whether any process has a hold."""
         return self._is_locked(0)
 
     @property
     def copying(self) -> bool:
-        """Whether there is a hold of somebody who copies."""
+        """Whether any copy process has a hold."""
         return self._is_locked(1)
 
     def _is_locked(self, byte: int) -> bool:
@@ -286,5 +287,5 @@ class ArenaGuard:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the descriptor; holds stay."""
+        """Close the descriptor; holds remain."""
         os.close(self.fd)

@@ -1,7 +1,7 @@
-"""Which pages the arena gets: huge ones, and on which NUMA node.
+"""Placement of the arena's pages: huge pages and the NUMA node.
 
-Asked for before a page is touched. Both only make copies faster, so what is not to be had is
-told once in the log and otherwise done without.
+Requested before a page is touched. Both only make copies faster, so a request that the system
+refuses is logged once, and the arena goes on without it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 _NODES_MAX: Final = 1024
 _NVIDIA: Final = "0x10de"
 _DISPLAY: Final = "0x03"
-"""PCI class of GPUs: 0x0300 with, 0x0302 without a display."""
+"""Prefix of the PCI class of GPUs: 0x0300 with a display, 0x0302 without."""
 
 log = logging.getLogger("tierd")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Placement:
-    """Where segments go, decided once for all of them."""
+    """The placement of all segments, decided once."""
 
     def __init__(
         self, *, huge_pages: bool = False, node: int | None = None, root: Path = Path("/")
     ) -> None:
-        """`node` is the preferred NUMA node, None to leave it to the kernel."""
+        """`node` is the preferred NUMA node; None leaves the choice to the kernel."""
         self._root = root
         self.node = node
         self.huge_pages = huge_pages and self._can_be_huge()
 
     def apply(self, mapping: SharedMapping) -> None:
-        """Ask for the pages of a mapping of which none has been touched yet."""
+        """Request the placement of a mapping whose pages have not been touched yet."""
         if self.huge_pages:
             try:
                 mapping.advise(_MADV_HUGEPAGE)
             except OSError as error:
-                log.warning("no huge pages: %s", error)
+                log.warning("host memory has no huge pages: %s", error)
                 self.huge_pages = False
         if self.node is not None:
             try:
@@ -55,7 +55,7 @@ class Placement:
                 self.node = None
 
     def status(self) -> dict[str, object]:
-        """What segments get, for STATUS."""
+        """Return the placement of segments for STATUS."""
         return {"huge_pages": self.huge_pages, "numa_node": self.node}
 
     def _can_be_huge(self) -> bool:
@@ -67,8 +67,8 @@ class Placement:
         if chosen in ("always", "within_size", "advise", "force"):
             return True
         log.info(
-            "host memory has 4 KiB pages: %s is %r; with huge ones it is pinned sooner, and takes "
-            "less of a GPU's memory: echo advise > %s",
+            "host memory has 4 KiB pages, because %s is %r; with huge pages, pinning is faster and "
+            "takes less GPU memory: echo advise > %s",
             switch,
             chosen or "missing",
             switch,
@@ -77,17 +77,17 @@ class Placement:
 
 
 def find_node(wanted: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node that `host.numa_node` stands for, None for no preference.
+    """Return the NUMA node for a value of `host.numa_node`, or None for no preference.
 
-    "auto" is the node of the machine's NVIDIA GPUs if they share one. Raises ConfigError for a
-    node that the machine does not have.
+    "auto" means the node of the machine's NVIDIA GPUs if they all share one. Raises ConfigError
+    for a node that the machine does not have.
     """
     if wanted == "off":
         return None
     nodes = root / "sys/devices/system/node"
     if wanted != "auto":
         if not (nodes / f"node{wanted}").is_dir():
-            raise ConfigError(f"host.numa_node is {wanted}: this machine has no such node")
+            raise ConfigError(f"host.numa_node is {wanted}, but this machine has no such node")
         return int(wanted)
     if len(list(nodes.glob("node[0-9]*"))) < 2:
         return None
@@ -96,8 +96,8 @@ def find_node(wanted: str, root: Path = Path("/")) -> int | None:
         return found.pop()
     if found:
         log.info(
-            "GPUs lie on NUMA nodes %s: host memory is bound to none of them; set host.numa_node, "
-            "or run a tierd for each",
+            "GPUs are on NUMA nodes %s, so host memory is not bound to a node; set host.numa_node, "
+            "or run one tierd per node",
             ", ".join(sorted(str(node) for node in found)),
         )
     return None
@@ -128,10 +128,10 @@ def _number(file: Path) -> int | None:
 def _prefer(mapping: SharedMapping, node: int) -> None:
     number = _MBIND.get(platform.machine())
     if number is None or node >= _NODES_MAX:
-        raise OSError(0, "not known how on this machine")
+        raise OSError(0, "tierd cannot bind memory on this machine")
     mask = (ctypes.c_ulong * (_NODES_MAX // 64))()
     mask[node // 64] = 1 << node % 64
-    # The policy belongs to the memfd, so whoever faults a page in gets it from there.
+    # The policy belongs to the memfd, so it applies to pages that any process faults in.
     result = _libc.syscall(
         ctypes.c_long(number),
         ctypes.c_void_p(mapping.address),

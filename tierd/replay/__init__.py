@@ -1,1 +1,1 @@
-"""What-would-have-been: the daemon's own policies over a trace of requests."""
+"""Replay: runs the daemon's policies over a trace of requests."""

@@ -1,4 +1,4 @@
-"""The ceilings: a cache without end, and one that knows the future (Belady's MIN)."""
+"""Upper bounds of hits: an infinite cache, and one that knows the future (Belady's MIN)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEPTH_BITS: Final = 24
 
 
 class Hits:
-    """Usable hits: blocks from the first of a request on that were there, and their tokens."""
+    """Usable hits: the leading blocks of requests that were resident, and their tokens."""
 
     __slots__ = ("blocks", "tokens")
 
@@ -20,13 +20,13 @@ class Hits:
         self.tokens = 0
 
     def add(self, blocks: int, tokens: int) -> None:
-        """Count one request's."""
+        """Add the usable hits of one request."""
         self.blocks += blocks
         self.tokens += tokens
 
 
 def ideal(trace: Trace, block_tokens: int) -> Hits:
-    """Usable hits of a cache that never evicts."""
+    """Return the usable hits of a cache that never evicts."""
     seen: set[bytes] = set()
     hits = Hits()
     for request, tokens in zip(trace.requests, trace.input_tokens, strict=True):
@@ -39,17 +39,17 @@ def ideal(trace: Trace, block_tokens: int) -> Hits:
 
 
 def belady(trace: Trace, capacity: int, block_tokens: int) -> Hits:
-    """Usable hits of a cache that drops what is used again last, and may refuse a block.
+    """Return the usable hits of a cache that evicts the block whose next use is farthest away.
 
-    Of blocks that the same request uses next, the deepest goes first, so that no prefix gets a
-    hole as long as every block has one prefix.
+    The cache may refuse a new block. Of blocks with the same next request, the deepest is evicted
+    first, so that no prefix gets a hole if each block has one prefix.
     """
     hits = Hits()
     if capacity < 1:
         return hits
     following = _next_uses(trace)
     resident: dict[bytes, int] = {}
-    # Farthest next use first; entries of what was used meanwhile are stale.
+    # Farthest next use first; the entries of blocks used since then are stale.
     heap: list[tuple[int, bytes]] = []
     position = 0
     for request, tokens in zip(trace.requests, trace.input_tokens, strict=True):
@@ -79,7 +79,7 @@ _NEVER: Final = 1 << 40
 
 
 def _next_uses(trace: Trace) -> list[int]:
-    """For every reference, in order, the number of the request that uses the block next."""
+    """Return for each reference, in order, the number of the next request with that block."""
     following: list[int] = []
     later: dict[bytes, int] = {}
     for number in range(len(trace.requests) - 1, -1, -1):

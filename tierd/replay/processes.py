@@ -1,6 +1,7 @@
-"""Runs over one trace, each in a process of its own, some of them at a time.
+"""Runs several replays of one trace in parallel, each in a separate process.
 
-A process is forked when its turn comes, so that it has what has been read; only results are sent.
+Processes are forked one by one as others end, and inherit the trace that was read; only results
+are sent back.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Final, TypeVar
 from tierd.errors import ConfigError
 
 PERIOD_S: Final = 0.2
-"""Between two calls of the progress callback."""
+"""Interval between two calls of the progress callback."""
 
 Tell = Callable[[int], None]
-"""A run says how many requests it has done."""
+"""Callback with which a run reports the number of requests done."""
 
 Result = TypeVar("Result")
 
@@ -28,9 +29,10 @@ Result = TypeVar("Result")
 def run_all(
     runs: Sequence[Callable[[Tell], Result]], processes: int, progress: Callable[[int], None]
 ) -> list[Result]:
-    """Results of all runs, in order; `progress` gets the sum of what they tell.
+    """Return the results of all runs, in order; `progress` gets the total of requests done.
 
-    ConfigError if a process dies, as for want of memory. Leaves none behind.
+    Raises ConfigError if a process dies, for example because memory runs out. No process is left
+    behind.
     """
     context = get_context("fork")
     done = context.RawArray("q", len(runs))
@@ -46,7 +48,7 @@ def run_all(
                         target=_run, args=(runs[started], started, done, theirs, os.getpid())
                     )
                     process.start()
-                    # Held by the process alone, so that its end is the pipe's.
+                    # Only the process keeps this end, so that the pipe ends with the process.
                     theirs.close()
                     running[ours] = started, process
                 started += 1
@@ -58,8 +60,8 @@ def run_all(
                 except EOFError:
                     process.join()
                     raise ConfigError(
-                        f"a process of the replay ended with status {process.exitcode}; "
-                        "fewer --processes take less memory"
+                        f"a process of the replay ended with status {process.exitcode}; if memory "
+                        "ran out, pass a smaller --processes"
                     ) from None
                 del running[connection]
                 connection.close()
@@ -75,8 +77,11 @@ def run_all(
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until a new process is known. In that one it waits for ever: a terminal sends
-    it to all processes, and the parent ends the others."""
+    """Block SIGINT while a process is started, so that the parent knows each process.
+
+    The new process keeps it blocked: a terminal sends Ctrl-C to all processes, and the parent
+    ends the others.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,8 +1,8 @@
-"""A trace through one node's two tiers, with the daemon's policies, index and budgets. Pure.
+"""Simulates a trace on one node's two tiers, with the daemon's policies, index and budgets. Pure.
 
 A request's blocks are looked up, used and stored at once: no time passes between lookup
-and store, and no load feeds back into the arrival times. What L3 has and L2 lacks is
-promoted. L3 sees every use, L2's hits included, and takes all that it is to get.
+and store, and load times do not delay later arrivals. Blocks that L3 has and L2 lacks are
+promoted. L3 sees every use, L2's hits included, and accepts all writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tierd.replay.trace import Trace
 
 _ROOT: Final = b"\x00" * 32
 _DIGEST: Final = b""
-"""There is one namespace."""
+"""The digest of the only namespace."""
 
 PROGRESS_EVERY: Final = 256
 """Requests between two calls of the progress callback."""
@@ -30,9 +30,9 @@ PROGRESS_EVERY: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One node: sizes in blocks, 0 for a tier that is not there.
+    """One node. Sizes are in blocks; 0 means that the tier does not exist.
 
-    Of `storage` counts what says which blocks are written.
+    Only the settings of `storage` for the write policy are used.
     """
 
     l2_blocks: int
@@ -45,20 +45,20 @@ class Setup:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What one run of a setup came to, in blocks."""
+    """The result of one run of a setup, in blocks."""
 
     l2: Hits = field(default_factory=Hits)
     l3: Hits = field(default_factory=Hits)
     l2_stored: int = 0
     l3_written: int = 0
     l3_refused: int = 0
-    """Left L2 and were not written, by choice."""
+    """Blocks evicted from L2 that the write policy did not write."""
     refused_hits: int = 0
-    """Of those, came back."""
+    """Refused blocks that a later request asked for."""
 
 
 class Tier:
-    """An index and its free items."""
+    """An index of one tier and its free items."""
 
     def __init__(self, blocks: int, policy: Policy) -> None:
         self.index = ChainIndex(policy)
@@ -71,7 +71,7 @@ def simulate(
     block_tokens: int,
     progress: Callable[[int], None] = lambda requests: None,
 ) -> ReplayResult:
-    """Run the whole trace; `progress` gets the count of requests done, now and then."""
+    """Run the trace; `progress` gets the number of requests done, every PROGRESS_EVERY requests."""
     node = _Node(setup)
     for number, (request, tokens) in enumerate(
         zip(trace.requests, trace.input_tokens, strict=True)
@@ -103,11 +103,11 @@ class _Node:
             self.writes = Writes(setup.storage, setup.l2_blocks * setup.block_bytes)
             self.writes.budget.resize(setup.l3_blocks * setup.block_bytes)
         self.now_ns = 0
-        # What lies in L2's items: hash and parent.
+        # Hash and parent of the block in each L2 item.
         self.blocks: list[tuple[bytes, bytes]] = [(b"", b"")] * setup.l2_blocks
 
     def request(self, request: PrefixRequest) -> tuple[int, int]:
-        """Serve one request: the leading blocks that L2 had, and that both tiers had together."""
+        """Serve one request; return the leading blocks in L2, and in both tiers together."""
         hashes = request.hashes
         self.reuse.use(request)
         in_l2 = usable = self.l2.index.use(request)
@@ -130,7 +130,7 @@ class _Node:
         return in_l2, usable
 
     def _store(self, hashes: Sequence[bytes], absent: list[int]) -> list[int]:
-        """Store in L2 what it lacks, in chain order, as far as there is room; which."""
+        """Store absent blocks in L2, in chain order, while it has room; return their indices."""
         index, free = self.l2.index, self.l2.free
         if len(absent) > len(free):
             own = set(map(index.items.get, hashes))
@@ -149,7 +149,7 @@ class _Node:
 
     def _leave(self, gone: list[int]) -> None:
         below = self.l3.index.items
-        # The deepest came first.
+        # `gone` has the deepest blocks first; write in chain order.
         leaving = [self.blocks[item] for item in reversed(gone)]
         leaving = [block for block in leaving if block[0] not in below]
         chosen = self._choose(WriteMoment.EVICTING, [block_hash for block_hash, _ in leaving])
@@ -163,7 +163,7 @@ class _Node:
         )
 
     def _choose(self, moment: WriteMoment, hashes: list[bytes]) -> list[int]:
-        """Places of the blocks that L3's policy wants."""
+        """Return the indices of the hashes that L3's write policy chooses."""
         if not hashes:
             return []
         assert self.writes is not None
@@ -172,7 +172,7 @@ class _Node:
         )
 
     def _write(self, blocks: list[tuple[bytes, bytes]]) -> None:
-        """Write blocks to L3, as far as there is room."""
+        """Write blocks to L3 while it has room, after evicting for them."""
         if not blocks:
             return
         assert self.writes is not None

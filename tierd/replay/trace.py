@@ -1,7 +1,7 @@
-"""Traces in Mooncake's format: one JSON object a line, a request's block ids and lengths.
+"""Reads traces in Mooncake's format: JSON lines with a request's block ids and lengths.
 
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id, ...]}`,
-in order of time. Ids are any integers; equal ids are the same block, with the same prefix.
+in order of time. Ids are any integers; equal ids mean the same block with the same prefix.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tierd.eviction.policy import PrefixRequest
 
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 LINE_BYTES_MAX: Final = 64 << 20
-"""A line of 64 MiB holds millions of ids; more is not a trace."""
+"""Maximum length of a line; 64 MiB hold millions of ids, so a longer line is not a trace."""
 
 TIMESTAMP_MS_MAX: Final = 1 << 53
-"""The largest integer that JSON is sure to carry; 285,000 years."""
+"""Largest integer that every JSON implementation represents exactly; 285,000 years."""
 
 _SPREAD: Final = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95
 """An odd constant that spreads small numbers over all of a hash's bits."""
@@ -30,7 +30,7 @@ _SPREAD: Final = 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18
 
 @dataclass(slots=True)
 class Trace:
-    """The requests of a trace and their sums."""
+    """The requests of a trace and their totals."""
 
     requests: list[PrefixRequest] = field(default_factory=list)
     input_tokens: list[int] = field(default_factory=list)
@@ -39,13 +39,13 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Seconds from the first request to the last."""
         return self.requests[-1].now_s - self.requests[0].now_s if self.requests else 0.0
 
 
 @contextmanager
 def open_trace(path: str) -> Iterator[IO[bytes]]:
-    """A trace file, plain or gzip; ConfigError if it cannot be opened."""
+    """Open a trace file, plain or gzip. Raises ConfigError if it cannot be opened."""
     try:
         file = open(path, "rb")  # noqa: SIM115 (an error of the body is not this one's)
     except OSError as error:
@@ -71,12 +71,12 @@ def _lines(source: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 def read_trace(source: IO[bytes], name: str, block_tokens: int) -> Trace:
-    """The whole trace; ConfigError names the file and the first line that is wrong."""
+    """Read a trace. Raises ConfigError that names the file and the first wrong line."""
     return parse_trace(_lines(source, name), name, block_tokens)
 
 
 def parse_trace(lines: Iterable[bytes], name: str, block_tokens: int) -> Trace:
-    """Like `read_trace`, from lines."""
+    """Parse a trace from lines. Raises ConfigError like `read_trace`."""
     trace = Trace()
     hashes: dict[int, bytes] = {}
     before_ms = 0
@@ -86,7 +86,7 @@ def parse_trace(lines: Iterable[bytes], name: str, block_tokens: int) -> Trace:
         try:
             time_ms, tokens, output, ids = _fields(line)
             if time_ms < before_ms:
-                raise ValueError(f"timestamp {time_ms} is before the last one, {before_ms}")
+                raise ValueError(f"timestamp {time_ms} is before the previous one, {before_ms}")
             _check_length(tokens, len(ids), block_tokens)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name}, line {number}: {error}") from error
@@ -94,7 +94,7 @@ def parse_trace(lines: Iterable[bytes], name: str, block_tokens: int) -> Trace:
         for block_id in ids:
             if block_id not in hashes:
                 hashes[block_id] = (len(hashes) * _SPREAD + 1 & (1 << 256) - 1).to_bytes(32, "big")
-        # A block that occurs twice in one request is one use, of its first place.
+        # A block that occurs twice in one request counts as one use, at its first position.
         chain = list(dict.fromkeys(map(hashes.__getitem__, ids)))
         trace.requests.append(
             PrefixRequest(chain, time_ms / 1000, tokens < len(ids) * block_tokens, output)
@@ -102,7 +102,7 @@ def parse_trace(lines: Iterable[bytes], name: str, block_tokens: int) -> Trace:
         trace.input_tokens.append(tokens)
         trace.block_refs += len(chain)
     if not trace.requests:
-        raise ConfigError(f"{name}: no requests in it")
+        raise ConfigError(f"{name}: the trace has no requests")
     trace.unique_blocks = len(hashes)
     return trace
 
@@ -121,10 +121,10 @@ def _fields(line: bytes) -> tuple[int, int, int | None, list[int]]:
         output = _integer(record, "output_length", TIMESTAMP_MS_MAX)
     ids = record.get("hash_ids")
     if not isinstance(ids, list):
-        raise ValueError("hash_ids: want a list of integers")
+        raise ValueError("hash_ids must be a list of integers")
     # type() and not isinstance: True is an int, and 1.0 would equal 1.
     if not all(type(block_id) is int for block_id in ids):
-        raise ValueError("hash_ids: want integers only")
+        raise ValueError("hash_ids must have only integers")
     return time_ms, tokens, output, ids
 
 
@@ -133,14 +133,14 @@ def _integer(record: dict[str, object], key: str, most: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{key}: want an integer from 0 to {most}, got {value!s:.40}")
+        raise ValueError(f"{key} must be an integer from 0 to {most}, got {value!s:.40}")
     return value
 
 
 def _check_length(tokens: int, blocks: int, block_tokens: int) -> None:
-    """Refuse a trace of other blocks: all of its token counts would be wrong."""
+    """Raise ValueError if the trace's blocks have another size: its token counts would be wrong."""
     if blocks and not (blocks - 1) * block_tokens < tokens <= blocks * block_tokens:
         raise ValueError(
-            f"{blocks} blocks of {block_tokens} tokens do not hold {tokens} tokens; "
-            "see --block-tokens"
+            f"{blocks} blocks of {block_tokens} tokens cannot be the blocks of {tokens} tokens; "
+            "pass the trace's block size as --block-tokens"
         )

@@ -1,8 +1,8 @@
 """A deadline and a circuit breaker around a storage tier.
 
-Every call is bounded. A tier that does not answer, is slow, or fails is no longer asked,
-so that an outage costs one deadline and not one a request; a probe finds out when it is
-back. Reads and writes are judged apart: a full disk still reads.
+Every call is bounded. A tier that does not answer, is slow, or fails gets no more calls, so an
+outage costs one deadline in all, not one per request. A probe finds out when the tier is back.
+Reads and writes are judged separately: a full disk can still be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierd.storage.wrapper import Wrapper
 from tierd.types import HASH_BYTES, SCOPE_BYTES
 
 PROBE_NAMESPACE: Final = bytes(SCOPE_BYTES)
-"""A scope that no namespace has: the probe asks for what cannot be there."""
+"""A scope that no namespace has, so the probe looks up a block that cannot exist."""
 
 _MISS: Final = GetResult(Outcome.MISS)
 
@@ -28,23 +28,23 @@ _T = TypeVar("_T")
 
 
 class BreakerBackend(Wrapper):
-    """Bounds every call by `deadline_s` and makes none that is unlikely to succeed.
+    """Bounds every call by `deadline_s` and refuses calls that are unlikely to succeed.
 
-    Reads (contains_many, use_many, get_into) and writes (put_many) have a circuit each; `Circuit`
-    says when it opens, stalls and closes. What it refuses is answered at once, without
-    touching `inner`: False, MISS, REFUSED; but a use_many raises BackendError, since its False
-    says that a block is gone. delete_many, scan and what is done with marks are
-    bounded, scan step by step, but not refused: they are an operator's, who must be told what
-    came of them. So is reload. Only reading marks is judged, since every read may have to wait
-    for it.
+    Reads (contains_many, use_many, get_into) and writes (put_many) have one circuit each; `Circuit`
+    decides when it opens, stalls and closes. A refused call does not reach `inner`: it returns
+    False, MISS or REFUSED at once, but use_many raises BackendError, because its False means that
+    a block is gone. delete_many, scan, reload and the calls for marks are bounded, scan per step,
+    but never refused: an operator started them and needs their result. Of these only marks() is
+    judged, because every read may have to wait for it.
 
     A call that misses its deadline is cancelled, and raises BackendError once `inner` has
-    let go of the views; the circuit opens at the deadline. All other exceptions, and a
-    cancellation, pass unchanged. open() and close() are not bounded.
+    released the views; the circuit opens at the deadline. All other exceptions, and
+    cancellations, pass unchanged. open() and close() are not bounded.
 
     Counters: `breaker_refused_reads_total` and `breaker_refused_writes_total` count the
     blocks of refused calls, `breaker_read_deadlines_total` and `breaker_write_deadlines_total`
-    calls that missed it, `breaker_probes_total` and `breaker_probes_failed_total` probes.
+    calls that missed the deadline, `breaker_probes_total` and `breaker_probes_failed_total`
+    probes.
     """
 
     def __init__(
@@ -70,45 +70,47 @@ class BreakerBackend(Wrapper):
         }
 
     def configure(self, *, deadline_s: float, slow_s: float, probe_s: float) -> None:
-        """Change the times, for calls and pauses that begin from now on."""
+        """Change the times for calls and pauses that begin from now on."""
         self._deadline_s, self._probe_s = deadline_s, probe_s
         self._reads.slow_s = self._writes.slow_s = slow_s
 
     @property
     def reads_allowed(self) -> bool:
-        """Whether a read that begins now would be made. Asking changes nothing."""
+        """Whether a read that begins now would reach the tier; changes no state."""
         return self._reads.allows(asyncio.get_running_loop().time())
 
     @property
     def writes_allowed(self) -> bool:
-        """Whether a write that begins now would be made. Asking changes nothing."""
+        """Whether a write that begins now would reach the tier; changes no state."""
         return self._writes.allows(asyncio.get_running_loop().time())
 
     @property
     def failing(self) -> bool:
-        """Whether reads or writes are refused, or the last ones that were let try failed: a
-        probe that is answered says little of a tier whose every real call fails."""
+        """Whether reads or writes are refused, or their last trial calls failed.
+
+        A probe may succeed on a tier whose real calls all fail.
+        """
         now_s = asyncio.get_running_loop().time()
         return self._reads.failing(now_s) or self._writes.failing(now_s)
 
     @property
     def why(self) -> str:
-        """What the last failure was of calls that are failing; empty if none are."""
+        """The last failure of the circuit that is failing; empty if neither is."""
         now_s = asyncio.get_running_loop().time()
         failing = [circuit for circuit in (self._writes, self._reads) if circuit.failing(now_s)]
         return next((circuit.why for circuit in failing if circuit.why), "")
 
     def blame_reads(self) -> None:
-        """A request's own, shorter deadline has passed while it waited for reads.
+        """Report that a request's own, shorter deadline passed while it waited for reads.
 
-        To be called before the request gives up on them. No others are begun until one of
-        those in flight ends well; if all end otherwise, a probe is sent at once and decides.
-        Reads that have not yet taken as long as reads usually do are not concerned.
+        Call this before the request cancels its reads. No further reads begin until one of those
+        in flight succeeds; if none does, a probe is sent at once and decides. Reads that have
+        taken less time than reads usually take are not blamed.
         """
         self._reads.blame(asyncio.get_running_loop().time())
 
     def status(self) -> dict[str, dict[str, object]]:
-        """State, reason, age in seconds and number of openings of both circuits."""
+        """Return state, reason, age in seconds and number of openings of both circuits."""
         now_s = asyncio.get_running_loop().time()
         return {"reads": self._reads.status(now_s), "writes": self._writes.status(now_s)}
 
@@ -142,7 +144,7 @@ class BreakerBackend(Wrapper):
         if not hashes:
             return []
         if not self.reads_allowed:
-            raise BackendError("it takes no reads now")
+            raise BackendError("the tier's reads are stopped")
         return await self._judged(
             self._reads,
             "breaker_read_deadlines_total",
@@ -227,7 +229,7 @@ class BreakerBackend(Wrapper):
         *,
         lookup: bool = False,
     ) -> _T:
-        """Await one call, and tell its circuit how it went; `judge` says what failed, if much."""
+        """Await a call and report its result to the circuit; `judge` returns a failure or None."""
         loop = asyncio.get_running_loop()
         call = circuit.begin(loop.time(), lookup=lookup)
 
@@ -255,7 +257,7 @@ class BreakerBackend(Wrapper):
             self._wake(circuit)
 
     def _wake(self, circuit: Circuit) -> None:
-        """Have the prober look at a circuit that may have changed, if there is work for it."""
+        """Wake the prober if the circuit may need a probe."""
         if circuit.is_open or circuit.in_doubt:
             self._changed.set()
 
@@ -263,7 +265,7 @@ class BreakerBackend(Wrapper):
     async def _bounded(self, missed: Callable[[], None] | None = None) -> AsyncIterator[None]:
         """Cancel the body at the deadline and raise BackendError once it has ended.
 
-        `missed` is called at the deadline, however long the body then takes to end.
+        `missed` is called at the deadline, even if the body takes longer to end.
         """
         loop = asyncio.get_running_loop()
 
@@ -289,7 +291,7 @@ class BreakerBackend(Wrapper):
         return f"no answer within {self._deadline_s:g} s"
 
     async def _probe_loop(self) -> None:
-        """Probe in every doubt at once, and every `probe_s` while a circuit is open."""
+        """Probe at once when a circuit is in doubt, and every `probe_s` while one is open."""
         loop = asyncio.get_running_loop()
         circuits = (self._reads, self._writes)
         due_s: float | None = None
@@ -312,7 +314,7 @@ class BreakerBackend(Wrapper):
 
     async def _probe(self, circuits: Sequence[Circuit]) -> None:
         self.own_counters["breaker_probes_total"] += 1
-        # A new one each time: no cache on the way can have the answer.
+        # A new hash for each probe, so that no cache can have the answer.
         unknown = self._random.randbytes(HASH_BYTES)
         failure = None
         try:
@@ -327,7 +329,7 @@ class BreakerBackend(Wrapper):
 
 
 def _judge_lookup(answers: Sequence[bool] | Sequence[str]) -> str | None:
-    """What a lookup that was answered says of the tier: nothing bad."""
+    """Return None: a lookup that was answered is no failure, whatever the answer."""
     return None
 
 
@@ -336,7 +338,7 @@ def _judge_results(results: Sequence[GetResult]) -> str | None:
 
 
 def _judge_outcomes(outcomes: Sequence[Outcome]) -> str | None:
-    """What failed, if at least half of the blocks did."""
+    """Return the failure if at least half of the blocks failed, else None."""
     errors = outcomes.count(Outcome.ERROR)
     return f"{errors} of {len(outcomes)} blocks failed" if 2 * errors >= len(outcomes) else None
 

@@ -1,8 +1,8 @@
-"""When calls of one kind to a storage tier are worth making: the decisions of the breaker.
+"""The breaker's decisions: whether a call of one kind to a storage tier may begin.
 
-A pure state machine: it is told when calls begin and how they end, and says whether
-another one may begin. It refuses to know backends, timers and tasks. All times are
-seconds on the loop's clock, and every method is told the present one.
+A pure state machine: its methods report when calls begin and how they end, and answer whether
+another call may begin. It knows no backends, timers or tasks. All times are seconds on the loop's
+clock; methods get the current time as an argument.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from typing import Final
 log = logging.getLogger("tierd")
 
 FAILURES_IN_A_ROW_MAX: Final = 3
-"""Failures without a success between them that open: two may be one lost connection's."""
+"""Consecutive failures that open the circuit: one lost connection may cause two."""
 
 WINDOW_CALLS: Final = 20
 FAILURES_IN_WINDOW_MIN: Final = 6
-"""Half of the last WINDOW_CALLS, or of all if there are fewer, but at least so many failures: a
-tier that fails every other call never fails three in a row."""
+"""The circuit also opens if half of the last WINDOW_CALLS calls failed, or half of all calls if
+there were fewer, but not below this number of failures. A tier that fails every other call never
+has three failures in a row."""
 
 USUAL_WEIGHT: Final = 1 / 8
-"""Of the latest call in what a call usually takes: a dozen calls tell."""
+"""Weight of the latest call in the usual duration, which a dozen calls then determine."""
 
 
 class State(enum.Enum):
-    """Whether calls are made; what is not CLOSED refuses all calls, or all but one."""
+    """Whether calls may begin: all in CLOSED, one trial in HALF_OPEN, none in the other states."""
 
     CLOSED = "closed"
-    """Calls are made."""
+    """Calls may begin."""
     STALLED = "stalled"
-    """None is begun until it is known whether those in flight are ever answered."""
+    """No call begins until the calls in flight are answered or fail."""
     OPEN = "open"
-    """The tier failed; only the probe asks it."""
+    """The tier failed; only probes reach it."""
     HALF_OPEN = "half_open"
     """The probe was answered; one real call decides."""
 
@@ -47,20 +48,20 @@ class Call:
     began_s: float
     era: int
     lookup: bool
-    """It only asks what the tier has, so it cannot vouch for calls that move blocks."""
+    """The call only looks blocks up, so its success proves nothing for calls that move blocks."""
     blamed: bool = False
-    """A request has waited for it in vain."""
+    """A request's deadline passed while it waited for this call."""
 
 
 class _Tally:
-    """How calls of one kind have gone of late."""
+    """Recent successes and failures of one kind of calls."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._failed: deque[bool] = deque(maxlen=WINDOW_CALLS)
 
     def add(self, failed: bool) -> bool:
-        """Take in one call; whether too many have failed, if it has."""
+        """Count one call; return whether too many have failed. Only meaningful after a failure."""
         self._in_a_row = self._in_a_row + 1 if failed else 0
         self._failed.append(failed)
         failures = self._failed.count(True)
@@ -70,40 +71,40 @@ class _Tally:
 
 
 class Circuit:
-    """Reads, or writes, of the tier `name`.
+    """The circuit of reads or of writes of the tier `name`.
 
-    Lookups and calls that move blocks are counted apart: each block that cannot be read has
-    been looked up well before, which would make half of all calls a success.
+    Lookups and calls that move blocks are counted separately. A successful lookup precedes each
+    read that fails, so counted together half of all calls would succeed.
     """
 
     def __init__(self, name: str, what: str, *, slow_s: float) -> None:
         assert slow_s > 0
         self.why = ""
-        """The last failure, for whoever reads a status."""
+        """The last failure, for the status."""
         self.opened = 0
-        """Times that it opened, failed trials included."""
+        """How often the circuit opened, failed trials included."""
         self._name = name
         self._what = what
         self._extra = {"tierd": {"tier": name}}
         self.slow_s = slow_s
-        """A call that takes longer has failed."""
+        """A call that takes longer counts as failed."""
         self._state = State.CLOSED
         self._since_s: float | None = None
-        # Calls that began before the last change of state say nothing about the time after it.
+        # Number of state changes: a call that began before the last change is not counted.
         self._era = 0
         self._calls: dict[Call, None] = {}
         self._trial: Call | None = None
-        # Whether a trial has failed since it was closed: the probe is answered, real calls are not.
+        # Whether a trial failed since the circuit was last closed: probes succeed, calls do not.
         self._relapsed = False
         self._doubted_s: float | None = None
         self._lookups, self._moves = _Tally(), _Tally()
-        # What a call that goes well takes, a lookup or another one; 0 if none has yet.
+        # Usual duration of a successful call, by `lookup`; 0 before the first one.
         self._usual_s = {True: 0.0, False: 0.0}
 
-    # --- what may be done -------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------
 
     def state(self, now_s: float) -> State:
-        """The state, a stall included, which passes without anybody's doing."""
+        """Return the state; a stall begins and ends with time, without an event."""
         if self._state is not State.OPEN and self._stalled_since(now_s) is not None:
             return State.STALLED
         return self._state
@@ -114,22 +115,25 @@ class Circuit:
         return state is State.CLOSED or (state is State.HALF_OPEN and self._trial is None)
 
     def failing(self, now_s: float) -> bool:
-        """Whether no call may begin, or the last one that was let try failed."""
+        """Whether no call may begin, or the last trial failed."""
         return self._relapsed or not self.allows(now_s)
 
     @property
     def is_open(self) -> bool:
-        """Whether the probe is to ask, every now and then."""
+        """Whether the tier must be probed periodically."""
         return self._state is State.OPEN
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the probe is to ask at once: all calls that a request had waited for in vain
-        have ended, and none of them well. They were called off, so nothing else will tell."""
+        """Whether the tier must be probed at once.
+
+        All blamed calls have ended without a success. They were cancelled, so only a probe can
+        show whether the tier works.
+        """
         return self._doubted_s is not None and not any(call.blamed for call in self._calls)
 
     def status(self, now_s: float) -> dict[str, object]:
-        """State, reason and age, for STATUS."""
+        """Return state, reason, age and number of openings for STATUS."""
         state, why, since_s = self.state(now_s), self.why, self._since_s
         if state is State.STALLED:
             since_s = self._stalled_since(now_s)
@@ -143,10 +147,10 @@ class Circuit:
             "opened_total": self.opened,
         }
 
-    # --- what happens -----------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------
 
     def begin(self, now_s: float, *, lookup: bool) -> Call:
-        """A call begins, which must be allowed; `end` or `abandon` is owed for it."""
+        """Record that a call begins; it must be allowed, and `end` or `abandon` must follow."""
         assert self.allows(now_s)
         call = Call(now_s, self._era, lookup)
         self._calls[call] = None
@@ -155,11 +159,11 @@ class Circuit:
         return call
 
     def miss(self, now_s: float, why: str) -> None:
-        """A call's deadline has passed, whenever it will end: enough to open."""
+        """Open the circuit because a call missed its deadline, even if the call has not ended."""
         self._open(now_s, why)
 
     def end(self, call: Call, now_s: float, failure: str | None) -> None:
-        """A call has ended, well if there is no `failure`."""
+        """Record that a call ended; `failure` is None for a success."""
         self._leave(call)
         if failure is None:
             failure = self._slowness(call, now_s)
@@ -172,8 +176,10 @@ class Circuit:
             self._count(call, now_s, failure)
 
     def abandon(self, call: Call, now_s: float) -> None:
-        """A call has ended because its caller gave up, which is a failure only if it was slow,
-        or if it was a trial that a request has waited for in vain."""
+        """Record that a call was cancelled by its caller.
+
+        That counts as a failure only if the call was slow, or was a blamed trial.
+        """
         trial = call is self._trial
         self._leave(call)
         failure = self._slowness(call, now_s)
@@ -183,11 +189,11 @@ class Circuit:
             self._count(call, now_s, failure)
 
     def blame(self, now_s: float) -> None:
-        """A request has waited in vain for calls in flight: until one of those ends well no
-        others are begun, or until a probe tells, if none does.
+        """Blame the calls in flight because a request's deadline passed while it waited for them.
 
-        Calls younger than calls usually get are left out: a request that gives the tier less
-        time than it needs says nothing about it, and would shut it for all others.
+        No further call begins until a blamed call succeeds or, if none does, a probe is answered.
+        Calls that have run for less than the usual duration are not blamed: a request that gives
+        the tier too little time says nothing about the tier, and must not block other requests.
         """
         late = [c for c in self._calls if now_s - c.began_s >= self._usual_s[c.lookup]]
         if not late or self._state is State.OPEN:
@@ -198,8 +204,10 @@ class Circuit:
             self._doubted_s = now_s
 
     def probed(self, now_s: float, failure: str | None) -> None:
-        """A probe has ended. If the tier answers, one real call may try, or all if there was
-        only a doubt."""
+        """Record a probe's result. After an answer an open circuit admits one trial call.
+
+        A circuit that was only in doubt admits all calls again.
+        """
         if failure is not None:
             if self.in_doubt or self._state is State.OPEN:
                 self._open(now_s, failure)
@@ -229,17 +237,20 @@ class Circuit:
             self._trial = None
 
     def _trust(self) -> None:
-        """The doubt was unfounded."""
+        """End the doubt and the blame of calls in flight."""
         self._doubted_s = None
         for call in self._calls:
             call.blamed = False
 
     def _vouches(self, call: Call) -> bool:
-        """Whether a blamed call that ended well speaks for those still in flight."""
+        """Whether the success of a blamed call clears the blamed calls still in flight.
+
+        The success of a lookup clears only lookups.
+        """
         return not call.lookup or all(other.lookup for other in self._calls if other.blamed)
 
     def _count(self, call: Call, now_s: float, failure: str | None) -> None:
-        """Take a call of this era into account."""
+        """Count a call that began since the last change of state."""
         tally = self._lookups if call.lookup else self._moves
         trial = self._state is State.HALF_OPEN
         if failure is not None:
@@ -249,8 +260,8 @@ class Circuit:
         elif not trial:
             tally.add(failed=False)
         elif not call.lookup:
-            # A lookup that is answered says no more than the probe did. It would let everybody
-            # loose, after each probe, on a server whose bodies stall.
+            # Only a trial that moves blocks closes. An answered lookup proves no more than the
+            # probe did: it would admit all calls to a server that stalls when it sends blocks.
             self._close(now_s)
 
     def _open(self, now_s: float, why: str) -> None:
@@ -258,7 +269,7 @@ class Circuit:
         if self._state is State.OPEN:
             return
         if self._state is State.CLOSED:
-            # Once an outage: a failed trial is the same one.
+            # Log once per outage: a failed trial belongs to the same outage.
             log.warning(
                 "storage tier %s: %s stopped: %s", self._name, self._what, why, extra=self._extra
             )

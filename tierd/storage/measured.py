@@ -1,4 +1,4 @@
-"""What a storage tier does and how long it takes, counted around any backend."""
+"""A wrapper that counts and times the calls of any backend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tierd.errors import BackendError
 from tierd.storage.wrapper import Wrapper
 
 BOUNDS_S: Final = tuple(2.0**exponent for exponent in range(-14, 6))
-"""Upper bounds of a histogram's buckets, 61 us to 32 s; one more has what takes longer."""
+"""Upper bounds of a histogram's buckets, 61 us to 32 s; a last bucket has longer durations."""
 
 SPEED_MEMORY_S: Final = 2.0
-"""Seconds of busy time after which a measurement counts a third: some tens of batches."""
+"""Busy time in seconds, some tens of batches, after which a measurement's weight is 1/e."""
 
 DOUBTED: Final = 1e-6
-"""Weight that is left to a speed in doubt: enough to be known until the next measurement, and
-nothing against it. Were it more, a tier that was far too slow would need many trials."""
+"""Factor for the weight of a doubted speed: the speed stays known until the next measurement, which
+then replaces it. A larger factor would need many trials to correct a speed that was far too low."""
 
 _LOOKUP, _GET, _PUT, _USE = "lookup", "get", "put", "use"
 _ENDINGS: Final = ("calls", "failed", "bugs", "cancelled")
@@ -34,20 +34,20 @@ class Histogram:
 
     def __init__(self) -> None:
         self.buckets = [0] * (len(BOUNDS_S) + 1)
-        """How many durations were at most BOUNDS_S[i] and over the bound before it."""
+        """buckets[i] is the number of durations over BOUNDS_S[i - 1] and at most BOUNDS_S[i]."""
         self.count = 0
         self.sum_s = 0.0
         self.max_s = 0.0
 
     def add(self, duration_s: float) -> None:
-        """Take in one duration."""
+        """Count one duration."""
         self.buckets[bisect_left(BOUNDS_S, duration_s)] += 1
         self.count += 1
         self.sum_s += duration_s
         self.max_s = max(self.max_s, duration_s)
 
     def quantile_s(self, share: float) -> float:
-        """The duration that `share` of all do not exceed, to within its bucket; 0 if none."""
+        """Return the quantile `share`, interpolated within its bucket; 0 if nothing was counted."""
         rank = share * self.count
         below = 0
         for i, count in enumerate(self.buckets):
@@ -60,9 +60,9 @@ class Histogram:
 
 
 class MeasuredSpeed:
-    """Bytes a second while calls are in flight, the recent ones above all.
+    """Bytes per second while calls are in flight, weighted towards recent calls.
 
-    Calls that overlap share their time, so it is the tier's speed and not a call's.
+    The time of overlapping calls counts once, so this is the speed of the tier, not of a call.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class MeasuredSpeed:
         self._bytes = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A call begins."""
+        """Record that a call begins."""
         if not self._in_flight:
             self._last_s = now_s
         self._in_flight += 1
 
     def end(self, now_s: float, moved_bytes: int) -> None:
-        """A call has ended and has moved so many bytes."""
+        """Record that a call ended after moving `moved_bytes`."""
         self._in_flight -= 1
         spent_s = now_s - self._last_s
         self._last_s = now_s
@@ -87,26 +87,26 @@ class MeasuredSpeed:
         self._bytes = self._bytes * kept + moved_bytes
 
     def doubt(self) -> None:
-        """The speed stays what it is, until what is moved from now on says otherwise."""
+        """Keep the speed, but let the next measurement replace it."""
         self._busy_s *= DOUBTED
         self._bytes *= DOUBTED
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The speed, or None if nothing has been moved yet."""
+        """The speed, or None before the first byte was moved."""
         return self._bytes / self._busy_s if self._bytes and self._busy_s else None
 
 
 class MeasuredBackend(Wrapper):
     """Counts calls, blocks and bytes of lookups, uses, gets and puts, and times the calls.
 
-    Calls that fail or are cancelled are timed like others, until they have let go: a
-    histogram without them would look best in an outage. `OP_failed_total` counts BackendErrors,
-    `OP_bugs_total` other exceptions. Bytes are those of blocks that were HIT or STORED.
+    Failed and cancelled calls are timed too, until they have ended: without them latencies would
+    look best during an outage. `OP_failed_total` counts BackendErrors, `OP_bugs_total` other
+    exceptions. Bytes count blocks that were HIT or STORED.
     """
 
     def __init__(self, inner: Backend, *, now_s: Callable[[], float] | None = None) -> None:
-        """`now_s` is a clock finer than the loop's, whose time uvloop gives in whole ms."""
+        """`now_s` may be a finer clock than the loop's: uvloop's time is in whole milliseconds."""
         super().__init__(inner)
         self._now_s = now_s or _loop_time
         self.histograms = {op: Histogram() for op in (_LOOKUP, _GET, _PUT, _USE)}
@@ -117,8 +117,9 @@ class MeasuredBackend(Wrapper):
         self.own_counters = {f"{name}_total": 0 for name in (*names, "read_bytes", "written_bytes")}
 
     def latency(self) -> dict[str, dict[str, object]]:
-        """Durations of calls since the start, by operation. Buckets are those of BOUNDS_S, and
-        the last one of all that took longer; none includes another.
+        """Return the durations of calls since the start, by operation.
+
+        Buckets follow BOUNDS_S, plus one for longer durations; they are not cumulative.
         """
         return {
             op: {
@@ -134,16 +135,16 @@ class MeasuredBackend(Wrapper):
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """How fast blocks come from the tier, or None before the first one."""
+        """Read speed of the tier, or None before the first block was read."""
         return self._read.bytes_per_s
 
     @property
     def write_bytes_per_s(self) -> float | None:
-        """How fast the tier takes blocks, or None before the first one."""
+        """Write speed of the tier, or None before the first block was written."""
         return self._written.bytes_per_s
 
     def doubt_read_speed(self) -> None:
-        """Have the next blocks that come from the tier say how fast it is."""
+        """Let the next blocks read replace the measured read speed."""
         self._read.doubt()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
@@ -185,7 +186,7 @@ class MeasuredBackend(Wrapper):
 
     @contextmanager
     def _timed(self, op: str) -> Iterator[None]:
-        """Around one call of `inner`: count it, time it, and count how it ended if not well."""
+        """Count and time one call of `inner`, and count its failure, bug or cancellation."""
         began_s = self._now_s()
         self.own_counters[f"{op}_calls_total"] += 1
         try:
@@ -203,7 +204,7 @@ class MeasuredBackend(Wrapper):
             self.histograms[op].add(self._now_s() - began_s)
 
     def _count(self, op: str, possible: Sequence[Outcome], outcomes: list[Outcome]) -> None:
-        # list.count compares identities: four passes are faster than hashing each outcome once.
+        # list.count compares identities, so four passes are faster than hashing each outcome.
         for outcome in possible:
             self.own_counters[f"{op}_{outcome.value}_total"] += outcomes.count(outcome)
 
@@ -213,5 +214,5 @@ def _loop_time() -> float:
 
 
 def _bytes_of(lengths: list[int], outcomes: list[Outcome], done: Outcome) -> int:
-    # Not strict: too few or too many answers are for the caller to refuse.
+    # Not strict: the caller rejects a wrong number of answers.
     return sum(n for n, outcome in zip(lengths, outcomes, strict=False) if outcome is done)

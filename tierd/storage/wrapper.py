@@ -1,4 +1,4 @@
-"""A backend around another one; what a wrapper does not change goes straight through."""
+"""Base class of backends that wrap another backend."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tierd.backend import (
 
 
 class WrapperOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A wrapper is not configured as a tier; the daemon puts it around one."""
+    """No options: the daemon builds wrappers; the configuration cannot name them."""
 
 
 class Wrapper(Backend):
-    """Passes every call on to `inner`, which it owns: open, close and counters included.
+    """Passes every call on to `inner`, which it owns, including open and close.
 
-    What a wrapper counts itself goes into `own_counters`.
+    A wrapper's own counters are in `own_counters`.
     """
 
     Options: ClassVar[type[msgspec.Struct]] = WrapperOptions
@@ -36,7 +36,7 @@ class Wrapper(Backend):
 
     @property
     def counters(self) -> dict[str, int]:  # type: ignore[override]  # a sum, so read-only
-        """Those of `inner`, which may replace its dict, and its own: a copy."""
+        """A new dict with the counters of `inner` and of the wrapper."""
         merged = dict(self.inner.counters)
         for name, value in self.own_counters.items():
             merged[name] = merged.get(name, 0) + value
@@ -56,7 +56,7 @@ class Wrapper(Backend):
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> Wrapper:
-        raise NotImplementedError("a wrapper is made around a backend")
+        raise NotImplementedError("a wrapper is built around a backend, not from options")
 
     async def open(self) -> None:
         await self.inner.open()

@@ -608,7 +608,7 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
         (prompt(0), ("--namespace", "0" * 32), digest),
         (prompt(0), ("--tokenizer", str(tmp_path / "none")), "no such directory"),
         (prompt(0), ("--engine", "ftp://x"), "want http://HOST:PORT"),
-        (prompt(0), ("--hotset", str(newer)), "newer, line 1: the hot set is of version 3"),
+        (prompt(0), ("--hotset", str(newer)), "newer, line 1: the hot set has version 3"),
         (prompt(0), ("--hotset", str(cut)), "was cut"),
         (prompt(0), ("--hotset", hot[:-1]), "No such file"),
         (prompt(0), ("--hotset", "http://127.0.0.1:9/v1/hotset"), "Connection refused"),

@@ -180,6 +180,6 @@ async def test_a_bug_in_a_thread_ends_the_process(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(process, "_leave", reasons.append)
     process._run(process._pinning, process._pin, 12345)
     process._pinning.shutdown()
-    assert reasons == ["a bug of ours"]
+    assert reasons == ["a bug in the copy process"]
     process._stream.close()
     near.close()

@@ -80,7 +80,7 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         (GOOD + FILE + "fill_from_lower = 1\n", r"\(file\)\.fill_from_lower: Expected `bool`"),
         (
             GOOD + "".join(f"[[storage]]\ntype = 'file'\nname = 'f{n}'\n" for n in range(9)),
-            "9 storage tiers are configured; at most 8 can be",
+            "9 storage tiers are configured; the maximum is 8",
         ),
         ("[host\n", r"line 1"),
         ("socket = 'a'\nsocket = 'b'\n", r"socket|overwrite"),
@@ -146,7 +146,7 @@ def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
     [
         ("DEADLINE_MS", "2s", "TIERD_STORAGE_FILE_DEADLINE_MS=2s in the environment"),
         ("FILL_FROM_LOWER", "2", "is neither true nor false"),
-        ("TYPE", "s3", "TIERD_STORAGE_FILE_TYPE in the environment: this key is not"),
+        ("TYPE", "s3", "TIERD_STORAGE_FILE_TYPE in the environment: this key can only"),
         ("THREADS", "many", "TIERD_STORAGE_FILE_THREADS=many in the environment"),
         ("PAHT", "/x", "did you mean TIERD_STORAGE_FILE_PATH?"),
         ("SLOW_SM", "1", "did you mean TIERD_STORAGE_FILE_SLOW_MS?"),

@@ -1,10 +1,9 @@
-"""A storage tier whose backend lives in a process of its own.
+"""A storage tier whose backend runs in a separate process.
 
-For clients that burn Python's CPU: as threads they push the daemon's loop to a p99 of
-10-20 ms, niced in another process they leave it below 1 ms; and one that crashes takes no
-L2 with it. The process maps the arena, so that blocks go straight into their slots. This
-module restarts it and counts; what one process is asked and when it must die is
-life.py's.
+For backends that burn CPU in Python: as threads they raise the p99 of the daemon's loop to
+10-20 ms; as a niced process they leave it below 1 ms, and their crash does not lose L2. The
+process maps the arena, so blocks go straight into their slots. This module restarts the process
+and adds up its counters; life.py makes the calls to one process and decides when to kill it.
 """
 
 from __future__ import annotations
@@ -56,28 +55,29 @@ from tierd.storage.wrapper import WrapperOptions
 
 RESTART_S_MIN: Final = 0.1
 RESTART_S_MAX: Final = 5.0
-"""The pause before a start doubles between these, so that a backend that always crashes costs
-a few percent of a core. The first start after a life of over twice the longest is at once."""
+"""The pause before a restart doubles between these limits, so that a backend that always crashes
+costs a few percent of a core. A process that ran for more than twice RESTART_S_MAX is restarted
+at once."""
 
 OPEN_S_MAX: Final = 30.0
-"""How long a restarted backend may take to open; the first time is bounded by the caller."""
+"""Seconds that a restarted backend may take to open; the caller bounds the first opening."""
 
 log = logging.getLogger("tierd.worker")
 _T = TypeVar("_T")
 
 
 class WorkerBackend(Backend):
-    """Presents a backend class as if it ran here. Its options travel over the socket only.
+    """Presents a backend class in a worker process as a backend. Options go over the socket only.
 
-    Calls raise BackendError at once while the process is away, and BackendBugError for what
-    the contract does not know.
+    Calls raise BackendError at once while no process is running, and BackendBugError if the
+    backend breaks its contract.
     """
 
     Options: ClassVar[type[msgspec.Struct]] = WrapperOptions
 
     def __init__(self, cls: type[Backend], options: msgspec.Struct) -> None:
         """`options` are plain values, as a TOML table holds them. Raises ConfigError."""
-        # Never opened: it checks the options, and knows the names of the counters.
+        # Never opened: it checks the options and has the names of the counters.
         self._unopened = cls.from_options(options)
         self._target = f"{cls.__module__}:{cls.__qualname__}"
         self._lets_go_s = cls.lets_go_s
@@ -114,7 +114,7 @@ class WorkerBackend(Backend):
 
     @classmethod
     def from_options(cls, options: msgspec.Struct) -> WorkerBackend:
-        raise NotImplementedError("a worker is made for a backend")
+        raise NotImplementedError("a worker is built for a backend, not from options")
 
     async def open(self) -> None:
         assert self._guard is None
@@ -195,7 +195,7 @@ class WorkerBackend(Backend):
         await self._serving().call(Reload())
 
     def stats(self) -> BackendStats:
-        """As of the last answer, or of at most a second ago."""
+        """Return the stats of the worker's last report, at most a second old."""
         return self._stats
 
     def _serving(self) -> WorkerIncarnation:
@@ -204,12 +204,12 @@ class WorkerBackend(Backend):
         return self._life
 
     async def _begin(self) -> WorkerIncarnation:
-        """A process with its backend open. Raises as open() does.
+        """Return a process whose backend is open. Raises as open() does.
 
-        The process of a backend that was away is kept for the next attempt: to start one costs
-        a third of a second of CPU, and a server may be away for hours.
+        If the backend cannot be opened, its process is kept for the next attempt: starting one
+        costs a third of a second of CPU, and a server may be away for hours.
         """
-        # What a new backend counts begins at 0 again.
+        # The counters of a new backend start at 0.
         self._past = dict(self.counters)
         if self._spare is not None and self._spare.dying:
             await self._end_spare()
@@ -238,7 +238,7 @@ class WorkerBackend(Backend):
             await life.end("could not open")
 
     async def _keep_alive(self, life: WorkerIncarnation) -> None:
-        """Put another process in the place of each one that ends, until cancelled."""
+        """Start a new process whenever one ends, until cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = 0.0
         while True:
@@ -261,10 +261,10 @@ class WorkerBackend(Backend):
         except TimeoutError:
             self._away = f"the restarted worker did not open in {OPEN_S_MAX:g} s"
         except (BackendError, ConfigError) as error:
-            self._away = f"the worker cannot be started again: {error}"
+            self._away = f"the worker cannot be restarted: {error}"
         else:
             self.counters["worker_restarts_total"] += 1
-            log.info("%s: runs again as process %d", self._target, life.pid)
+            log.info("%s: restarted as process %d", self._target, life.pid)
             return life
         log.warning("%s: %s", self._target, self._away)
         return None
@@ -285,13 +285,13 @@ class WorkerBackend(Backend):
             report.index_complete,
             report.trouble,
         )
-        # In place: a wrapper shows this very dict.
+        # Update in place: a wrapper refers to this dict.
         for name, count in report.counters.items():
             self.counters[name] = self._past.get(name, 0) + count
 
 
 def _parts(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """`items` in order, at most `size` at a time; nearly always in one piece."""
+    """Yield `items` in order, at most `size` at a time; mostly in one piece, without a copy."""
     for start in range(0, len(items), size):
         yield items if len(items) <= size else items[start : start + size]
 

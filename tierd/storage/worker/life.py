@@ -1,8 +1,8 @@
-"""One worker process as the daemon sees it, from its start until it has been reaped.
+"""The daemon's side of one worker process, from its start until it has been reaped.
 
-It decides nothing but this: a call's views are the caller's again once the process has
-answered, or is no more. A process that does not let go in time is killed, whatever else it
-was doing; memory that nobody is certain of would be a wrong byte later.
+Decides when a call's views belong to the caller again: once the process has answered or has been
+reaped. A process that does not release the views in time is killed, whatever else it was doing;
+memory that a process might still write to would be a wrong byte later.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tierd.storage.worker.wire import (
 )
 
 CALLS_MAX: Final = 256
-"""Calls in flight: more than a tier's batches and lookups at once; further ones wait."""
+"""Maximum calls in flight, more than a tier has batches and lookups; further calls wait."""
 
 END_S: Final = 1.0
-"""How long a process that has closed its socket may take to end."""
+"""Seconds that a process may take to end after it closed its socket."""
 
 CLOSE_S_MAX: Final = 3.0
-"""How long a backend may take to close: below what the daemon allows itself at its end."""
+"""Seconds that a backend may take to close, less than the daemon's own limit at a stop."""
 
 _PROCESS: Final = "tierd.storage.worker.process"
 
@@ -53,23 +53,23 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 class BackendBugError(RuntimeError):
-    """A backend raised, in its worker, what the contract does not know: a bug of its own.
+    """A backend in a worker raised an exception that its contract does not allow: a bug.
 
-    Not a BackendError, so that the daemon counts it as it counts a bug of a backend in its
-    own process. The worker goes on, and has logged the traceback.
+    Not a BackendError, so that the daemon counts it like a bug of a backend in the daemon's
+    process. The worker has logged the traceback and goes on.
     """
 
 
 class WorkerIncarnation:
-    """A running worker process. All on one event loop, whose thread must outlive it."""
+    """A running worker process, used from one event loop whose thread must outlive it."""
 
     def __init__(
         self, target: str, on_report: Callable[[Report], None], *, lets_go_s: float
     ) -> None:
         """Start a process for the backend class `target`, written "module:QualName".
 
-        It is killed if a cancelled call keeps its views for over `lets_go_s`.
-        Raises BackendError if the system has no room for it.
+        The process is killed if a cancelled call keeps its views for over `lets_go_s`.
+        Raises BackendError if the system cannot start a process.
         """
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
@@ -80,9 +80,9 @@ class WorkerIncarnation:
         self._shared: dict[int, weakref.ref[object]] = {}
         self._unshared: deque[int] = deque()
         self.killed_for = ""
-        """What it was killed for; empty if it was not."""
+        """Why the process was killed; empty if it was not killed."""
         self.dying = ""
-        """Why no call can be made any more; empty while they can."""
+        """Why calls are refused; empty while they are possible."""
         self.ended = asyncio.Event()
         """Set once the process has been reaped."""
         try:
@@ -94,15 +94,15 @@ class WorkerIncarnation:
 
     @property
     def pid(self) -> int:
-        """The process's id; until `ended`."""
+        """The process's id, valid until `ended` is set."""
         return self._process.pid
 
     async def call(self, ask: Ask) -> bytes | int:
-        """The answer to a call.
+        """Make a call and return its answer.
 
-        However it ends, the process no longer touches the views that it names: cancelling
-        kills it after `lets_go_s`. Raises BackendError and ConfigError as the backend did,
-        BackendError if the process has ended, and BackendBugError.
+        When this returns or raises, the process no longer touches the call's views: if a cancelled
+        call keeps them, the process is killed after `lets_go_s`. Raises the backend's BackendError
+        or ConfigError, BackendError if the process has ended, and BackendBugError.
         """
         async with self._room:
             await self._stream.ready()
@@ -112,10 +112,10 @@ class WorkerIncarnation:
         return _value(reply)
 
     def place(self, views: Sequence[memoryview]) -> list[ViewPlace]:
-        """Where views of shared mappings lie; the process has the mappings by then.
+        """Return the places of views of shared mappings, after sending new mappings to the process.
 
-        It keeps them until nobody here has a view of them. Raises BackendError if descriptors
-        have run out.
+        The process keeps a mapping until this process has dropped all views of it. Raises
+        BackendError if descriptors have run out.
         """
         places = [place_of(view) for view in views]
         for place, view in zip(places, views, strict=True):
@@ -129,11 +129,11 @@ class WorkerIncarnation:
         return places
 
     def end_scan(self, scan: int) -> None:
-        """Let go of a scan."""
+        """Tell the process that a scan is over."""
         self._say(0, EndScan(scan))
 
     async def stop(self) -> None:
-        """Close the backend, which finishes what is in flight, and see the process end."""
+        """Close the backend, which finishes the calls in flight, and wait for the process's end."""
         timer = self._loop.call_later(CLOSE_S_MAX, self.kill, f"did not close in {CLOSE_S_MAX:g} s")
         try:
             if not self.dying:
@@ -149,7 +149,7 @@ class WorkerIncarnation:
             timer.cancel()
 
     async def end(self, why: str) -> None:
-        """Kill the process and wait until it is no more, also if cancelled meanwhile."""
+        """Kill the process and wait until it has been reaped, even if cancelled meanwhile."""
         self.kill(why)
         cancelled = None
         while not self.ended.is_set():
@@ -180,7 +180,7 @@ class WorkerIncarnation:
             raise
 
     async def _cancel(self, number: int) -> None:
-        """Return when the process has answered a call after all, or has ended."""
+        """Cancel a call; return when the process has answered it or has ended."""
         if number not in self._calls:
             return
         answered = self._calls[number] = self._loop.create_future()
@@ -197,7 +197,7 @@ class WorkerIncarnation:
         self._stream.send(_encoder.encode(Request(number, ask)), fd)
 
     def _share(self, place: ViewPlace, owner: object) -> None:
-        # The callback runs in whatever thread drops the last view.
+        # The callback runs in the thread that drops the last view.
         gone = partial(_note_gone, self._unshared, place.serial)
         try:
             self._say(0, Map(place.serial, place.size_bytes), place.fd)
@@ -215,7 +215,7 @@ class WorkerIncarnation:
                 future.set_result(reply)
 
     def _lost(self, why: str) -> None:
-        """The process ends by itself, or has to be made to."""
+        """Handle the end of the socket: the process should end by itself, else it is killed."""
         self.dying = self.dying or f"worker {why}"
         self._loop.call_later(END_S, self.kill, why)
 
@@ -227,7 +227,7 @@ class WorkerIncarnation:
         self.dying = f"worker died ({how})"
         if self.killed_for:
             self.dying += f": it {self.killed_for}"
-        # It may have answered before.
+        # Read the answers that it sent before it ended.
         while self._stream.read():
             pass
         self._stream.close()
@@ -253,4 +253,4 @@ def _value(reply: Reply) -> bytes | int:
         case End.BACKEND_ERROR | End.DIED:
             raise BackendError(reply.text)
         case End.CANCELLED:
-            raise BackendBugError("the backend cancelled a call that nobody had cancelled")
+            raise BackendBugError("the backend cancelled a call that the daemon had not cancelled")

@@ -1,6 +1,6 @@
-"""The worker process: one backend on an event loop of its own, driven over a socket.
+"""The worker process: one backend on one event loop, driven over a socket.
 
-It lives as long as the daemon has the other end.
+It ends when the daemon closes its end of the socket.
 Run as `python -m tierd.storage.worker.process DESCRIPTOR MODULE:CLASS`.
 """
 
@@ -56,16 +56,16 @@ from tierd.storage.worker.wire import (
 )
 
 NICE: Final = 10
-"""With both cores full, I/O at the loop's own priority pushes its p99 to 3-10 ms."""
+"""With both cores busy, I/O at the priority of the daemon's loop raises its p99 to 3-10 ms."""
 
 REPORT_S: Final = 1.0
-"""How often changes that no call has brought about are told to the daemon."""
+"""Interval of reports to the daemon about changes without a call."""
 
 INDEXING_REPORT_S: Final = 0.05
-"""The same while the index is not complete: somebody may wait for it."""
+"""Interval of reports while the index is incomplete: the daemon may be waiting for it."""
 
 ERROR_CHARS_MAX: Final = 4000
-"""Of an error's text; some clients put whole replies into it."""
+"""Maximum characters of an error's text; some clients put whole replies into it."""
 
 log = logging.getLogger("tierd.worker")
 _encoder = msgspec.msgpack.Encoder()
@@ -98,7 +98,7 @@ class Worker:
         match request.ask:
             case Map(serial, size_bytes):
                 [fd] = fds
-                # The mapping has a descriptor of its own.
+                # The mapping has duplicated the descriptor.
                 self._mappings[serial] = SharedMapping(fd, size_bytes).view
                 os.close(fd)
             case Unmap(serials):
@@ -171,7 +171,7 @@ class Worker:
             task.add_done_callback(self._ending.discard)
 
     def _answer(self, number: int, call: Call, task: asyncio.Task[bytes | int]) -> None:
-        """A call has ended, and has let go of its views."""
+        """Reply to a call that has ended and released its views."""
         del self._tasks[number]
         reply = Reply(number)
         if task.cancelled():
@@ -187,7 +187,7 @@ class Worker:
             self._closed.set()
 
     def _changes(self) -> Report | None:
-        """Stats and counters, if they are not what the daemon was told last."""
+        """Return stats and counters if they differ from the last report, else None."""
         if self._backend is None:
             return None
         try:
@@ -200,8 +200,8 @@ class Worker:
                 _sendable(stats.trouble),
                 dict(self._backend.counters),
             )
-        except Exception:  # it must not cost the answer that this goes with
-            log.exception("the backend cannot tell its stats")
+        except Exception:  # the reply that this report goes with must still be sent
+            log.exception("the backend's stats or counters cannot be read")
             return None
         if report == self._reported:
             return None
@@ -218,7 +218,7 @@ class Worker:
 
 
 def main() -> None:
-    """Serve the descriptor and the class that the command line names."""
+    """Serve the socket and the backend class that the command line names."""
     sock = be_child("worker")
     os.nice(NICE)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -244,8 +244,11 @@ def _make(target: str, options: dict[str, object]) -> Backend:
 
 
 def _sendable(text: str) -> str:
-    """A text that fits a frame. A name of a file may hold what UTF-8 has no bytes for; no answer
-    would be a kill."""
+    """Return a text that a frame can carry: cut, and with surrogates replaced.
+
+    A file's name may contain surrogates, which UTF-8 cannot encode. A reply that cannot be
+    encoded would never be sent, and the daemon would kill the process.
+    """
     return text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
 
 

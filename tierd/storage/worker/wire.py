@@ -1,8 +1,8 @@
-"""What the daemon and a worker process tell each other: typed messages in MessagePack.
+"""Messages between the daemon and a worker process, typed structs in MessagePack.
 
-A frame carries a batch. What belongs to a block lies in packed records, which cost a tenth
-of a message a block. Both ends are one version of this file, started together; what does not
-fit it is a bug, and the process that meets one gives the other up.
+A frame carries a batch. The fields of its blocks are packed records, which cost a tenth of one
+message per block. Both ends run the same version of this file. A message that does not decode is
+a bug; the process that receives one ends the connection.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from tierd.shared_memory.mapping import ViewPlace
 from tierd.types import CHECKSUM_BYTES, HASH_BYTES, SCOPE_BYTES, BlockKey
 
 HASHES_PER_CALL_MAX: Final = 128 << 10
-"""Hashes in one frame: 4 MiB of the 5 MiB that a frame may have. What is more is split."""
+"""Maximum hashes per frame: 4 MiB of the 5 MiB that a frame may have. Larger calls are split."""
 
 BLOCKS_PER_CALL_MAX: Final = 32 << 10
-"""Blocks in one frame: 3.4 MiB of a put, and as much of the answer to a get."""
+"""Maximum blocks per frame: 3.4 MiB of a put, and as much of the answer to a get."""
 
 TEXTS_MAX: Final = 1024
-"""What could not be looked at, in one step of a scan; what is more is counted together."""
+"""Maximum texts about unreadable places in one step of a scan; the rest is one text with a count.
+"""
 
 TEXT_CHARS_MAX: Final = 400
 
@@ -50,7 +51,7 @@ _texts = msgspec.msgpack.Decoder(list[str])
 
 
 class Open(msgspec.Struct, array_like=True, tag=1):
-    """Call: make the backend and open it. `log_level` is the daemon's."""
+    """Call: create the backend and open it. `log_level` is the daemon's."""
 
     options: dict[str, object]
     log_level: int
@@ -61,66 +62,66 @@ class Close(msgspec.Struct, array_like=True, tag=2):
 
 
 class Contains(msgspec.Struct, array_like=True, tag=3):
-    """Call: contains_many; answered by a byte a hash."""
+    """Call: contains_many; the reply has one byte per hash."""
 
     namespace: bytes
     hashes: bytes
 
 
 class Get(msgspec.Struct, array_like=True, tag=4):
-    """Call: get_into; answered by results."""
+    """Call: get_into; the reply has the results."""
 
     namespace: bytes
     blocks: bytes
 
 
 class Put(msgspec.Struct, array_like=True, tag=5):
-    """Call: put_many; answered by outcomes."""
+    """Call: put_many; the reply has the outcomes."""
 
     namespace: bytes
     blocks: bytes
 
 
 class Delete(msgspec.Struct, array_like=True, tag=6):
-    """Call: delete_many; answered by the count."""
+    """Call: delete_many; the reply has the count."""
 
     namespace: bytes
     hashes: bytes
 
 
 class Scan(msgspec.Struct, array_like=True, tag=7):
-    """Call: the next step of a scan, which begins with the first one; nothing after the last."""
+    """Call: the next step of a scan; the first call starts it. An empty reply follows the last."""
 
     scan: int
 
 
 class EndScan(msgspec.Struct, array_like=True, tag=8):
-    """No more of this scan will be asked for."""
+    """End a scan; no call for it follows."""
 
     scan: int
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=9):
-    """Cancel a call. It is answered all the same, once it has let go of its views."""
+    """Cancel a call. Its reply still comes, once it has released its views."""
 
     number: int
 
 
 class Map(msgspec.Struct, array_like=True, tag=10):
-    """A mapping that calls will name; its frame carries the descriptor."""
+    """A mapping for later calls; its frame carries the descriptor."""
 
     serial: int
     size_bytes: int
 
 
 class Unmap(msgspec.Struct, array_like=True, tag=11):
-    """Mappings that no call will name any more."""
+    """Mappings that no later call names."""
 
     serials: list[int]
 
 
 class Marks(msgspec.Struct, array_like=True, tag=12):
-    """Call: marks; answered by texts."""
+    """Call: marks; the reply has texts."""
 
 
 class AddMark(msgspec.Struct, array_like=True, tag=13):
@@ -140,7 +141,7 @@ class Reload(msgspec.Struct, array_like=True, tag=15):
 
 
 class Use(msgspec.Struct, array_like=True, tag=16):
-    """Call: use_many; answered by a byte a hash."""
+    """Call: use_many; the reply has one byte per hash."""
 
     namespace: bytes
     hashes: bytes
@@ -153,7 +154,7 @@ Ask = Call | EndScan | Cancel | Map | Unmap
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Daemon to worker. `call` is 0 for what gets no answer."""
+    """Daemon to worker. `call` is 0 for a message without a reply."""
 
     call: int
     ask: Ask
@@ -167,13 +168,13 @@ class End(enum.IntEnum):
     BACKEND_ERROR = 2
     CONFIG_ERROR = 3
     BUG = 4
-    """The backend raised what the contract does not know."""
+    """The backend raised an exception that its contract does not allow."""
     DIED = 5
-    """Never sent: the process ended first."""
+    """Never sent: the process ended before it answered."""
 
 
 class Report(msgspec.Struct, array_like=True):
-    """The backend's stats and counters, counted from the start of this process."""
+    """The backend's stats, and its counters since the start of the process."""
 
     blocks: int
     used_bytes: int
@@ -184,7 +185,7 @@ class Report(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """Worker to daemon. `report` is there if it has changed; a `call` of 0 has only that."""
+    """Worker to daemon. `report` is set if it has changed; `call` 0 carries only a report."""
 
     call: int
     end: End = End.OK
@@ -194,19 +195,19 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 def pack_hashes(hashes: Sequence[bytes]) -> bytes:
-    """Block hashes, end to end."""
+    """Concatenate block hashes."""
     packed = b"".join(hashes)
     assert len(packed) == HASH_BYTES * len(hashes)
     return packed
 
 
 def unpack_hashes(packed: bytes) -> list[bytes]:
-    """The opposite of pack_hashes."""
+    """Undo `pack_hashes`."""
     return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
 
 
 def pack_gets(requests: Sequence[GetRequest], places: Sequence[ViewPlace]) -> bytes:
-    """Requests with the places of their views."""
+    """Pack requests with the places of their views."""
     assert all(len(r.block_hash) == HASH_BYTES for r in requests)
     return b"".join(
         [
@@ -217,7 +218,7 @@ def pack_gets(requests: Sequence[GetRequest], places: Sequence[ViewPlace]) -> by
 
 
 def unpack_gets(packed: bytes, mappings: Mapping[int, memoryview]) -> list[GetRequest]:
-    """Requests with views of this process's own mappings."""
+    """Unpack requests with views of this process's mappings."""
     return [
         GetRequest(block_hash, _view(mappings[serial], offset, size), length)
         for block_hash, serial, offset, size, length in _GET.iter_unpack(packed)
@@ -225,7 +226,7 @@ def unpack_gets(packed: bytes, mappings: Mapping[int, memoryview]) -> list[GetRe
 
 
 def pack_puts(requests: Sequence[PutRequest], places: Sequence[ViewPlace]) -> bytes:
-    """Requests with the places of their views."""
+    """Pack requests with the places of their views."""
     for request in requests:
         assert len(request.block_hash) == len(request.parent) == HASH_BYTES
         assert len(request.checksum) == CHECKSUM_BYTES
@@ -240,7 +241,7 @@ def pack_puts(requests: Sequence[PutRequest], places: Sequence[ViewPlace]) -> by
 
 
 def unpack_puts(packed: bytes, mappings: Mapping[int, memoryview]) -> list[PutRequest]:
-    """Requests with views of this process's own mappings."""
+    """Unpack requests with views of this process's mappings."""
     return [
         PutRequest(block_hash, parent, digest, _view(mappings[serial], offset, size), length)
         for block_hash, parent, digest, serial, offset, size, length in _PUT.iter_unpack(packed)
@@ -248,12 +249,12 @@ def unpack_puts(packed: bytes, mappings: Mapping[int, memoryview]) -> list[PutRe
 
 
 def pack_results(results: Sequence[GetResult]) -> bytes:
-    """Results of get_into. Raises ValueError for one that the contract does not know."""
+    """Pack results of get_into. Raises ValueError for a result that breaks the contract."""
     return b"".join([_pack_result(*result) for result in results])
 
 
 def unpack_results(packed: bytes) -> list[GetResult]:
-    """The opposite of pack_results."""
+    """Undo `pack_results`."""
     return [
         GetResult(_OUTCOMES[code], _header(*fields))
         if _OUTCOMES[code] is Outcome.HIT
@@ -263,17 +264,17 @@ def unpack_results(packed: bytes) -> list[GetResult]:
 
 
 def pack_outcomes(outcomes: Sequence[Outcome]) -> bytes:
-    """Outcomes of put_many, a byte each."""
+    """Pack outcomes of put_many, one byte each."""
     return bytes([_CODES[outcome] for outcome in outcomes])
 
 
 def unpack_outcomes(packed: bytes) -> list[Outcome]:
-    """The opposite of pack_outcomes."""
+    """Undo `pack_outcomes`."""
     return [_OUTCOMES[code] for code in packed]
 
 
 def pack_scanned(step: Scanned) -> bytes:
-    """A step of a scan. Raises ValueError for one that the contract does not know."""
+    """Pack a step of a scan. Raises ValueError for a step that breaks the contract."""
     if len(step.headers) > SCANNED_MAX:
         raise ValueError(f"a step of a scan gave {len(step.headers)} headers")
     unread = [text[:TEXT_CHARS_MAX] for text in step.unread]
@@ -284,7 +285,7 @@ def pack_scanned(step: Scanned) -> bytes:
 
 
 def unpack_scanned(packed: bytes) -> Scanned | None:
-    """The opposite of pack_scanned; None for nothing, which is behind the last step."""
+    """Undo `pack_scanned`; return None for the empty reply after the last step."""
     if not packed:
         return None
     headers, unread = _scanned.decode(packed)
@@ -292,17 +293,17 @@ def unpack_scanned(packed: bytes) -> Scanned | None:
 
 
 def pack_texts(texts: Sequence[str]) -> bytes:
-    """Marks."""
+    """Pack marks."""
     return _encoder.encode(_sendable(texts))
 
 
 def unpack_texts(packed: bytes) -> list[str]:
-    """The opposite of pack_texts."""
+    """Undo `pack_texts`."""
     return _texts.decode(packed)
 
 
 def _sendable(texts: Sequence[str]) -> list[str]:
-    # A name of a file may hold what UTF-8 has no bytes for.
+    # A file's name may contain surrogates, which UTF-8 cannot encode.
     return [text.encode("utf-8", "replace").decode() for text in texts]
 
 
@@ -319,7 +320,7 @@ def _pack_result(outcome: Outcome, header: BlockHeader | None) -> bytes:
 
 def _fields(header: BlockHeader) -> tuple[bytes, bytes, bytes, int, bytes]:
     (namespace, block_hash), parent, length, digest = header
-    # struct would cut or pad them, and a wrong key could become a right one.
+    # struct would cut or pad them, and a wrong key could become a valid one.
     if (
         len(namespace) != SCOPE_BYTES
         or len(block_hash) != HASH_BYTES
