@@ -35,14 +35,16 @@ def load(path: Path, environ: Mapping[str, str]) -> Config:
 
 
 def read(path: Path, environ: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """The file as far as it can be used, and every mistake in it. Raises ConfigError for a file
-    that is no TOML, or cannot be read."""
+    """Return the Config of a file, with defaults for wrong values, and all mistakes in the file.
+
+    Raises ConfigError for a file that cannot be read or is not TOML.
+    """
     config, problems = parse_all(decode(path), environ)
     return config, [f"{path}: {problem}" for problem in problems]
 
 
 def decode(path: Path) -> dict[str, object]:
-    """The file's tables, not checked. Raises ConfigError."""
+    """Return the file's tables, unchecked. Raises ConfigError if it is unreadable or not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -52,7 +54,7 @@ def decode(path: Path) -> dict[str, object]:
 
 
 def parse(raw: Mapping[str, object], environ: Mapping[str, str]) -> Config:
-    """A checked Config from decoded TOML and the environment's overrides. Raises ConfigError."""
+    """Return a checked Config from decoded TOML and the environment. Raises ConfigError."""
     config, problems = parse_all(raw, environ)
     if problems:
         raise ConfigError(*problems)
@@ -60,10 +62,10 @@ def parse(raw: Mapping[str, object], environ: Mapping[str, str]) -> Config:
 
 
 def parse_all(raw: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Config, list[str]]:
-    """What `raw` and the environment come to, and every mistake in them.
+    """Return the Config from `raw` and the environment, and all mistakes in them.
 
-    With mistakes the Config has defaults in their place: good for finding more, and to be
-    dropped.
+    Wrong values are replaced by defaults. A Config with mistakes serves only to find further
+    mistakes.
     """
     problems: list[str] = []
     found = _values(raw, Config, "", "TIERD_", environ, problems)
@@ -77,23 +79,23 @@ def parse_all(raw: Mapping[str, object], environ: Mapping[str, str]) -> tuple[Co
 
 
 def check_budget(tier: StorageConfig) -> None:
-    """Raise ConfigError if a bound of writes is set that would not bind."""
+    """Raise ConfigError if a write limit is set that the tier's write policy ignores."""
     selective = tier.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
     if (tier.write_bytes_per_s or tier.drive_writes_per_day) and not selective:
         raise ConfigError(
-            f"storage ({tier.name}): write_bytes_per_s and drive_writes_per_day bound only "
+            f"storage ({tier.name}): write_bytes_per_s and drive_writes_per_day need "
             'write_policy = "write_through_selective"'
         )
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """What is wrong though each value alone could be right."""
+    """Yield mistakes that involve more than the type of one value."""
     names = [tier.name for tier in config.storage]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"two storage tiers are named {name!r}: set storage.name"
     if len(names) > TIERS_MAX:
-        yield f"{len(names)} storage tiers are configured; at most {TIERS_MAX} can be"
+        yield f"{len(names)} storage tiers are configured; the maximum is {TIERS_MAX}"
     for tier in config.storage:
         if tier.write_queue <= 0:
             yield f"storage ({tier.name}).write_queue must be more than 0"
@@ -114,7 +116,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def convert(raw: Mapping[str, object], cls: type[_T], where: str) -> _T:
-    """`raw` as a `cls`; raises ConfigError with each wrong key's path below `where`."""
+    """Convert `raw` to `cls`; raises ConfigError with each wrong key's path below `where`."""
     problems: list[str] = []
     values = values_of(raw, cls, where, problems)
     if problems:
@@ -123,7 +125,7 @@ def convert(raw: Mapping[str, object], cls: type[_T], where: str) -> _T:
 
 
 def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
-    """The keys of a tier that belong to its type, the environment's included, checked.
+    """Return the checked options of a tier's type, with the environment's overrides.
 
     Raises ConfigError with the keys' paths.
     """
@@ -136,8 +138,7 @@ def backend_options(tier: StorageConfig, cls: type[_T]) -> _T:
 def option_values(
     tier: StorageConfig, cls: type[msgspec.Struct]
 ) -> tuple[dict[str, object], list[str]]:
-    """Those keys of `backend_options` that are right by themselves, and what is wrong with the
-    others."""
+    """Return the valid values among the options of a tier, and the mistakes in the others."""
     where = f"storage ({tier.name})."
     prefix = f"{STORAGE_PREFIX}{capitals(tier.name)}_"
     kinds = {field.encode_name: field.type for field in msgspec.structs.fields(cls)}
@@ -147,7 +148,7 @@ def option_values(
         if key not in kinds:
             near = difflib.get_close_matches(key, [*kinds, *field_names(StorageConfig)], 1, 0.5)
             hint = f"; did you mean {prefix}{near[0].upper()}?" if near else ""
-            problems.append(f"{prefix}{key.upper()} in the environment is no key of it{hint}")
+            problems.append(f"{prefix}{key.upper()} in the environment is not a key{hint}")
         else:
             set_key(table, key, kinds[key], prefix + key.upper(), text, problems)
     return values_of(table, cls, where, problems), problems
@@ -156,7 +157,7 @@ def option_values(
 def _table(
     raw: Mapping[str, object], name: str, environ: Mapping[str, str], problems: list[str]
 ) -> msgspec.Struct:
-    """The table `name` of the file with the environment's overrides."""
+    """Return the table `name` of the file with the environment's overrides."""
     cls, table = TABLES[name], raw.get(name, {})
     if not isinstance(table, dict):
         problems.append(f"[{name}] must be a table")
@@ -166,9 +167,9 @@ def _table(
     if cls is HostConfig and "capacity" not in values:
         missing = "host.capacity is missing"
         if missing in problems[before:]:
-            hint = ': say how much memory, as in capacity = "8GiB"'
+            hint = ': set the memory for KV blocks, as in capacity = "8GiB"'
             problems[problems.index(missing)] += hint
-        # So that nothing else is wrong with it.
+        # A value that causes no further mistakes.
         values["capacity"] = values.get("min") or Size(1)
     return cls(**values)
 
@@ -182,7 +183,7 @@ def _tiers(tables: object, environ: Mapping[str, str], problems: list[str]) -> l
     for number, table in enumerate(tables):
         kind, name = table.get("type"), table.get("name", table.get("type"))
         if not isinstance(kind, str):
-            problems.append('storage.type is missing: say which backend, as in type = "file"')
+            problems.append('storage.type is missing: set the backend, as in type = "file"')
         elif not isinstance(name, str):
             problems.append(f"storage[{number}].name: Expected `str`, got {name!r}")
         else:
@@ -211,7 +212,7 @@ def _values(
     environ: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, object]:
-    """The values of a table that are right, with the environment's overrides."""
+    """Return the valid values of a table, with the environment's overrides."""
     found = dict(table)
     scalars = [field for field in msgspec.structs.fields(cls) if field.name not in NOT_SCALARS]
     for field in scalars:

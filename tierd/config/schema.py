@@ -15,25 +15,25 @@ DEFAULT_CONFIG = "/etc/tierd/tierd.toml"
 DEFAULT_SOCKET = "/run/tierd/tierd.sock"
 
 TIERS_MAX: Final = 8
-"""Storage tiers of one daemon: each block has a bit for each, and each has its share of L2."""
+"""Maximum storage tiers of one daemon: each takes a bit per block and a share of L2."""
 
 LEASE_TTL_MS_MAX: Final = 600_000
-"""Long enough for any load; after a crash slots whose leases nobody knows are kept as long."""
+"""Longest lease, enough for any load; slots whose leases are unknown after a crash wait as long."""
 
 
 class WritePolicy(enum.Enum):
-    """When a storage tier gets the blocks that it lacks."""
+    """When blocks that a storage tier lacks are written to it."""
 
     WRITE_THROUGH = "write_through"
-    """As soon as they are stored."""
+    """As soon as they are stored in L2."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When they are worth it; see tierd.core.writes."""
+    """When their predicted reuse is worth a write; see tierd.core.writes."""
     WRITE_BACK = "write_back"
-    """When they are about to leave L2."""
+    """When they are about to be evicted from L2."""
 
 
 class Eviction(enum.Enum):
-    """Which block leaves L2 first; see tierd.eviction."""
+    """The order in which blocks are evicted from L2; see tierd.eviction."""
 
     HAZARD = "hazard"
     CREDIT = "credit"
@@ -44,14 +44,14 @@ class Eviction(enum.Enum):
 
 
 class PrefetchPolicy(enum.Enum):
-    """How long a request waits for what storage tiers have of its prefix."""
+    """How long a request waits for blocks of its prefix from storage tiers."""
 
     BEST_EFFORT = "best_effort"
-    """Until the engine is ready to compute it."""
+    """Until the engine is ready to compute the request."""
     WAIT_COMPLETE = "wait_complete"
-    """Until all is there, or the longest time is over."""
+    """Until all blocks have arrived, at most timeout_max_ms."""
     TIMEOUT = "timeout"
-    """Until a time that grows with what is missing, or the longest time, is over."""
+    """Until a time that grows with the number of missing tokens, at most timeout_max_ms."""
 
 
 class PrefetchConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
