@@ -82,8 +82,8 @@ def test_an_engine_with_another_seed(
     with FakeEngine(attached(root_hash("42"))) as fake:
         found = examine("--engine", fake.url, "--socket", daemon.socket)
     assert found["hash_drift"]["level"] == "fault"
-    assert "its namespace is that of PYTHONHASHSEED unset" in found["hash_drift"]["what"]
-    assert ("it hashes as with PYTHONHASHSEED '42'" in found["hash_drift"]["what"]) is known
+    assert "its namespace matches PYTHONHASHSEED unset" in found["hash_drift"]["what"]
+    assert ("its hashes match PYTHONHASHSEED '42'" in found["hash_drift"]["what"]) is known
     assert "PYTHONHASHSEED" in found["hash_drift"]["do"]
     assert found["rc"] == 1
 
