@@ -109,14 +109,14 @@ def test_the_status_says_what_is_not_as_usual(
     monkeypatch.setattr("tierd.cli.status.Client.status", lambda _: told)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert "allowed" not in text
+    assert "limited" not in text
     assert "verified" not in text
     assert "\x1b" not in text
     told["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert "512 KiB allowed while the machine is short of memory" in text
-    assert "9 blocks kept over a restart, not yet verified" in text
+    assert "limited to 512 KiB under memory pressure" in text
+    assert "9 blocks kept over a restart are unverified" in text
 
 
 # --- numbers --------------------------------------------------------------------------
