@@ -174,14 +174,14 @@ def test_the_text_says_from_where_it_pays(
     tiers, small = file_tier(tmp_path / "s"), ("--block-bytes", "64KiB")
     assert run(*small, "--kv-bytes-per-token", "1", "--prefill", "1", tiers=tiers) == 0
     text = capsys.readouterr().out
-    assert "get 1.00 GB/s (0.50 of its disk), put 0.50 GB/s (0.50 of its disk)" in text
-    assert "host memory: pays from 16 tokens on; offload does not pay below" in text
-    assert "disk: pays from 256 tokens on; offload does not pay below" in text, "min_tokens"
+    assert "get 1.00 GB/s (0.50 of disk speed), put 0.50 GB/s (0.50 of disk speed)" in text
+    assert "host memory: offload pays from 16 tokens" in text
+    assert "disk: offload pays from 256 tokens" in text, "min_tokens"
     assert run(*small, "--kv-bytes-per-token", "4000000", "--prefill", "1e9", tiers=tiers) == 0
     text = capsys.readouterr().out
-    assert "disk: offload does not pay for this model; computing is faster at any length" in text
+    assert "disk: offload does not pay for this model: recomputing is always faster" in text
     assert run(tiers=tiers) == 0
-    assert "no table: name the model" in capsys.readouterr().out
+    assert "no table: pass the model" in capsys.readouterr().out
 
 
 def test_a_redis_tier_is_left_as_it_was(
@@ -230,7 +230,7 @@ def test_a_disk_without_room_is_no_traceback(
     [
         (["--tier", "dsik"], "no tier is named 'dsik'; there are: disk"),
         (["--layers", "3"], "--layers, --kv-heads and --head-dim together"),
-        (["--layers", "3", "--kv-bytes-per-token", "1"], "name the model once"),
+        (["--layers", "3", "--kv-bytes-per-token", "1"], "the model is given twice"),
         (["--kv-bytes-per-token", "0"], "at least 1"),
         (["--block-bytes", "0"], "--block-bytes"),
         (["--block-bytes", "8G"], "is not a size"),

@@ -103,7 +103,7 @@ def test_some_is_missing(daemon, capsys) -> None:
         "      -> a prefix is usable only if all ranks have it: find out why this rank stored less",
     ]
     assert lines[4].startswith("    rank 1: tierd started ")
-    assert lines[5].startswith("      -> warm it")
+    assert lines[5].startswith("      -> load the prefix with tierd warm")
     assert lines[6] == "    rank 1: no engine has stored it since tierd started"
     assert lines[-1] == "A request would load 64 of 96 tokens now."
     # Behind a hole nothing is of use.

@@ -128,7 +128,7 @@ def test_what_an_engine_says_of_itself(examine: Examine) -> None:
         found = examine("--engine", fake.url)
     assert found["no_prefix_caching"]["level"] == "fault"
     assert "sha256_cbor" in found["hash_algorithm"]["do"]
-    assert found["errors"]["what"].startswith("3 errors")
+    assert found["errors"]["what"].startswith("3 connector errors")
     assert found["load_failures"]["what"].startswith("4 loads")
 
 
