@@ -222,13 +222,13 @@ def test_a_disk_without_room_is_no_traceback(
     """The bench would fill the disk that the tier is to have."""
     monkeypatch.setattr(tier_speed, "ROUNDS", 1 << 30)
     assert run(tiers=file_tier(tmp_path / "s")) == 1
-    assert "are needed" in capsys.readouterr().err
+    assert "bench needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tier", "dsik"], "no tier is named 'dsik'; there are: disk"),
+        (["--tier", "dsik"], "no tier is named 'dsik'; tiers: disk"),
         (["--layers", "3"], "--layers, --kv-heads and --head-dim together"),
         (["--layers", "3", "--kv-bytes-per-token", "1"], "the model is given twice"),
         (["--kv-bytes-per-token", "0"], "at least 1"),
@@ -237,7 +237,7 @@ def test_a_disk_without_room_is_no_traceback(
         (["--prefill", "0"], "--prefill must be more than 0"),
         (["--prefill", "nan"], "--prefill must be more than 0"),
         (["--prefill", "1", "--engine", "http://x"], "exclude each other"),
-        (["--namespace", "00"], "does not answer"),
+        (["--namespace", "00"], "needs a running tierd"),
         (["--engine", "http://127.0.0.1:9"], "no answer from the engine at http://127.0.0.1:9"),
         (["--engine", "gopher://x"], "want http://HOST:PORT"),
     ],
@@ -303,7 +303,7 @@ def test_the_only_model_is_meant(
         out, said = capsys.readouterr()
         if some is shown:
             assert status == 2
-            assert "give --namespace: " in said
+            assert "pass --namespace, one of: " in said
             assert all(space.digest.hex() in said for space in spaces)
         else:
             assert status == 0

@@ -78,7 +78,7 @@ def commands_of(page: str) -> list[str]:
     """Its commands, a line each: without comments, and with what they read from the shell."""
     found = []
     for block in blocks_of(page):
-        if block.lstrip().startswith(("{", "[", "scrape_", "from ")) or " KV a token" in block:
+        if block.lstrip().startswith(("{", "[", "scrape_", "from ")) or " of KV " in block:
             continue
         joined = re.sub(r"\\\n\s*", "", block)
         joined = re.sub(r"^cat > \S+ <<'TOML'\n.*?^TOML\n", "", joined, flags=re.M | re.S)

@@ -595,9 +595,9 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes((tmp_path / "hot").read_bytes()[:-30])
     for line, words, named in (
-        (prompt(0), (), "line 1: give --namespace: tierd knows those of more than one engine: "),
+        (prompt(0), (), "line 1: pass --namespace: tierd knows more than one engine: "),
         (prompt(0), (), digest),  # It lists what it knows.
-        ({"prompt": "text"}, known, "line 1: the prompt is text: give --tokenizer DIR"),
+        ({"prompt": "text"}, known, "line 1: the prompt is text: pass --tokenizer DIR"),
         ([1.5] * 16, known, "token 0"),
         ({"tokens": [1], "namespace": {"model": "m"}}, (), "field 'block_bytes' is missing"),
         ({"tokens": [1], "namespace": 7}, (), "not 7"),
@@ -612,7 +612,7 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
         (prompt(0), ("--hotset", str(cut)), "was cut"),
         (prompt(0), ("--hotset", hot[:-1]), "No such file"),
         (prompt(0), ("--hotset", "http://127.0.0.1:9/v1/hotset"), "Connection refused"),
-        (prompt(0), ("--to", "nowhere"), "no tier is named 'nowhere'; there are disk, other"),
+        (prompt(0), ("--to", "nowhere"), "no tier is named 'nowhere'; tiers: disk, other"),
         (prompt(0), ("--from", "nowhere"), "no tier is named"),
         (prompt(0), ("--size", "1GB"), "--size needs --from"),
         (prompt(0), ("--rate", "0"), "--rate must be"),
