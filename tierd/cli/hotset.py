@@ -331,7 +331,7 @@ def _object(hot: Hot) -> dict[str, object]:
     }
 
 
-# --- both -------------------------------------------------------------------------------
+# --- shared -----------------------------------------------------------------------------
 
 
 def _opened(name: str) -> contextlib.AbstractContextManager[BinaryIO]:

@@ -186,7 +186,7 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     ]
 
 
-# --- what is reported ---------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------
 
 
 def _runs(
@@ -283,7 +283,7 @@ def _ratios(hits: Hits, trace: Trace) -> dict[str, Json]:
     }
 
 
-# --- how it is shown ----------------------------------------------------------------
+# --- output -------------------------------------------------------------------------
 
 
 def _table(report: dict[str, Json]) -> list[str]:

@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- what is asked for -------------------------------------------------------------------
+# --- options -----------------------------------------------------------------------------
 
 
 def _chosen(config: Config, names: Sequence[str]) -> list[StorageConfig]:
@@ -266,7 +266,7 @@ def _block_bytes(args: argparse.Namespace, model: Model | None) -> int:
     return given
 
 
-# --- telling -----------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

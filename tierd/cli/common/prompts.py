@@ -81,7 +81,7 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's token ids, unchecked. Raises ConfigError for text without `tokenizer`,
     and what `tokenizer` raises."""
     if "tokens" in prompt.request:
-        return prompt.request["tokens"]  # type: ignore[return-value]  # whoever hashes them checks
+        return prompt.request["tokens"]  # type: ignore[return-value]  # hash_blocks checks them
     if tokenizer is None:
         raise ConfigError(
             "the prompt is text: pass --tokenizer DIR (a directory with the model's tokenizer) "

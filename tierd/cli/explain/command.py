@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return ALL if answer.missing is None else PARTLY
 
 
-# --- what is asked for ------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------
 
 
 def _given(args: argparse.Namespace) -> list[bytes] | Prompt:
@@ -193,7 +193,7 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return None if args.engine is None else EngineServer(args.engine)
 
 
-# --- what is answered -------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------
 
 
 def _explained(

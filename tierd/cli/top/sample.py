@@ -75,7 +75,7 @@ class StatusSample:
     host_used_bytes: int
     host_capacity_bytes: int
     host_limit_bytes: int
-    """What memory pressure leaves of the capacity at present."""
+    """Current limit of host memory under memory pressure, up to the capacity."""
     host_blocks: int
     leases: int
     writing_blocks: int

@@ -214,7 +214,7 @@ class Warmer:
         busy = self.replays is not None and (self.replays.pending or self._storing)
         return max(0.0, min(ENGINE_LOOK_S if busy else HEAR_S, self.order.left_s()))
 
-    # --- asking -------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------
 
     def _begin(self, want: WantedBlocks) -> None:
         if want.done is not None:
@@ -306,7 +306,7 @@ class Warmer:
             handle = self._handles[namespace.digest] = self.operator.register(namespace)
         return handle
 
-    # --- hearing ------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------
 
     def _hear(self, timeout_s: float) -> None:
         """Process all answers that have arrived, or wait for the first one."""

@@ -77,7 +77,7 @@ def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Findi
     return [*_round_trip(entry, subject, backend), *_server_clock(subject, options)]
 
 
-# --- a tier in a directory ---------------------------------------------------------------
+# --- tiers in a directory ----------------------------------------------------------------
 
 
 def _directory(
@@ -206,7 +206,7 @@ def _pays(subject: str, told: str, bytes_per_s: float, load: PrefillDemand | Non
     )
 
 
-# --- a tier behind a server --------------------------------------------------------------
+# --- tiers on a server -------------------------------------------------------------------
 
 
 def _round_trip(entry: StorageConfig, subject: str, backend: Backend) -> Iterator[Finding]:
