@@ -72,7 +72,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     docs.set_defaults(run=_docs)
     for command in (check, show):
         command.add_argument(
-            "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+            "--config",
+            type=Path,
+            default=Path(DEFAULT_CONFIG),
+            help=f"configuration file (default: {DEFAULT_CONFIG})",
         )
     for command in (check, show, docs):
         command.add_argument("--json", action="store_true", help="print JSON")

@@ -50,7 +50,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "path", nargs="?", metavar="PATH", help="the tier's directory (default: from --config)"
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument("--tier", metavar="NAME", help="check this tier (default: all file tiers)")
     parser.add_argument(

@@ -24,7 +24,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Exit status 2: the configuration is wrong; each line of output says what to change.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.set_defaults(run=run)
 

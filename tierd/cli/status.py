@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
     parser.set_defaults(run=run)
 

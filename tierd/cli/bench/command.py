@@ -69,10 +69,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "2 the command line or configuration is wrong.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
-        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+        "--socket",
+        help="the daemon's socket (default: $TIERD_SOCKET, the configuration's, or "
+        f"{DEFAULT_SOCKET})",
     )
     parser.add_argument(
         "--tier", nargs="+", metavar="NAME", default=[], help="measure these tiers (default: all)"

@@ -238,7 +238,7 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
 
 

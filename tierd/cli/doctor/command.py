@@ -46,10 +46,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0 no problem, 3 warnings, 1 faults, 2 the command line is wrong.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
-        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+        "--socket",
+        help="the daemon's socket (default: $TIERD_SOCKET, the configuration's, or "
+        f"{DEFAULT_SOCKET})",
     )
     parser.add_argument(
         "--user", metavar="NAME|UID", help="also check whether this user's engines may connect"

@@ -68,7 +68,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="NO_COLOR in the environment turns colours off.",
     )
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between frames: 1"
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between frames (default: 1)",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print one frame after one interval")
@@ -76,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
     parser.set_defaults(run=run)
 
