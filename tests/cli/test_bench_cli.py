@@ -278,7 +278,7 @@ def test_a_model_by_its_shape_or_by_its_namespace(
             told = json.loads(capsys.readouterr().out)
             assert told["break_even"]["kv_bytes_per_token"] == 256
         assert run(*words, "--namespace", "0000") == 2
-        said = f"knows no namespace 0000; it knows {space.digest.hex()} (test-model, rank 0)"
+        said = f"knows no namespace 0000; known: {space.digest.hex()} (test-model, rank 0)"
         assert said in capsys.readouterr().err
 
 

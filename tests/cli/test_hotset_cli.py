@@ -131,7 +131,7 @@ def test_export(
     [
         (["export", "--from", "nowhere"], "no tier is named 'nowhere'; tiers: file"),
         (["export", "--namespace", "12"], "'12' is not a digest: pass its first 4 to 32 digits"),
-        (["export", "--namespace", "1" * 32], f"it knows {RANKS[0].digest.hex()} (test-model"),
+        (["export", "--namespace", "1" * 32], f"known: {RANKS[0].digest.hex()} (test-model"),
         (["export", "--size", "8G"], "'8G' is not a size"),
         (["export", "-o", "/nowhere/hot.jsonl"], "cannot write /nowhere/hot.jsonl"),
         (["import", "/nowhere/hot.jsonl"], "cannot read /nowhere/hot.jsonl"),

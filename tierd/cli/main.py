@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "tierd":
             raise
-        print(f"tierd {chosen}: no {error.name}: pip install 'tierd[daemon]'", file=sys.stderr)
+        print(f"tierd {chosen}: needs {error.name}: pip install 'tierd[daemon]'", file=sys.stderr)
         return 2
     except ConfigError as error:
         for problem in error.problems:
