@@ -180,7 +180,7 @@ def test_show(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert tierd(daemon, "show", str(out), "--limit", "1") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith("3 runs, of which 1 are shown, 23 blocks")
+    assert lines[2].startswith("3 runs (1 shown), 23 blocks")
     assert tierd(daemon, "show", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["runs"], told["blocks"], told["bytes"]) == (3, 23, 43 * 4096)
