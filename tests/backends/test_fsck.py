@@ -341,7 +341,7 @@ async def test_command(tier, tmp_path, capsys):
     assert main(["fsck", str(path), "--quick"]) == 0
     assert main(["fsck", str(path)]) == 4
     out = capsys.readouterr().out
-    assert "1 times a block's payload has another checksum, 0 of them repaired" in out
+    assert "a block's payload has another checksum: 1, repaired 0" in out
     assert f"{NAMESPACE.hex()}/00000002.slab, record 3" in out
     assert main(["fsck", "--config", config, "--tier", "nvme", "--json", "--repair"]) == 1
     (told,) = json.loads(capsys.readouterr().out)
@@ -359,7 +359,7 @@ async def test_wrong_input(tier, tmp_path, capsys):
         (["--config", config, "--tier", "disk"], "nvme, redis"),
         (["--config", config, "--tier", "redis"], "tierd scrub"),
         ([str(tmp_path)], "not the directory"),
-        ([str(path), "--tier", "nvme"], "leave PATH out"),
+        ([str(path), "--tier", "nvme"], "pass PATH or --tier NAME, not both"),
     ):
         assert main(["fsck", *words]) == 2
         assert named in capsys.readouterr().err

@@ -174,14 +174,14 @@ def test_the_text_says_from_where_it_pays(
     tiers, small = file_tier(tmp_path / "s"), ("--block-bytes", "64KiB")
     assert run(*small, "--kv-bytes-per-token", "1", "--prefill", "1", tiers=tiers) == 0
     text = capsys.readouterr().out
-    assert "get 1.00 GB/s (0.50 of its disk), put 0.50 GB/s (0.50 of its disk)" in text
-    assert "host memory: pays from 16 tokens on; offload does not pay below" in text
-    assert "disk: pays from 256 tokens on; offload does not pay below" in text, "min_tokens"
+    assert "get 1.00 GB/s (0.50 of disk speed), put 0.50 GB/s (0.50 of disk speed)" in text
+    assert "host memory: offload pays from 16 tokens" in text
+    assert "disk: offload pays from 256 tokens" in text, "min_tokens"
     assert run(*small, "--kv-bytes-per-token", "4000000", "--prefill", "1e9", tiers=tiers) == 0
     text = capsys.readouterr().out
-    assert "disk: offload does not pay for this model; computing is faster at any length" in text
+    assert "disk: offload does not pay for this model: recomputing is always faster" in text
     assert run(tiers=tiers) == 0
-    assert "no table: name the model" in capsys.readouterr().out
+    assert "no table: pass the model" in capsys.readouterr().out
 
 
 def test_a_redis_tier_is_left_as_it_was(
@@ -222,22 +222,22 @@ def test_a_disk_without_room_is_no_traceback(
     """The bench would fill the disk that the tier is to have."""
     monkeypatch.setattr(tier_speed, "ROUNDS", 1 << 30)
     assert run(tiers=file_tier(tmp_path / "s")) == 1
-    assert "are needed" in capsys.readouterr().err
+    assert "bench needs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tier", "dsik"], "no tier is named 'dsik'; there are: disk"),
+        (["--tier", "dsik"], "no tier is named 'dsik'; tiers: disk"),
         (["--layers", "3"], "--layers, --kv-heads and --head-dim together"),
-        (["--layers", "3", "--kv-bytes-per-token", "1"], "name the model once"),
+        (["--layers", "3", "--kv-bytes-per-token", "1"], "the model is given twice"),
         (["--kv-bytes-per-token", "0"], "at least 1"),
         (["--block-bytes", "0"], "--block-bytes"),
         (["--block-bytes", "8G"], "is not a size"),
         (["--prefill", "0"], "--prefill must be more than 0"),
         (["--prefill", "nan"], "--prefill must be more than 0"),
         (["--prefill", "1", "--engine", "http://x"], "exclude each other"),
-        (["--namespace", "00"], "does not answer"),
+        (["--namespace", "00"], "needs a running tierd"),
         (["--engine", "http://127.0.0.1:9"], "no answer from the engine at http://127.0.0.1:9"),
         (["--engine", "gopher://x"], "want http://HOST:PORT"),
     ],
@@ -278,7 +278,7 @@ def test_a_model_by_its_shape_or_by_its_namespace(
             told = json.loads(capsys.readouterr().out)
             assert told["break_even"]["kv_bytes_per_token"] == 256
         assert run(*words, "--namespace", "0000") == 2
-        said = f"knows no namespace 0000; it knows {space.digest.hex()} (test-model, rank 0)"
+        said = f"knows no namespace 0000; known: {space.digest.hex()} (test-model, rank 0)"
         assert said in capsys.readouterr().err
 
 
@@ -303,7 +303,7 @@ def test_the_only_model_is_meant(
         out, said = capsys.readouterr()
         if some is shown:
             assert status == 2
-            assert "give --namespace: " in said
+            assert "pass --namespace, one of: " in said
             assert all(space.digest.hex() in said for space in spaces)
         else:
             assert status == 0

@@ -159,7 +159,7 @@ def test_check_says_what_serve_does(file: Path, name: str) -> None:
     checked = tierd("config", "check", "--config", str(file), files=1000)
     assert said.replace("{at}", at) in checked.stderr
     assert checked.returncode == (2 if said else 0)
-    assert ("all is well" in checked.stdout) is not bool(said)
+    assert ("no problems" in checked.stdout) is not bool(said)
     assert sorted(file.parent.rglob("*")) == before, "a check leaves something"
     if said:
         served = tierd("serve", "--config", str(file), files=1000)
@@ -271,7 +271,7 @@ def test_check_warns_as_serve_does(tmp_path: Path) -> None:
     assert done.returncode == 0
     [warning] = done.stderr.splitlines()
     assert warning.startswith("tierd: warning: host.capacity is 1.00 GiB and needs ")
-    assert "all is well" not in done.stdout
+    assert "no problems" not in done.stdout
     done = tierd("config", "check", "--json", "--config", str(file), files=256)
     report = json.loads(done.stdout)
     assert (report["ok"], report["problems"]) == (True, [])

@@ -78,13 +78,13 @@ def test_all_is_there(daemon, capsys) -> None:
     assert explain(daemon, "--tokens", json.dumps(prompt(0))) == 0
     assert capsys.readouterr().out.splitlines() == [
         "blocks 0-5 (96 tokens): in host memory and tier disk",
-        "A request would get 96 of 96 tokens now.",
+        "A request would load 96 of 96 tokens now.",
     ]
     assert explain(daemon, "--all", "--tokens", json.dumps([*prompt(0), 5])) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "block 0 (16 tokens): in host memory and tier disk"
     assert len(lines) == 7
-    assert lines[-1] == "A request would get 96 of 97 tokens now."
+    assert lines[-1] == "A request would load 96 of 97 tokens now."
 
 
 @pytest.mark.slow
@@ -99,13 +99,13 @@ def test_some_is_missing(daemon, capsys) -> None:
     digest = RANKS[0].digest.hex()
     assert lines[2:4] == [
         f"    rank 1: another namespace, {digest} (test-model), has this hash in host memory and "
-        "tier disk: there tp_rank is 0, not 1",
-        "      -> a prefix is of use only where all ranks have it: see why this one stored less",
+        "tier disk: its tp_rank is 0, not 1",
+        "      -> a prefix is usable only if all ranks have it: find out why this rank stored less",
     ]
     assert lines[4].startswith("    rank 1: tierd started ")
-    assert lines[5].startswith("      -> warm it")
+    assert lines[5].startswith("      -> load the prefix with tierd warm")
     assert lines[6] == "    rank 1: no engine has stored it since tierd started"
-    assert lines[-1] == "A request would get 64 of 96 tokens now."
+    assert lines[-1] == "A request would load 64 of 96 tokens now."
     # Behind a hole nothing is of use.
     client = daemon.client()
     assert store(client, RANKS[0], hashes_of(prompt(3, 3)))
@@ -114,12 +114,12 @@ def test_some_is_missing(daemon, capsys) -> None:
     client.close()
     assert explain(daemon, "--tokens", json.dumps(prompt(3, 3))) == 3
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "A request would get 0 of 48 tokens now.",
-        "16 more lie behind block 0: of no use without it.",
+        "A request would load 0 of 48 tokens now.",
+        "16 more tokens follow missing block 0: not usable.",
     ]
     # With a salt it is another prompt, and nobody else's.
     assert explain(daemon, "--tokens", json.dumps(prompt(2))) == 3
-    assert "would get 0 of 96" in capsys.readouterr().out
+    assert "would load 0 of 96" in capsys.readouterr().out
     assert explain(daemon, "--salt", "tenant", "--tokens", json.dumps(prompt(2))) == 0
 
 
@@ -134,7 +134,7 @@ def test_an_adapter(daemon, capsys) -> None:
     words = ("--tokens", json.dumps(prompt(4)))
     assert explain(daemon, "--lora", "law=/adapters/law", *words) == 0
     assert explain(daemon, *words) == 3
-    assert "would get 0 of 96" in capsys.readouterr().out
+    assert "would load 0 of 96" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_json_and_hashes(daemon, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"block 0 ({words[3][:16]}...): in host memory and tier disk"
     assert lines[1] == f"block 1 ({words[4][:16]}...): MISSING"
-    assert not any("would get" in line for line in lines)
+    assert not any("would load" in line for line in lines)
 
 
 @pytest.mark.slow
@@ -192,16 +192,16 @@ def test_wrong_input(daemon, tmp_path, capsys) -> None:
     digest = RANKS[0].digest.hex()
     tokens = json.dumps(prompt(0))
     for words, named in (
-        ((), "give one of FILE, block hashes"),
-        (("--text", "x", "--tokens", "[1]"), "give one of FILE, block hashes"),
+        ((), "pass exactly one of FILE, block hashes"),
+        (("--text", "x", "--tokens", "[1]"), "pass exactly one of FILE, block hashes"),
         (("--tokens", "[1,"), "--tokens: not JSON"),
         (("--tokens", '["a"]'), "token 0"),
-        (("--tokens", "[1, 2]"), "the prompt has 2 tokens; only full blocks are kept, of 16"),
+        (("--tokens", "[1, 2]"), "the prompt has 2 tokens, less than one block"),
         ((str(file),), "has 2 prompts"),
         ((str(empty),), "is empty"),
         ((str(tmp_path / "none"),), "No such file"),
-        (("a" * 64, "b" * 63), "block hashes of 64 digits"),
-        (("--salt", "x", "a" * 64), "in a block's hash already"),
+        (("a" * 64, "b" * 63), "block hashes of 64 hex digits"),
+        (("--salt", "x", "a" * 64), "do not apply to block hashes"),
         (("--lora", "name", "--tokens", tokens), "NAME=PATH"),
         (("--lora", "a=/b", "--tokens", tokens), "no namespace of the adapter a"),
         ((str(text),), "--tokenizer DIR"),
@@ -214,11 +214,11 @@ def test_wrong_input(daemon, tmp_path, capsys) -> None:
     fields = tmp_path / "other.json"
     fields.write_text(json.dumps({**OTHER.to_fields(), "hash_root": ROOT.hex()}))
     assert explain(daemon, "--namespace", str(fields), "--tokens", tokens) == 2
-    assert "cannot be computed here" in capsys.readouterr().err
+    assert "is private to its engine" in capsys.readouterr().err
     # By its hash it can be asked for, whoever computes that.
     assert explain(daemon, "--namespace", str(fields), hashes_of(prompt(0))[0].hex()) == 3
     out = capsys.readouterr().out
-    assert out.startswith(f"no engine has used the namespace {OTHER.digest.hex()}")
+    assert out.startswith(f"no engine has used namespace {OTHER.digest.hex()}")
     assert "another namespace, " in out
     assert main(["explain", "--socket", str(tmp_path / "no.sock"), "a" * 64]) == 1
     assert "no answer from" in capsys.readouterr().err
@@ -248,5 +248,5 @@ def test_a_tier_that_is_too_small(daemon, capsys) -> None:
     explain(daemon, "--namespace", digest, words[-1])
     out = capsys.readouterr().out
     assert "tier disk had it" in out
-    assert "new blocks needed the room" in out
+    assert "new blocks needed the space" in out
     client.close()

@@ -129,13 +129,13 @@ def test_export(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["export", "--from", "nowhere"], "no tier is named 'nowhere'; there are file"),
-        (["export", "--namespace", "12"], "'12' is no digest, of which 4 to 32 digits"),
-        (["export", "--namespace", "1" * 32], f"it knows {RANKS[0].digest.hex()} (test-model"),
+        (["export", "--from", "nowhere"], "no tier is named 'nowhere'; tiers: file"),
+        (["export", "--namespace", "12"], "'12' is not a digest: pass its first 4 to 32 digits"),
+        (["export", "--namespace", "1" * 32], f"known: {RANKS[0].digest.hex()} (test-model"),
         (["export", "--size", "8G"], "'8G' is not a size"),
         (["export", "-o", "/nowhere/hot.jsonl"], "cannot write /nowhere/hot.jsonl"),
         (["import", "/nowhere/hot.jsonl"], "cannot read /nowhere/hot.jsonl"),
-        (["show", "/nowhere/hot.jsonl", "--from", "file"], "a file is shown as it is"),
+        (["show", "/nowhere/hot.jsonl", "--from", "file"], "do not apply to FILE"),
         (["show", "--limit", "0"], "--limit must be at least 1"),
     ],
 )
@@ -180,7 +180,7 @@ def test_show(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert tierd(daemon, "show", str(out), "--limit", "1") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith("3 runs, of which 1 are shown, 23 blocks")
+    assert lines[2].startswith("3 runs (1 shown), 23 blocks")
     assert tierd(daemon, "show", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["runs"], told["blocks"], told["bytes"]) == (3, 23, 43 * 4096)
@@ -229,8 +229,8 @@ def test_import_teaches_what_was_hot_elsewhere(
             assert 3659 <= m.unpack_slots(page.ages_s)[0] < 3900
         assert tierd(new, "import", str(out)) == 0
         said = capsys.readouterr().out
-        assert "other?[31m: 3 blocks, of which host memory has 3" in said
-        assert f"`tierd warm --hotset {out}` brings the others" in said
+        assert "other?[31m: taught 3 blocks, 3 of them in host memory" in said
+        assert f"`tierd warm --hotset {out}` loads the other blocks" in said
         # A session registers so many namespaces, and no more.
         names = [n.to_bytes(2, "big") * 16 for n in range(HANDLES_MAX + 1)]
         many = [HotRun(OTHER.hash_root, [name], 1, 0, 1) for name in names]

@@ -69,7 +69,7 @@ def test_units_are_for_the_systemd_that_is_there(version: int) -> None:
 
 def test_an_old_systemd_is_refused() -> None:
     """Units that systemd half understands are installed without a word."""
-    with pytest.raises(ConfigError, match="is 249; the units need 252"):
+    with pytest.raises(ConfigError, match="249 is too old: the units need 252"):
         unit_texts(COMMAND, 249)
 
 

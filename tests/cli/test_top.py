@@ -109,14 +109,14 @@ def test_the_status_says_what_is_not_as_usual(
     monkeypatch.setattr("tierd.cli.status.Client.status", lambda _: told)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert "allowed" not in text
+    assert "limited" not in text
     assert "verified" not in text
     assert "\x1b" not in text
     told["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
-    assert "512 KiB allowed while the machine is short of memory" in text
-    assert "9 blocks kept over a restart, not yet verified" in text
+    assert "limited to 512 KiB under memory pressure" in text
+    assert "9 blocks kept over a restart are unverified" in text
 
 
 # --- numbers --------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """It would end with its daemon, or leave a terminal that shows nothing that is typed."""
     with DaemonProcess(tmp_path, capacity="16MiB") as daemon:
         with contextlib.closing(Terminal("--socket", daemon.socket)) as terminal:
-            terminal.wait_for(r"since the start.*write/s")
+            terminal.wait_for(r"since start.*write/s")
             assert re.search("\x1b\\[[0-9;]*3[0-9]m", terminal.seen), "no colour"
             terminal.resize(40, 8)
             terminal.wait_for("\x1b\\[H((?!write/s).)*\x1b\\[H")
@@ -275,7 +275,7 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert terminal.process.wait(WAIT_S) == 0
             assert termios.tcgetattr(terminal.slave) == terminal.before
         with contextlib.closing(Terminal("--socket", daemon.socket, NO_COLOR="1")) as terminal:
-            terminal.wait_for("since the start")
+            terminal.wait_for("since start")
             assert not re.search("\x1b\\[[0-9;]*3[0-9]m", terminal.seen)
             terminal.process.send_signal(signal.SIGINT)
             terminal.wait_for(r"\x1b\[\?1049l")

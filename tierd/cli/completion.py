@@ -1,6 +1,6 @@
-"""`tierd completion`: a shell's completion of the `tierd` command, from its parsers.
+"""`tierd completion`: print a completion script for a shell, generated from the parsers.
 
-One table says what may follow which words; each shell gets the table in its own tongue.
+One table says which words may follow which; each shell's script is written from that table.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ SHELLS: Final = {
     "zsh": "source <(tierd completion zsh), after compinit",
     "fish": "tierd completion fish > ~/.config/fish/completions/tierd.fish",
 }
-"""Shell to the line that switches completion on."""
+"""Shells, and how to enable completion in each."""
 
 
 class Word(NamedTuple):
-    """A word that may come next, and what it does."""
+    """A word that may come next, and its help."""
 
     text: str
     help: str
 
 
 class CompletionPoint(NamedTuple):
-    """What may follow the commands in `path`, and the values that an option of them takes."""
+    """The words that may follow the commands in `path`, and the values of their options."""
 
     path: str
     words: list[Word]
     values: dict[str, list[str]]
-    """Option to its choices; none of them means a file."""
+    """Options and their choices; no choices: a file."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script; the exit status."""
-    # Not at the top: the parser of all commands imports this module.
+    """Print the script; return the exit status."""
+    # Imported here, since the parser of all commands imports this module.
     from tierd.cli.main import COMMANDS, parser_of
 
     found = list(places(parser_of(COMMANDS)))
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[CompletionPoint]:
-    """The table of a parser and of all its commands, deepest last."""
+    """Yield the table of a parser and of all its commands, each before its subcommands."""
     words: list[Word] = []
     values: dict[str, list[str]] = {}
     below: list[tuple[str, argparse.ArgumentParser]] = []
@@ -81,7 +81,7 @@ def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Completi
 
 
 def _plain(text: str) -> str:
-    """A help text without argparse's formatting, up to its first colon or semicolon."""
+    """Return a help text without argparse's formatting, up to its first colon or semicolon."""
     return text.replace("%%", "%").split(";")[0].split(":")[0].split(" (default")[0]
 
 
@@ -98,7 +98,7 @@ _tierd() {{
   case $at in
 {words}
   esac
-  # No word of ours: then it may be a file.
+  # If no word of tierd matches, complete a file.
   ((${{#COMPREPLY[@]}})) || COMPREPLY=($(compgen -f -- "$cur"))
 }}
 complete -o filenames -F _tierd tierd"""

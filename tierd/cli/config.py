@@ -1,4 +1,4 @@
-"""`tierd config`: check the configuration, show what it comes to, and what there is to set."""
+"""`tierd config`: check the configuration, show its values, and explain its keys."""
 
 from __future__ import annotations
 
@@ -38,41 +38,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "config",
         help="check, show or explain the configuration",
         description="Check, show or explain the configuration. It is read as `tierd serve` reads "
-        "it, so run this as the same user, with the same environment.",
+        "it, so run this command as the same user and with the same environment.",
     )
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     check = commands.add_parser(
         "check",
-        help="say what is wrong with it",
-        description="Check the file as `tierd serve` and a reload do, with the options of tiers, "
-        "the environment, and what this machine has: memory, sockets, directories. Nothing is "
-        "opened or changed, and a tierd that serves on its socket is no problem. It warns of what "
-        "`tierd serve` warns of: limits of the process, here of this one. Exit status 0: tierd "
-        "starts with it; 2: it does not, and each line says what to change.",
+        help="report what is wrong with it",
+        description="Check the file as `tierd serve` and a reload do, with tier options, the "
+        "environment, and this machine's memory, sockets and directories. The check opens and "
+        "changes nothing, and accepts that a running tierd uses the socket. It gives the warnings "
+        "of `tierd serve` about process limits, for its own process. Exit status 0: tierd starts "
+        "with this file; 2: it does not, and each line says what to change.",
     )
     check.add_argument(
         "--elsewhere",
         action="store_true",
-        help="the file is for another machine: leave out what depends on this one",
+        help="the file is for another machine: skip checks of this machine",
     )
     check.set_defaults(run=_check)
     show = commands.add_parser(
         "show",
         help="show every value and where it comes from",
-        description="Show every value and where it comes from: the default, the file or a "
-        "variable of the environment. Secrets are not shown.",
+        description="Show every value and its origin: the default, the file or an environment "
+        "variable. Secrets are not shown.",
     )
     show.set_defaults(run=_show)
     docs = commands.add_parser(
         "docs",
         help="explain every key",
-        description="Explain every key: its default, its variable, and whether a reload changes "
-        "it in a running tierd. All others need a restart.",
+        description="Explain every key: its default, its environment variable, and whether a "
+        "reload applies it to a running tierd or it needs a restart.",
     )
     docs.set_defaults(run=_docs)
     for command in (check, show):
         command.add_argument(
-            "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+            "--config",
+            type=Path,
+            default=Path(DEFAULT_CONFIG),
+            help=f"configuration file (default: {DEFAULT_CONFIG})",
         )
     for command in (check, show, docs):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -82,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Print all that is wrong, and what to be warned of; the exit status."""
+    """Print all problems and warnings; return the exit status."""
     problems: tuple[str, ...] = ()
     warned: list[str] = []
     try:
@@ -97,7 +100,7 @@ def _check(args: argparse.Namespace) -> int:
         for line in (*problems, *(f"warning: {warning}" for warning in warned)):
             print(f"tierd: {line}", file=sys.stderr)
         if not problems:
-            print(f"{args.config}: {'tierd starts with it' if warned else 'all is well'}")
+            print(f"{args.config}: {'tierd starts with this file' if warned else 'no problems'}")
     return 2 if problems else 0
 
 
@@ -111,7 +114,7 @@ class _Setting(NamedTuple):
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print every value; the exit status. Raises ConfigError."""
+    """Print every value; return the exit status. Raises ConfigError."""
     found = list(_settings(args.config))
     if args.json:
         print(json.dumps([setting._asdict() for setting in found], indent=2))
@@ -144,13 +147,13 @@ def _setting(key: str, value: object, found: Mapping[str, str]) -> _Setting:
 
 
 def _docs(args: argparse.Namespace) -> int:
-    """Print the reference; the exit status."""
+    """Print the reference; return the exit status."""
     found = list(keys())
     for entry in sorted(importlib.metadata.entry_points(group="tierd.backends")):
         try:
             cls: type[Backend] = entry.load()
         except ImportError as error:
-            print(f"storage.type {entry.name} cannot be used here: {error}", file=sys.stderr)
+            print(f"storage.type {entry.name} cannot be loaded: {error}", file=sys.stderr)
         else:
             found += options(entry.name, cls.Options)
     if args.json:
@@ -158,7 +161,7 @@ def _docs(args: argparse.Namespace) -> int:
         return 0
     for key in found:
         told = _described(key)
-        live = "live" if told["live"] else "at a restart"
+        live = "live" if told["live"] else "needs a restart"
         default = f"default {key.default}" if key.default else "required"
         print(f"{key.path}  ({default}; {live}; {told['variable']})")
         print(textwrap.indent(textwrap.fill(key.about, WIDTH - 4), "    "))

@@ -1,4 +1,4 @@
-"""`tierd flush`: drop blocks from host memory and from every tier."""
+"""`tierd flush`: drop blocks from host memory and all tiers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tierd.cli.common.text import printable
 from tierd.errors import ConfigError, TierdError
 
 HOST: Final = "host"
-"""What host memory is called where tiers are named."""
+"""Name of host memory in --tier."""
 
 UNKNOWN_MIN: Final = 8
-"""Digits of a digest that are enough to mean a namespace that only tiers may know."""
+"""Digits that are required for a namespace that host memory does not know."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,31 +26,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "flush",
         help="drop blocks from host memory and all tiers",
-        description="Drop the blocks of a namespace, or all, and wait until what was there can "
-        "be served no more, by host memory or any tier; for a tier that other nodes share this "
-        "takes 12 s. Then its blocks are deleted, which only makes room. What engines store "
-        "meanwhile stays, and what an engine has in its own GPU cache it may store again: restart "
-        "engines first if their blocks are wrong.",
-        epilog="Exit status: 0 nothing can be served again; 1 a tier may still serve blocks, there "
-        "was nothing to flush, or no daemon answers; 2 wrong usage.",
+        description="Drop the blocks of one namespace or of all, and wait until neither host "
+        "memory nor any tier can serve them; a tier shared with other nodes needs 12 s for this. "
+        "Then the blocks are deleted, which only frees space. Blocks that engines store during "
+        "the flush stay. Engines may also store blocks from their GPU caches again: if these "
+        "blocks are wrong, restart the engines first.",
+        epilog="Exit status: 0 no flushed block can be served; 1 a tier may still serve blocks, no "
+        "block matched, or no daemon answers; 2 wrong usage.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--namespace",
         metavar="DIGEST",
-        help="the namespace whose digest begins so, see tierd status; "
-        f"{UNKNOWN_MIN} digits or more of one that only tiers have",
+        help="flush the namespace whose digest begins with these digits (see tierd status); for a "
+        f"namespace that only tiers have, at least {UNKNOWN_MIN} digits",
     )
-    which.add_argument("--all", action="store_true", help="all namespaces")
+    which.add_argument("--all", action="store_true", help="flush all namespaces")
     parser.add_argument(
         "--tier",
         action="append",
         metavar="NAME",
-        help=f"only this tier, or {HOST} for host memory; may be repeated",
+        help=f"flush only this tier, or {HOST} for host memory; may be repeated",
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="wait no longer; the flush goes on all the same"
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="stop waiting after S seconds; the flush continues in the daemon",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_socket(parser)
@@ -58,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Flush and wait; the exit status."""
+    """Flush and wait; return the exit status."""
     prefix = "" if args.all else check_digits(args.namespace)
     try:
         with Operator(args.socket, "tierd flush") as operator:
@@ -87,7 +90,7 @@ def _flush(
     numbers: list[int],
     known: Mapping[str, str],
 ) -> int:
-    """Flush and tell; the exit status. `known` has the namespaces that the daemon knows."""
+    """Flush and print the result; return the exit status. `known`: the daemon's namespaces."""
     progress = ProgressLine()
     result: dict[str, object] = {}
     late = False
@@ -112,16 +115,16 @@ def _flush(
             print(f"tierd: {name} may still serve blocks: {why}; flush again", file=sys.stderr)
         elif tier["garbage"]:
             print(
-                f"tierd: {name} serves none of them, but may keep some: "
-                f"{printable(tier['garbage'])}; the next flush or scrub of it deletes them, or its "
-                "own eviction",
+                f"tierd: {name} cannot serve the flushed blocks, but may still store some: "
+                f"{printable(tier['garbage'])}; its next flush or scrub deletes them, or the "
+                "tier evicts them",
                 file=sys.stderr,
             )
     if late:
-        print("tierd: nothing can be served again; deleting goes on", file=sys.stderr)
+        print("tierd: no flushed block can be served; deletion continues", file=sys.stderr)
     if not late and prefix and prefix not in known and _matches_nothing(result):
         print(
-            f"tierd: nothing matches {prefix}: no tier has blocks of it, and tierd knows "
+            f"tierd: no block matches namespace {prefix}; namespaces that tierd knows: "
             f"{listed(known.values())}",
             file=sys.stderr,
         )
@@ -130,27 +133,27 @@ def _flush(
 
 
 def _matches_nothing(result: dict[str, object]) -> bool:
-    """Whether a flush found no block, and has seen all that there is."""
+    """Return whether a flush found no block although it searched everything."""
     tiers = tables(result["tiers"])
     unseen = any(tier["garbage"] or tier["left"] for tier in tiers)
     return not (unseen or any(map(whole, table(result["namespaces"]).values())))
 
 
 def _chosen(names: list[str] | None, status: dict[str, object]) -> tuple[bool, list[int]]:
-    """Whether host memory is flushed, and which tiers, by their numbers."""
+    """Return whether to flush host memory, and the numbers of the tiers to flush."""
     known = [str(tier["name"]) for tier in tables(status["storage"])]
     if names is None:
         return True, list(range(len(known)))
     for name in names:
         if name != HOST and name not in known:
-            raise ConfigError(f"no tier is named {name!r}; there are {', '.join([HOST, *known])}")
+            raise ConfigError(f"no tier is named {name!r}; tiers: {', '.join([HOST, *known])}")
     return HOST in names, [number for number, name in enumerate(known) if name in names]
 
 
 def _confirmed(prefix: str, host: bool, numbers: list[int], status: dict[str, object]) -> bool:
-    """Ask on the terminal."""
+    """Ask on the terminal and return the answer. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("say --yes where nobody can be asked")
+        raise ConfigError("not a terminal: pass --yes")
     tiers = [tier for number, tier in enumerate(tables(status["storage"])) if number in numbers]
     spaces = [s for s in tables(status["namespaces"]) if str(s["digest"]).startswith(prefix)]
     where = [HOST] * host + [printable(tier["name"]) for tier in tiers]
@@ -159,17 +162,17 @@ def _confirmed(prefix: str, host: bool, numbers: list[int], status: dict[str, ob
         what = f"{space['digest']}: {printable(space['model'])}, rank {space['tp_rank']}"
         print(f"  {what}, {space['blocks']} blocks in host memory", file=sys.stderr)
     if not prefix:
-        print("  and every other namespace that a tier has", file=sys.stderr)
+        print("  and all other namespaces in the tiers", file=sys.stderr)
     elif not spaces:
-        print(f"  {prefix}..., which host memory does not know", file=sys.stderr)
+        print(f"  {prefix}..., unknown to host memory", file=sys.stderr)
     for tier in tiers:
         if tier["shared"]:
             print(
                 f"{printable(tier['name'])} is shared: other nodes lose its blocks too, but keep "
-                "what their own host memory has.",
+                "the blocks in their own host memory.",
                 file=sys.stderr,
             )
-    print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    print("Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -177,17 +180,17 @@ def _summary(result: dict[str, object]) -> str:
     parts = [f"{HOST} {table(result['host'])['blocks']}"]
     parts += [f"{printable(tier['name'])} {tier['blocks']}" for tier in tables(result["tiers"])]
     waits = [f"{printable(t['name'])}: {t['waits']}" for t in tables(result["tiers"]) if t["waits"]]
-    done = "nothing can be served again, deleting" if result["complete"] else "flushing"
+    done = "no longer served, deleting" if result["complete"] else "flushing"
     return f"{done}, blocks so far: {', '.join(parts)}{''.join(f'; {each}' for each in waits)}"
 
 
 def _lines(result: dict[str, object]) -> Iterator[str]:
     host = table(result["host"])
     if host["flushed"]:
-        leased = f", of which {host['leased']} are leased for a while" if host["leased"] else ""
+        leased = f", {host['leased']} of them still leased to engines" if host["leased"] else ""
         yield f"{HOST}: {host['blocks']} blocks dropped{leased}"
     for tier in tables(result["tiers"]):
-        shared = ", for other nodes too" if tier["shared"] else ""
+        shared = ", also for other nodes" if tier["shared"] else ""
         yield f"{printable(tier['name'])}: {tier['blocks']} blocks dropped{shared}"
     for digest, count in table(result["namespaces"]).items():
         if whole(count):

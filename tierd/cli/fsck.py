@@ -1,4 +1,4 @@
-"""`tierd fsck`: check storage tiers that lie on this machine's disks, and repair them."""
+"""`tierd fsck`: check and repair storage tiers on this machine's disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierd.errors import ConfigError
 CLEAN: Final = 0
 REPAIRED: Final = 1
 LEFT: Final = 4
-"""Exit statuses, as fsck(8) has them."""
+"""Exit statuses, as in fsck(8)."""
 
 
 class _Target(NamedTuple):
@@ -46,26 +46,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0 clean, 1 damage repaired, 4 damage left, 2 it cannot be checked.",
     )
     parser.add_argument(
-        "path", nargs="?", metavar="PATH", help="the tier's directory (default: by the config)"
+        "path", nargs="?", metavar="PATH", help="the tier's directory (default: from --config)"
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument("--tier", metavar="NAME", help="check this tier (default: all file tiers)")
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="drop damaged blocks and remove slabs that cannot be used; without it nothing changes",
+        help="drop damaged blocks and remove unusable slabs (default: change nothing)",
     )
-    parser.add_argument("--quick", action="store_true", help="leave the payloads out")
+    parser.add_argument("--quick", action="store_true", help="do not verify payloads")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check; the exit status. Raises ConfigError if a tier cannot be checked."""
+    """Check the tiers; return the exit status. Raises ConfigError if one cannot be checked."""
     if args.path is not None and args.tier is not None:
-        raise ConfigError("--tier names a tier of the configuration: leave PATH out")
+        raise ConfigError("pass PATH or --tier NAME, not both")
     targets = [_at(args.path)] if args.path is not None else list(_configured(args))
     progress = ProgressLine()
     reports: list[tuple[_Target, CheckReport, float]] = []
@@ -93,16 +96,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _at(path: str) -> _Target:
-    """The tier in a directory, of whatever type has tiers in directories."""
+    """Return the tier in a directory, of the first backend type that accepts the path."""
     for entry in sorted(importlib.metadata.entry_points(group="tierd.backends")):
         try:
             cls: type[Backend] = entry.load()
         except ImportError:
-            continue  # What this type needs is not installed: then it has no tier here.
+            continue  # A type whose packages are not installed has no tier on this machine.
         options = cls.at(path)
         if options is not None:
             return _Target(path, cls, options)
-    raise ConfigError(f"no installed backend has tiers in directories such as {path}")
+    raise ConfigError(f"no installed backend can check a directory such as {path}")
 
 
 def _configured(args: argparse.Namespace) -> Iterator[_Target]:
@@ -110,7 +113,7 @@ def _configured(args: argparse.Namespace) -> Iterator[_Target]:
     tiers = [tier for tier in config.storage if args.tier in (None, tier.name)]
     if not tiers:
         known = ", ".join(tier.name for tier in config.storage) or "none"
-        raise ConfigError(f"no tier is named {args.tier!r}; {args.config} has {known}")
+        raise ConfigError(f"no tier is named {args.tier!r}; tiers in {args.config}: {known}")
     targets = [_target(tier) for tier in tiers]
     if args.tier is None:
         targets = [target for target in targets if target.cls.checks_offline]
@@ -130,13 +133,13 @@ def _lines(target: _Target, report: CheckReport, seconds: float, *, quick: bool)
         f"{seconds:.1f} s ({how})"
     )
     for kind, found in report.damage.items():
-        yield f"  {found.count} times {kind}, {found.repaired} of them repaired"
+        yield f"  {kind}: {found.count}, repaired {found.repaired}"
         yield from _places(found)
     if report.foreign.count:
-        yield f"  {report.foreign.count} entries are not tierd's and are left alone"
+        yield f"  not tierd's, left untouched: {report.foreign.count}"
         yield from _places(report.foreign)
     if report.left:
-        yield f"  {report.left} left"
+        yield f"  {report.left} not repaired"
 
 
 def _places(found: Findings) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""`tierd hash`: the block hashes of prompts, as the engine computes them.
+"""`tierd hash`: compute the block hashes of prompts as the engine does.
 
-Reads one JSON list of token ids a line and writes one JSON list of hex digests a
-line, as it goes: a line is all that is ever held.
+For each input line, a JSON list of token ids, it writes one output line, a JSON list of hex
+digests. It holds one line at a time.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from tierd.errors import ConfigError, HashInputError
 from tierd.hashing import KeyStyle, Lora, RequestExtras, hash_blocks, root_hash
 
 DEFAULT_BLOCK_TOKENS = 16
-"""vLLM's block size on a GPU. The CPU engine needs a multiple of 32."""
+"""vLLM's default block size on a GPU. Its CPU engine needs a multiple of 32."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `hash` to the command line."""
+    """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "hash",
         help="compute the block hashes of prompts given as token ids",
         description="Compute block hashes as vLLM does with --prefix-caching-hash-algo "
-        "sha256_cbor: reads a JSON list of token ids a line, writes a JSON list of hex digests "
-        "a line, one for each full block.",
+        "sha256_cbor. Each input line is a JSON list of token ids. Each output line is a JSON list "
+        "of hex digests, one per full block.",
     )
     parser.add_argument(
         "file", nargs="?", default="-", metavar="FILE", help="input; - (default) reads stdin"
     )
     parser.add_argument(
         "--seed",
-        help="the engine's PYTHONHASHSEED (default: what vLLM >= 0.29 takes when it is unset)",
+        help="the engine's PYTHONHASHSEED (default: unset, as vLLM >= 0.29 handles it)",
     )
     parser.add_argument(
         "--block-tokens",
         type=int,
         default=DEFAULT_BLOCK_TOKENS,
         metavar="N",
-        help="tokens a block, the engine's --block-size (default: %(default)s)",
+        help="tokens per block, the engine's --block-size (default: %(default)s)",
     )
     parser.add_argument("--salt", help="the requests' cache_salt")
     parser.add_argument(
@@ -48,13 +48,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--untagged",
         action="store_true",
-        help="write salt and LoRA into the hash as vLLM <= 0.30 does",
+        help="include salt and LoRA in the hash as vLLM <= 0.30 does",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hash every line; 2 at the first bad one, whose number goes to stderr."""
+    """Hash every line; return the exit status, 2 at the first bad line. Raises ConfigError."""
     if args.block_tokens < 1:
         raise ConfigError(f"--block-tokens must be at least 1, got {args.block_tokens}")
     style = KeyStyle.UNTAGGED if args.untagged else KeyStyle.TAGGED
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.file == "-":
         return _hash_lines(sys.stdin.buffer, "stdin", root, args.block_tokens, extras, style)
     try:
-        source = open(args.file, "rb")  # noqa: SIM115 (a failed write is not this file's error)
+        source = open(args.file, "rb")  # noqa: SIM115 (a failed write is not an error of this file)
     except OSError as error:
         raise ConfigError(f"{args.file}: {error.strerror}") from error
     with source:

@@ -1,4 +1,4 @@
-"""`tierd hotset`: write down which prefixes are worth having, teach them, and look at them."""
+"""`tierd hotset`: export, import or show the most valuable prefixes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierd.types import NEVER
 from tierd.wire import messages as m
 
 SHOWN: Final = 20
-"""Runs in a table, unless said otherwise."""
+"""Default number of runs in a table."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,43 +36,45 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "holds none of their bytes: `tierd warm --hotset FILE` brings those.",
     )
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    status = "Exit status: 0 done, 1 no daemon answers, 2 wrong usage, or no sound hot set."
+    status = "Exit status: 0 done, 1 no daemon answers, 2 wrong usage or a malformed hot set."
     export = commands.add_parser(
         "export",
-        help="write down what a daemon has",
-        description="Write the hot set of what host memory has, or a tier.",
+        help="write the hot set of a daemon to a file",
+        description="Write the hot set of host memory or of a tier.",
         epilog=status,
     )
     _add_source(export)
-    export.add_argument("--size", metavar="SIZE", help="no more than this of blocks, as in 100GiB")
     export.add_argument(
-        "-o", "--output", default="-", metavar="FILE", help="where to; default: -, standard output"
+        "--size", metavar="SIZE", help="limit the blocks to this total size, as in 100GiB"
+    )
+    export.add_argument(
+        "-o", "--output", default="-", metavar="FILE", help="output file; default: -, stdout"
     )
     export.set_defaults(run=_export)
     teach = commands.add_parser(
         "import",
-        help="tell a daemon what was hot elsewhere",
-        description="Teach a daemon a hot set: its blocks count as used as they were where it was "
-        "written. Host memory keeps such blocks longer; it is brought none.",
+        help="teach a daemon the uses in a hot set",
+        description="Teach a daemon the use counts and ages in a hot set. Host memory then keeps "
+        "these blocks longer. The command loads no block.",
         epilog=status,
     )
-    teach.add_argument("file", metavar="FILE", help="a hot set; -: standard input")
+    teach.add_argument("file", metavar="FILE", help="a hot set; -: stdin")
     teach.set_defaults(run=_import)
     show = commands.add_parser(
         "show",
         help="show a hot set",
-        description="Show a hot set, of a file, or of what a daemon has now.",
+        description="Show a hot set file, or the current hot set of a daemon.",
         epilog=status,
     )
     show.add_argument(
-        "file", nargs="?", metavar="FILE", help="a hot set; -: standard input; without: the daemon"
+        "file", nargs="?", metavar="FILE", help="a hot set; -: stdin; default: ask the daemon"
     )
     _add_source(show)
     show.add_argument(
         "--limit",
         type=int,
         metavar="N",
-        help=f"no more runs; default: {SHOWN}, all of them as JSON",
+        help=f"show at most N runs; default: {SHOWN}, with --json all",
     )
     show.set_defaults(run=_show)
     for command in (teach, show):
@@ -86,17 +88,19 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "--namespace",
         action="append",
         metavar="DIGEST",
-        help=f"only this one, by the first digits of its digest ({DIGITS_MIN} or more); may be "
+        help=f"only this namespace, by the first {DIGITS_MIN} or more digits of its digest; may be "
         "repeated",
     )
-    parser.add_argument("--from", dest="tier", metavar="TIER", help="of this tier, not host memory")
+    parser.add_argument(
+        "--from", dest="tier", metavar="TIER", help="use this tier (default: host memory)"
+    )
 
 
 # --- export -----------------------------------------------------------------------------
 
 
 def _export(args: argparse.Namespace) -> int:
-    """Write it; the exit status."""
+    """Write the daemon's hot set; return the exit status."""
     size_bytes = None if args.size is None else parse_size(args.size)
 
     def write(file: BinaryIO) -> None:
@@ -134,7 +138,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _of_daemon(args: argparse.Namespace) -> Gathered:
-    """What a daemon has. Raises ConfigError and what `Operator` does."""
+    """Return the hot set of a daemon. Raises ConfigError and what `Operator` raises."""
     gathered = Gathered()
     with Operator(args.socket, "tierd hotset") as operator:
         status = operator.status()
@@ -152,12 +156,12 @@ def _source(name: str | None, status: dict[str, object]) -> int:
     names = [str(tier["name"]) for tier in tables(status["storage"])]
     if name is not None and name not in names:
         known = ", ".join(map(printable, names)) or "none"
-        raise ConfigError(f"no tier is named {name!r}; there are {known}")
+        raise ConfigError(f"no tier is named {name!r}; tiers: {known}")
     return 0 if name is None else names.index(name) + 1
 
 
 def _chosen(prefixes: Sequence[str] | None, status: dict[str, object]) -> list[bytes]:
-    """Digests of the namespaces that a daemon knows and that are wanted."""
+    """Return the digests of the daemon's namespaces that begin with `prefixes`; None: all."""
     known = of_status(tables(status["namespaces"]))
     if prefixes is None:
         return [*map(bytes.fromhex, known)]
@@ -169,28 +173,28 @@ def _chosen(prefixes: Sequence[str] | None, status: dict[str, object]) -> list[b
 
 @dataclass(slots=True)
 class _Taught:
-    """What an import came to, for each namespace."""
+    """Result of an import for one namespace: blocks taught, and those in host memory."""
 
     blocks: int = 0
     here: int = 0
 
 
 def _import(args: argparse.Namespace) -> int:
-    """Teach it; the exit status."""
+    """Teach the daemon a hot set; return the exit status."""
     with _opened(args.file) as file:
         hot_set = HotSet(file, args.file)
-        # All of it before any is taught: half a hot set is worse than a message.
+        # Read all runs before teaching any: an error must not leave half a hot set taught.
         runs = list(hot_set)
     passed_s = max(0, int(time.time()) - hot_set.written_s)
     taught: dict[bytes, _Taught] = {}
     try:
         with Operator(args.socket, "tierd hotset") as operator:
             handles: dict[bytes, int] = {}
-            # The least worth first: a book that is full forgets what it was taught of first.
+            # Least valuable runs first: a full use book forgets its oldest entries.
             for spaces, run in reversed(runs):
                 for space in spaces:
                     taught.setdefault(space.digest, _Taught()).blocks += len(run.hashes)
-                # Ranks share what is known of uses.
+                # All ranks share use counts.
                 digest = spaces[0].digest
                 if digest not in handles:
                     handles[digest] = operator.register(spaces[0])
@@ -225,11 +229,11 @@ def _tell_taught(args: argparse.Namespace, hot_set: HotSet, taught: dict[bytes, 
     for digest, counts in taught.items():
         model = printable(hot_set.namespaces[digest].model)
         print(
-            f"namespace {digest.hex()}, {model}: {counts.blocks} blocks, of which host memory has "
-            f"{counts.here}"
+            f"namespace {digest.hex()}, {model}: taught {counts.blocks} blocks, {counts.here} of "
+            "them in host memory"
         )
     if any(counts.here < counts.blocks for counts in taught.values()):
-        print(f"`tierd warm --hotset {args.file}` brings the others, as far as a tier has them")
+        print(f"`tierd warm --hotset {args.file}` loads the other blocks that a tier has")
 
 
 # --- show -------------------------------------------------------------------------------
@@ -242,12 +246,12 @@ class _Source(NamedTuple):
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print it; the exit status."""
+    """Print a hot set; return the exit status."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError("--limit must be at least 1")
     if args.file is not None:
         if args.namespace or args.tier:
-            raise ConfigError("--namespace and --from ask a daemon; a file is shown as it is")
+            raise ConfigError("--namespace and --from do not apply to FILE: leave one out")
         with _opened(args.file) as file:
             hot_set = HotSet(file, args.file)
             _print(args, _Source(iter(hot_set), hot_set.written_s, hot_set.version))
@@ -290,7 +294,7 @@ def _print(args: argparse.Namespace, source: _Source) -> None:
         ]
         print("  ".join(cells).rstrip())
     age_s = max(0, int(time.time()) - source.written_s)
-    more = f", of which {len(shown)} are shown" if len(shown) < runs else ""
+    more = f" ({len(shown)} shown)" if len(shown) < runs else ""
     print(
         f"{runs} runs{more}, {blocks} blocks, {size(size_bytes)}; written {duration(age_s)} ago "
         f"by tierd {printable(source.version)}"
@@ -327,11 +331,11 @@ def _object(hot: Hot) -> dict[str, object]:
     }
 
 
-# --- both -------------------------------------------------------------------------------
+# --- shared -----------------------------------------------------------------------------
 
 
 def _opened(name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-    """A file, or standard input. Raises ConfigError."""
+    """Open a file or stdin. Raises ConfigError."""
     if name == "-":
         return contextlib.nullcontext(sys.stdin.buffer)
     try:

@@ -1,4 +1,4 @@
-"""`tierd install-units`: the service's files, written for the environment that it runs in."""
+"""`tierd install-units`: write the service's files for the Python environment that runs it."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ FILES: Final = {
     "tierd.tmpfiles.conf": "etc/tmpfiles.d/tierd.conf",
     "tierd.toml": "etc/tierd/tierd.toml",
 }
-"""Our file to its place below the prefix."""
+"""Shipped files, and their paths below the prefix."""
 
 GPU: Final = "tierd.service.d/gpu.conf"
 OPERATORS: Final = "tierd.toml"
-"""What is written once and then belongs to the operator."""
+"""The operator's file: written once, never replaced."""
 
 SHIPPED_COMMAND: Final = "/opt/tierd/bin/tierd"
-"""The command that the shipped units name."""
+"""The command in the shipped units."""
 
 HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
-"""What ProtectHome= and PrivateTmp= hide from the service."""
+"""Directories that ProtectHome= and PrivateTmp= hide from the service."""
 
 OLDEST: Final = 252
-"""The systemd that the shipped units are for: Debian 12's."""
+"""Oldest supported systemd, for which the shipped units are written: Debian 12's."""
 
 NEXT: Final = """\
-Look through /etc/tierd/tierd.toml, then:
+Review /etc/tierd/tierd.toml, then:
   systemd-sysusers tierd.conf && systemd-tmpfiles --create tierd.conf && systemctl daemon-reload
   systemctl enable --now tierd.socket tierd.service"""
 
@@ -52,27 +52,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "install-units",
         help="write the systemd units for this installation",
-        description="Write the systemd units, the user and the directories that they need, and "
-        "an example /etc/tierd/tierd.toml, for the tierd that runs this command. An existing "
-        "tierd.toml is kept; everything else is replaced, so that it can be run again after an "
-        "upgrade: put changes to units into drop-ins. Exit status 2: nothing was written, and "
-        "the message says why.",
+        description="Write the systemd units, their sysusers.d and tmpfiles.d files, and an "
+        "example /etc/tierd/tierd.toml, for the tierd that runs this command. An existing "
+        "tierd.toml is kept; all other files are replaced, so run this again after an upgrade, "
+        "and put your changes to units into drop-ins. Exit status 2: the command stopped at an "
+        "error, and the message says why.",
         epilog="example: /opt/tierd/bin/tierd install-units",
     )
     parser.add_argument(
         "--prefix", type=Path, default=Path("/"), metavar="DIR", help="root to write to (default /)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be written")
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="allow the service NVIDIA GPUs although this machine has none",
+        help="give the service access to NVIDIA GPUs even if this machine has none",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write what differs, and tell it; the exit status."""
+    """Write the files that differ, and list them; return the exit status."""
     command = own_command(Path(sysconfig.get_path("scripts")))
     check_visible([Path(command.split()[0]), *map(Path, (sys.prefix, sys.base_prefix)), _package()])
     version = systemd_version()
@@ -86,17 +86,18 @@ def run(args: argparse.Namespace) -> int:
         try:
             done = install(path, text, keep=name == OPERATORS, dry_run=args.dry_run)
         except OSError as error:
-            root = "" if os.geteuid() == 0 else ": run this as root, or give --prefix DIR"
+            root = "" if os.geteuid() == 0 else ": run this as root, or pass --prefix DIR"
             raise ConfigError(f"cannot write {path}: {error.strerror}{root}") from error
         print(f"{would if done in ('written', 'replaced') else ''}{done}: {path}")
     if not gpu:
-        print("left out, since there is no NVIDIA GPU here: tierd.service.d/gpu.conf (see --gpu)")
+        print("skipped, no NVIDIA GPU on this machine: tierd.service.d/gpu.conf (see --gpu)")
     print(NEXT)
     return 0
 
 
 def own_command(scripts: Path) -> str:
-    """How a unit starts the tierd of this environment, whose scripts lie in a directory."""
+    """Return the command that starts the tierd of this environment, given its directory of
+    scripts. Raises ConfigError for a path with special characters."""
     script = scripts / "tierd"
     command = str(script) if script.exists() else f"{sys.executable} -m tierd.cli.main"
     if re.search(r"[^\w/.+@=: -]", command) or " " in command.split(" -m ")[0]:
@@ -110,14 +111,14 @@ def check_visible(paths: Iterable[Path]) -> None:
         for real in (path.absolute(), path.resolve()):
             if any(real.is_relative_to(hidden) for hidden in HIDDEN):
                 raise ConfigError(
-                    f"{real} is hidden from the service, as all of {', '.join(HIDDEN)} is: install "
-                    "tierd elsewhere, with a Python that lies elsewhere, as in /usr/bin/python3 -m "
+                    f"{real} is hidden from the service, like everything in {', '.join(HIDDEN)}: "
+                    "install tierd and its Python elsewhere, for example: /usr/bin/python3 -m "
                     "venv /opt/tierd && /opt/tierd/bin/pip install 'tierd[daemon]'"
                 )
 
 
 def systemd_version() -> int:
-    """This machine's; the oldest that is supported where there is none, as in an image."""
+    """Return this machine's systemd version; without systemd, as in an image, the oldest one."""
     try:
         told = subprocess.run(["systemctl", "--version"], capture_output=True, text=True)
     except FileNotFoundError:
@@ -127,9 +128,9 @@ def systemd_version() -> int:
 
 
 def unit_texts(command: str, version: int) -> dict[str, str]:
-    """All files, for a command and a version of systemd. Raises ConfigError if it is too old."""
+    """Return all files, for a command and a systemd version. Raises ConfigError if too old."""
     if version < OLDEST:
-        raise ConfigError(f"systemd is {version}; the units need {OLDEST} or newer")
+        raise ConfigError(f"systemd {version} is too old: the units need {OLDEST} or newer")
     texts = {
         name: _shipped().joinpath(*name.split("/")).read_text(encoding="utf-8") for name in FILES
     }
@@ -142,7 +143,7 @@ def unit_texts(command: str, version: int) -> dict[str, str]:
     if version >= 254:
         unit = unit.replace(
             "FileDescriptorStoreMax=",
-            "# Over a stop and a failure, too: `systemctl clean --what=fdstore tierd` empties it.\n"
+            "# Kept after stops and failures; `systemctl clean --what=fdstore tierd` frees it.\n"
             "FileDescriptorStorePreserve=yes\nFileDescriptorStoreMax=",
         )
     texts["tierd.service"] = unit
@@ -150,7 +151,7 @@ def unit_texts(command: str, version: int) -> dict[str, str]:
 
 
 def install(path: Path, text: str, *, keep: bool, dry_run: bool) -> str:
-    """Have `path` hold `text`; what was done. Raises OSError, and then it is as it was."""
+    """Write `text` to `path` atomically if it differs; return what was done. Raises OSError."""
     if path.exists():
         if keep:
             return "kept"
@@ -173,6 +174,6 @@ def _package() -> Path:
 
 
 def _shipped() -> Traversable:
-    """Where the files are: in the package, or in a source checkout beside it."""
+    """Return the directory of the shipped files: in the package, or beside it in a checkout."""
     packaged = importlib.resources.files(tierd) / "systemd"
     return packaged if packaged.is_dir() else _package().parent / "systemd"

@@ -1,7 +1,7 @@
-"""The `tierd` command: finds the subcommand's module, and imports no other.
+"""The `tierd` command. It imports only the module of the subcommand that runs.
 
-An engine's environment has no event loop and no storage client; `tierd hash` must run
-there all the same.
+An engine's environment lacks the event loop and the storage clients, and `tierd hash` must run
+there.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ COMMANDS = {
     "top": "watch a running daemon live",
     "warm": "bring prefixes into host memory before requests need them",
 }
-"""Subcommand to its line in --help. Each is a module of `tierd.cli` with `add_parser`."""
+"""Subcommands and their lines in --help. Each is a module of `tierd.cli` with `add_parser`."""
 
 FOLDERS = frozenset({"bench", "doctor", "explain", "top", "warm"})
-"""Subcommands of several modules: these are packages, and `add_parser` is in `command`."""
+"""Subcommands that are packages; their `add_parser` is in the module `command`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. 2 means that the operator's input is wrong."""
+    """Run the command line; return the exit status. Status 2: the user's input is wrong."""
     if argv is None:
         streams.reopen()
     words = list(sys.argv[1:] if argv is None else argv)
-    # No option before the command takes a value, so its name is the first word that is one.
+    # No option before the command takes a value, so the first word that names a command is it.
     chosen = next((word for word in words if word in COMMANDS), None)
     try:
         args = parser_of([chosen] if chosen else []).parse_args(words)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tierd: {problem}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has gone (`| head`). Python flushes once more at exit and would complain.
+        # The reader has closed the pipe (`| head`). Python flushes at exit and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -72,21 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _age_s() -> float:
-    """Of this process: a deadline counts from its start, and imports take some of it."""
+    """Return the age of this process in seconds. Deadlines count from its start, with imports."""
     with open("/proc/self/stat", "rb") as file:
-        # The name before it may have spaces and parentheses.
+        # The process name in front of the fields may contain spaces and parentheses.
         fields = file.read().rpartition(b")")[2].split()
     began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 def parser_of(chosen: Collection[str]) -> argparse.ArgumentParser:
-    """The command line's parser, with the options of some commands."""
+    """Return the parser of the command line, with the options of the `chosen` commands."""
     parser = argparse.ArgumentParser(
         prog="tierd",
         description="A hierarchical KV offload daemon for LLM inference.",
-        epilog="`tierd COMMAND --help` tells a command's options. Exit status, unless that says "
-        "otherwise: 0 done, 1 could not be done, 2 the command line or configuration is wrong.",
+        epilog="`tierd COMMAND --help` shows a command's options and exit status. Common exit "
+        "statuses: 0 done, 1 failed, 2 the command line or configuration is wrong.",
     )
     parser.add_argument("--version", action="version", version=f"tierd {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -1,7 +1,7 @@
-"""`tierd replay`: what a node with these tiers would have hit and written on a trace.
+"""`tierd replay`: compute the hits and writes of a node with given tiers on a trace.
 
-Runs the very policies and index of the daemon, so that a node can be sized before it is
-bought. Reads the trace whole (about 100 B a block reference).
+It runs the daemon's own policies and index, so that a node can be sized before it is bought. The
+whole trace is in memory (about 100 B per block reference).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tierd.replay.simulate import ReplayResult, Setup, simulate
 from tierd.replay.trace import Trace, open_trace, read_trace
 
 DEFAULT_BLOCK_TOKENS: Final = 512
-"""Mooncake's."""
+"""Block size of Mooncake's traces."""
 
 DEFAULT_BLOCK_BYTES: Final = DEFAULT_BLOCK_TOKENS * (128 << 10)
-"""KV of an 8B model with grouped-query attention in 16 bits."""
+"""KV of one block of an 8B model with grouped-query attention in 16 bits."""
 
 BUDGET: Final[dict[str, Callable[[str], object]]] = {
     "write_policy": str,
@@ -40,10 +40,10 @@ BUDGET: Final[dict[str, Callable[[str], object]]] = {
     "write_bytes_per_s": str,
     "drive_writes_per_day": float,
 }
-"""Keys of a tier's configuration that may be given here, with the same meaning and default."""
+"""Keys of a tier's configuration that are also options, with the same meaning and default."""
 
 CEILINGS: Final = 3
-"""Runs of a report that tell no progress: short ones, of caches that nobody can build."""
+"""Short runs per report without progress messages: the theoretical upper bounds."""
 
 _DAY_S: Final = 86_400
 
@@ -55,21 +55,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "replay",
         help="run the eviction policies over a trace of requests",
-        description="Replay a trace in Mooncake's format (a JSON object a line: timestamp in ms, "
-        "input_length, output_length, hash_ids; plain or gzip) at given tier sizes, in time "
-        "order, with the daemon's own policies. A usable hit is a block that was there together "
-        "with all blocks before it.",
+        description="Replay a trace with given tier sizes and the daemon's own policies, in time "
+        "order. The trace is in Mooncake's format, plain or gzip: one JSON object per line with "
+        "timestamp (ms), input_length, output_length and hash_ids. A usable hit is a block that "
+        "was there together with all blocks before it in its prompt.",
     )
     parser.add_argument("trace", metavar="TRACE")
     add = parser.add_argument
-    add("--l2-blocks", type=int, nargs="+", required=True, metavar="N", help="size of L2")
-    add("--l3-blocks", type=int, nargs="+", default=[0], metavar="N", help="of L3 (default: none)")
-    add("--policy", choices=POLICIES, default=L2_DEFAULT, help="L2's (default: %(default)s)")
+    add("--l2-blocks", type=int, nargs="+", required=True, metavar="N", help="blocks in L2")
+    add(
+        "--l3-blocks",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="blocks in L3 (default: no L3)",
+    )
+    add(
+        "--policy",
+        choices=POLICIES,
+        default=L2_DEFAULT,
+        help="eviction policy of L2 (default: %(default)s)",
+    )
     add(
         "--l3-policy",
         choices=STORAGE_POLICIES,
         default=STORAGE_DEFAULT,
-        help="L3's (default: %(default)s)",
+        help="eviction policy of L3 (default: %(default)s)",
     )
     for key, kind in BUDGET.items():
         flag = f"--{key.replace('_', '-')}"
@@ -79,22 +91,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         default=DEFAULT_BLOCK_TOKENS,
         metavar="N",
-        help="tokens of a block of the trace (default: %(default)s)",
+        help="tokens per block of the trace (default: %(default)s)",
     )
     add(
         "--block-bytes",
         type=int,
         default=DEFAULT_BLOCK_BYTES,
         metavar="N",
-        help="bytes of a block's KV on all ranks together (default: %(default)s)",
+        help="KV bytes of one block on all ranks (default: %(default)s)",
     )
     add(
-        "--drive-bytes", type=int, metavar="N", help="L3's drives together (default: what it holds)"
+        "--drive-bytes",
+        type=int,
+        metavar="N",
+        help="total size of L3's drives (default: the size of its blocks)",
     )
     add(
         "--output-hint",
         action="store_true",
-        help="let the policies see how many tokens each request generated",
+        help="show the policies how many tokens each request generated",
     )
     add("--what-if", action="store_true", help="also run other sizes and policies")
     add(
@@ -102,17 +117,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="runs at the same time (default: one a core)",
+        help="number of parallel runs (default: one per core)",
     )
-    add("--json", action="store_true", help="print JSON: an object, or a list for several sizes")
+    add("--json", action="store_true", help="print JSON: one object, or a list for several sizes")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay; the exit status."""
+    """Replay the trace; return the exit status."""
     setups = _setups(args)
     progress = ProgressLine()
-    # Millions of objects and no cycle: looking for one costs a twentieth of the time.
+    # There are millions of objects and no cycles; searching for cycles takes 5 % of the time.
     gc.disable()
     try:
         reports = _reports(args, setups, progress)
@@ -156,10 +171,12 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     if len(l3) == 1:
         l3 = l3 * len(l2)
     if len(l2) != len(l3):
-        raise ConfigError(f"--l3-blocks: want one size, or one for each of the {len(l2)} of L2")
+        raise ConfigError(
+            f"--l3-blocks: pass one size, or one for each of the {len(l2)} sizes of L2"
+        )
     for blocks, least in [*zip(l2, repeat(1)), *zip(l3, repeat(0))]:
         if not least <= blocks <= ITEM_MASK:
-            raise ConfigError(f"a tier of {blocks} blocks: want {least} to {ITEM_MASK}")
+            raise ConfigError(f"a tier of {blocks} blocks: pass {least} to {ITEM_MASK}")
     given = {key: value for key in BUDGET if (value := getattr(args, key)) is not None}
     storage = convert({"type": "memory", **given}, StorageConfig, "storage.")
     check_budget(storage)
@@ -169,13 +186,13 @@ def _setups(args: argparse.Namespace) -> list[Setup]:
     ]
 
 
-# --- what is reported ---------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------
 
 
 def _runs(
     trace: Trace, setup: Setup, args: argparse.Namespace
 ) -> dict[str, Callable[[Tell], dict[str, Json]]]:
-    """What one report takes, by name; "" is the setup itself."""
+    """Return the runs of one report by name; "" is the run of the setup itself."""
     setups = {"": setup, **(_what_if(setup) if args.what_if else {})}
     runs: dict[str, Callable[[Tell], dict[str, Json]]] = {
         change: partial(_one, trace, other, args) for change, other in setups.items()
@@ -266,7 +283,7 @@ def _ratios(hits: Hits, trace: Trace) -> dict[str, Json]:
     }
 
 
-# --- how it is shown ----------------------------------------------------------------
+# --- output -------------------------------------------------------------------------
 
 
 def _table(report: dict[str, Json]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`tierd scrub`: have the running daemon verify what its tiers hold."""
+"""`tierd scrub`: let the running daemon verify the blocks in its tiers."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--tier",
         action="append",
         metavar="NAME",
-        help="this tier; may be repeated (default: all that no other node uses)",
+        help="scrub this tier; may be repeated (default: all tiers that other nodes do not share)",
     )
     parser.add_argument(
-        "--rate", default=DEFAULT_RATE, help="bytes read a second (default: %(default)s)"
+        "--rate", default=DEFAULT_RATE, help="read rate limit (default: %(default)s)"
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--detach", action="store_true", help="begin it and do not wait")
-    how.add_argument("--stop", action="store_true", help="stop the scrub that is going on")
+    how.add_argument("--detach", action="store_true", help="start the scrub and do not wait")
+    how.add_argument("--stop", action="store_true", help="stop the running scrub")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_socket(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Scrub and wait; the exit status."""
+    """Scrub and wait; return the exit status."""
     rate = parse_size(args.rate.removesuffix("/s"))
     if rate < 1:
         raise ConfigError("--rate must be more than 0")
@@ -89,12 +89,12 @@ def _scrub(args: argparse.Namespace, operator: Operator, numbers: list[int], rat
 
 
 def _stop(args: argparse.Namespace) -> int:
-    """Ctrl-C: the session that follows is of no more use, its call is under way."""
+    """Stop the scrub after Ctrl-C, in a new session: the old one still waits for its call."""
     with Operator(args.socket, "tierd scrub") as operator:
         try:
             return _show(args, _last(operator.stop_scrub()), STOPPED)
         except RefusedError:
-            return STOPPED  # It has just come to its end.
+            return STOPPED  # The scrub has just ended.
 
 
 def _last(told: Iterator[dict[str, object]]) -> dict[str, object]:
@@ -106,7 +106,7 @@ def _numbers(names: list[str] | None, status: dict[str, object]) -> list[int]:
     known = [str(tier["name"]) for tier in tables(status["storage"])]
     for name in names or ():
         if name not in known:
-            raise ConfigError(f"no tier is named {name!r}; there are {', '.join(known) or 'none'}")
+            raise ConfigError(f"no tier is named {name!r}; tiers: {', '.join(known) or 'none'}")
     return [known.index(name) for name in names or ()]
 
 
@@ -139,7 +139,7 @@ def _lines(result: dict[str, object]) -> Iterator[str]:
             again = whole(tier["repaired"])
             yield (
                 f"  {tier['corrupt']} damaged, {tier['unreadable']} unreadable; {again} written "
-                f"again, {bad - again} lost to this tier"
+                f"again, {bad - again} lost from this tier"
             )
         if tier["why"]:
-            yield f"  not all was read: {printable(tier['why'])}"
+            yield f"  incomplete: {printable(tier['why'])}"

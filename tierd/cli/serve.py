@@ -21,20 +21,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "serve",
         help="run the daemon",
         description="Run the daemon in the foreground until SIGTERM. "
-        "Exit status 2: the configuration is wrong, and each line says what to change.",
+        "Exit status 2: the configuration is wrong; each line of output says what to change.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve; the exit status."""
+    """Run the daemon; return the exit status."""
     try:
         return serve(partial(checked, args.config, os.environ), os.environ)
     except ConfigError as error:
-        # With its priority, as sd-daemon(3) has it, so that the journal shows it in red.
+        # The prefix is the priority of sd-daemon(3): the journal shows the line in red.
         priority = "<3>" if stderr_is_journal() else ""
         for problem in error.problems:
             print(f"{priority}tierd: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`tierd status`: what the daemon on this node holds and does."""
+"""`tierd status`: show the state of the daemon on this node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "status",
-        help="show what the daemon holds",
+        help="show the state of the daemon",
         description="Show the daemon's version, tiers, namespaces and counters. "
         "Exit status 1: no daemon answers.",
     )
@@ -24,13 +24,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status; the exit status."""
+    """Print the daemon's status; return the exit status."""
     client = Client(args.socket, name="tierd status", map_segments=False)
     try:
         status = client.status()
@@ -50,16 +50,16 @@ def _lines(status: dict[str, object]) -> list[str]:
     host = _table(status["host"])
     lines = [
         f"tierd {status['version']}, up {duration(status['uptime_s'])}, "
-        f"{percent(status['hit_ratio'])} of the blocks asked for were had",
+        f"block hit ratio {percent(status['hit_ratio'])}",
         f"host     {size(host['used_bytes'])} used of {size(host['capacity_bytes'])}, "
         f"{host['blocks']} blocks, {host['leases']} leases, {host['backlog_blocks']} to back up",
-        f"  {percent(host['hit_ratio'])} hits, {percent(host['hit_ratio_at_twice'])} if it were "
-        f"twice as large; evicts by {host['eviction']}",
+        f"  hit ratio {percent(host['hit_ratio'])}, {percent(host['hit_ratio_at_twice'])} at twice "
+        f"the capacity; eviction policy {host['eviction']}",
     ]
     if _less(host["limit_bytes"], host["capacity_bytes"]):
-        lines.append(f"  {size(host['limit_bytes'])} allowed while the machine is short of memory")
+        lines.append(f"  limited to {size(host['limit_bytes'])} under memory pressure")
     if host["unproven_blocks"]:
-        lines.append(f"  {host['unproven_blocks']} blocks kept over a restart, not yet verified")
+        lines.append(f"  {host['unproven_blocks']} blocks kept over a restart are unverified")
     if why := _table(status["hotset"]).get("why"):
         lines.append(f"hot set  no snapshot: {printable(why)}")
     for device in _tables(status["copies"]):
@@ -80,7 +80,7 @@ def _device_lines(device: dict[str, object]) -> list[str]:
     why = f": {device['pin_problem']}" if device["pin_problem"] else ""
     return [
         f"copies   {device['device']}, process {device['pid']}, {device['attachments']} engine "
-        f"processes, {device['under_way']} calls under way",
+        f"processes, {device['under_way']} calls in flight",
         f"  {size(device['pinned_bytes'])} pinned of {size(device['mapped_bytes'])}{why}",
     ]
 
@@ -94,9 +94,9 @@ def _tier_lines(tier: dict[str, object]) -> list[str]:
         f"  {size(tier['used_bytes'])} used{bound}, {tier['blocks']} blocks; "
         f"read {size(counters.get('read_bytes_total', 0))}, "
         f"written {size(counters.get('written_bytes_total', 0))}",
-        f"  {percent(tier['hit_ratio'])} hits; {tier['write_policy']}, "
-        f"{percent(tier['written_unread_share'])} of what was written never read",
-        f"  {tier['backup_queue']} blocks to write, {size(tier['backup_queue_bytes'])} of "
+        f"  hit ratio {percent(tier['hit_ratio'])}; write policy {tier['write_policy']}, "
+        f"{percent(tier['written_unread_share'])} of the written bytes never read",
+        f"  write queue {tier['backup_queue']} blocks, {size(tier['backup_queue_bytes'])} of "
         f"{size(tier['backup_queue_bytes_max'])}",
     ]
     for what, circuit in _table(tier["circuits"]).items():

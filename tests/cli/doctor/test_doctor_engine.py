@@ -82,8 +82,8 @@ def test_an_engine_with_another_seed(
     with FakeEngine(attached(root_hash("42"))) as fake:
         found = examine("--engine", fake.url, "--socket", daemon.socket)
     assert found["hash_drift"]["level"] == "fault"
-    assert "its namespace is that of PYTHONHASHSEED unset" in found["hash_drift"]["what"]
-    assert ("it hashes as with PYTHONHASHSEED '42'" in found["hash_drift"]["what"]) is known
+    assert "its namespace matches PYTHONHASHSEED unset" in found["hash_drift"]["what"]
+    assert ("its hashes match PYTHONHASHSEED '42'" in found["hash_drift"]["what"]) is known
     assert "PYTHONHASHSEED" in found["hash_drift"]["do"]
     assert found["rc"] == 1
 
@@ -128,7 +128,7 @@ def test_what_an_engine_says_of_itself(examine: Examine) -> None:
         found = examine("--engine", fake.url)
     assert found["no_prefix_caching"]["level"] == "fault"
     assert "sha256_cbor" in found["hash_algorithm"]["do"]
-    assert found["errors"]["what"].startswith("3 errors")
+    assert found["errors"]["what"].startswith("3 connector errors")
     assert found["load_failures"]["what"].startswith("4 loads")
 
 

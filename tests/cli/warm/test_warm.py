@@ -266,7 +266,7 @@ def test_hot_set_larger_than_host_memory(cold, tmp_path, capsys) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["blocks"] == 2 * len(BIG_CHAINS)
     [reason] = told["reasons"]
-    assert "no room" in reason["why"]
+    assert "no space" in reason["why"]
     assert reason["blocks"] == told["missing"] > 0
     assert resident(cold) == {BIG.digest.hex(): told["had"]} == {BIG.digest.hex(): 32}
     found = explained(cold, BIG, [h for hashes in BIG_CHAINS for h in hashes])
@@ -335,7 +335,7 @@ def test_engine_computes_what_is_missing(cold, engine, ranks, tmp_path, capsys) 
     assert warm(cold, path, *ranks, *words) == 0
     assert engine.computed == []
     assert warm(cold, path, *ranks, "--engine", engine.url) == 2
-    assert "'sql' is an adapter: give --lora" in capsys.readouterr().err
+    assert "'sql' is an adapter: pass --lora" in capsys.readouterr().err
 
 
 def test_engine_that_stores_nothing(cold, engine, ranks, tmp_path, capsys, monkeypatch) -> None:
@@ -344,7 +344,7 @@ def test_engine_that_stores_nothing(cold, engine, ranks, tmp_path, capsys, monke
     engine.store = lambda request: None
     path = lines(tmp_path, prompt(0), prompt(40))
     assert warm(cold, path, *ranks, "--engine", engine.url) == 3
-    assert "10 blocks: the engine has computed them, and not stored" in capsys.readouterr().out
+    assert "10 blocks: the engine computed them but did not store" in capsys.readouterr().out
 
 
 def test_engine_that_refuses(cold, engine, ranks, tmp_path, capsys) -> None:
@@ -397,7 +397,7 @@ def test_dry_run_changes_nothing(cold, ranks, tmp_path, capsys) -> None:
     warm(cold, lines(tmp_path, prompt(0)), *ranks)
     capsys.readouterr()
     assert warm(cold, *words) == 0
-    assert "10 are in host memory, 0 are nowhere" in capsys.readouterr().out
+    assert "10 in host memory, 0 in no tier" in capsys.readouterr().out
     assert warm(cold, lines(tmp_path, prompt(0), "nothing"), *words[1:], "--skip-bad") == 3
     assert "1 not read: malformed" in capsys.readouterr().out
 
@@ -407,12 +407,12 @@ def test_verify_and_pin(cold, ranks, tmp_path, capsys) -> None:
     path = lines(tmp_path, prompt(0))
     assert warm(cold, path, *ranks, "--pin", "1h") == 0
     assert status_of(cold)["host"]["pinned_bytes"] == 2 * COUNT * 4096
-    assert "kept: 80 KiB of 80 KiB\n" in capsys.readouterr().out
+    assert "pinned: 80 KiB of 80 KiB\n" in capsys.readouterr().out
     assert warm(cold, path, *ranks, "--verify") == 0
     write_hot_set(tmp_path / "hot", [(hashes, 9) for hashes in BIG_CHAINS], [BIG])
     assert warm(cold, "--hotset", tmp_path / "hot", "--pin", "1h") == 3
     kept = status_of(cold)["host"]["pinned_bytes"] - 2 * COUNT * 4096
-    assert f"kept: {size(kept)} of 1" in (told := capsys.readouterr().out)
+    assert f"pinned: {size(kept)} of 1" in (told := capsys.readouterr().out)
     assert "; host.pin_share allows no more" in told
 
 
@@ -438,7 +438,7 @@ def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
     assert warm(cold, path, *ranks[:2], *words[5:]) == 0
     assert json.loads(capsys.readouterr().out)["before"] == 0
     assert warm(cold, *words, "--to", "other") == 2
-    assert "is of a warm to 'host memory'" in capsys.readouterr().err
+    assert "is the journal of a warm to 'host memory'" in capsys.readouterr().err
 
 
 def test_daemon_that_goes(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
@@ -493,7 +493,7 @@ def test_interrupted_and_resumed(cold, tmp_path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (130, "")
-    assert "interrupted; not all was read" in out
+    assert "interrupted before all was processed" in out
     finished = (tmp_path / "journal").read_text().count("\n") - 1
     assert 0 < finished < 30
     assert status_of(cold)["host"]["leases"] == 0
@@ -553,7 +553,7 @@ def test_deadline_counts_from_the_start_of_the_process(cold, monkeypatch, capsys
     words = ["warm", "-", "--socket", cold.socket, "--deadline", "60"]
     monkeypatch.setattr(sys, "argv", ["tierd", *words])
     assert main() == 3
-    assert "the deadline has passed" in capsys.readouterr().out
+    assert "the deadline passed" in capsys.readouterr().out
 
 
 # --- wrong input -----------------------------------------------------------------------
@@ -595,9 +595,9 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
     cut = tmp_path / "cut"
     cut.write_bytes((tmp_path / "hot").read_bytes()[:-30])
     for line, words, named in (
-        (prompt(0), (), "line 1: give --namespace: tierd knows those of more than one engine: "),
+        (prompt(0), (), "line 1: pass --namespace: tierd knows more than one engine: "),
         (prompt(0), (), digest),  # It lists what it knows.
-        ({"prompt": "text"}, known, "line 1: the prompt is text: give --tokenizer DIR"),
+        ({"prompt": "text"}, known, "line 1: the prompt is text: pass --tokenizer DIR"),
         ([1.5] * 16, known, "token 0"),
         ({"tokens": [1], "namespace": {"model": "m"}}, (), "field 'block_bytes' is missing"),
         ({"tokens": [1], "namespace": 7}, (), "not 7"),
@@ -612,9 +612,9 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
         (prompt(0), ("--hotset", str(cut)), "was cut"),
         (prompt(0), ("--hotset", hot[:-1]), "No such file"),
         (prompt(0), ("--hotset", "http://127.0.0.1:9/v1/hotset"), "Connection refused"),
-        (prompt(0), ("--to", "nowhere"), "no tier is named 'nowhere'; there are disk, other"),
+        (prompt(0), ("--to", "nowhere"), "no tier is named 'nowhere'; tiers: disk, other"),
         (prompt(0), ("--from", "nowhere"), "no tier is named"),
-        (prompt(0), ("--size", "1GB"), "--size goes with --from"),
+        (prompt(0), ("--size", "1GB"), "--size needs --from"),
         (prompt(0), ("--rate", "0"), "--rate must be"),
         (prompt(0), ("--concurrency", "0"), "--concurrency must be"),
         (prompt(0), ("--pin", "soon"), "'soon' is not a time"),

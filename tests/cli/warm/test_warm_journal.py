@@ -54,7 +54,7 @@ def test_a_journal_cut_anywhere_goes_on(tmp_path_factory, units, data) -> None:
         (b"my notes", "not a journal of tierd warm"),
         (b"[" * 100_000 + b"\n", "not a journal of tierd warm"),
         (b'{"tierd_hotset": 1}\n', "not a journal of tierd warm"),
-        (b'{"tierd_warm_journal": 3, "to": "host memory"}\n', "is of version 3"),
+        (b'{"tierd_warm_journal": 3, "to": "host memory"}\n', "has version 3"),
         (b'{"tierd_warm_journal": 2, "to": "disk"}\n', "a warm to 'disk'"),
     ],
 )
@@ -88,7 +88,7 @@ def test_damage_within_is_named(tmp_path, line) -> None:
     write(path, [])
     with path.open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(ConfigError, match="line 2: not a journal's"):
+    with pytest.raises(ConfigError, match="line 2: the journal is damaged"):
         WarmJournal(str(path), "host memory")
 
 

@@ -192,7 +192,7 @@ def test_the_only_engine_is_meant() -> None:
         known(*ranks, SPACE).only()
     with pytest.raises(ConfigError, match="more than one engine"):
         known(SPACE, blocks.namespace(layout="LBNHC")).only()
-    with pytest.raises(ConfigError, match="knows none yet"):
+    with pytest.raises(ConfigError, match="knows no namespace yet"):
         known(adapter).only()
 
 

@@ -676,7 +676,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
             assert named in capsys.readouterr().err
         assert scene.flush("--namespace", "01234567", "--yes") == 1
         said = capsys.readouterr().err
-        assert "nothing matches 01234567" in said
+        assert "no block matches namespace 01234567" in said
         assert f"{SPACE.digest.hex()} ({SPACE.model}, rank 0)" in said
         assert scene.flush("--namespace", SPACE.digest.hex(), "--yes") == 0, "it is known"
         scene.fill()
@@ -686,7 +686,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         daemon.wait_tier("disk", "ready")
         capsys.readouterr()
         assert scene.flush("--namespace", SPACE.digest.hex()[:12], "--yes") == 0
-        assert "nothing matches" not in capsys.readouterr().err, "a tier has it"
+        assert "no block matches" not in capsys.readouterr().err, "a tier has it"
         assert scene.flush("--all", "--yes", "--timeout", "0") == 1
         assert "the flush goes on" in capsys.readouterr().err
         daemon.stop()

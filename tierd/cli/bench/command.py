@@ -1,4 +1,4 @@
-"""`tierd bench`: what this host's tiers do, and from which prefix length each beats recomputing."""
+"""`tierd bench`: measure this node's tiers, and the prefix length from which each one pays."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from tierd.sizes import parse_size
 from tierd.types import BLOCK_BYTES_MAX
 
 BLOCK_BYTES: Final = 2 << 20
-"""A block's size if nobody says: 16 tokens of a model that has 128 KiB a token."""
+"""Default block size: 16 tokens of a model with 128 KiB per token."""
 
 PART_FAILED: Final = 3
-"""Exit status: some tier could not be measured."""
+"""Exit status: some tiers could not be measured."""
 
 SCHEMA: Final = 1
-"""Of `--json`; another number if a field goes or changes its meaning."""
+"""Version of the `--json` output. It changes when a field is removed or changes its meaning."""
 
 _DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 PROMPT_ROUNDS: Final = 4
-"""Prompts of each length, of which the first warms up: kernels are compiled, graphs captured."""
+"""Prompts of each length. The first one is a warm-up: it compiles kernels and captures graphs."""
 
 _PROMPTS: Final = (512, 2048)
-"""Tokens of the prompts that an engine's speed is measured with: the difference leaves out what
-any request takes."""
+"""Tokens of the prompts that measure an engine's speed. The difference of their times excludes
+the fixed cost of a request."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,40 +69,56 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "command line or configuration is wrong.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
-        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+        "--socket",
+        help="the daemon's socket (default: $TIERD_SOCKET, the configuration's, or "
+        f"{DEFAULT_SOCKET})",
     )
     parser.add_argument(
-        "--tier", nargs="+", metavar="NAME", default=[], help="these tiers only (default: all)"
+        "--tier", nargs="+", metavar="NAME", default=[], help="measure these tiers (default: all)"
     )
     parser.add_argument(
-        "--block-bytes", metavar="SIZE", help="a block's size (default: the model's, else 2MiB)"
+        "--block-bytes", metavar="SIZE", help="block size (default: the model's, else 2MiB)"
     )
-    model = parser.add_argument_group("model, for the table; without any: what tierd serves now")
+    model = parser.add_argument_group("model of the table (default: the model that tierd serves)")
     model.add_argument(
         "--namespace", metavar="DIGEST", help="a model that tierd knows, by its first digits"
     )
-    model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="of all ranks together")
-    model.add_argument("--layers", type=int, metavar="N", help="with the next two: a model's shape")
-    model.add_argument("--kv-heads", type=int, metavar="N", help="of all ranks together")
-    model.add_argument("--head-dim", type=int, metavar="N", help="of one head")
     model.add_argument(
-        "--dtype", choices=sorted(_DTYPE_BYTES), default="bfloat16", help="of the KV (%(default)s)"
+        "--kv-bytes-per-token", type=int, metavar="N", help="KV size of one token on all ranks"
     )
-    model.add_argument("--block-tokens", type=int, default=16, metavar="N", help="default: 16")
-    speed = parser.add_argument_group("speed of computing prompts; without any: as tierd was told")
-    speed.add_argument("--prefill", type=float, metavar="TOKENS/S", help="as you know it")
+    model.add_argument(
+        "--layers", type=int, metavar="N", help="number of layers; needs --kv-heads and --head-dim"
+    )
+    model.add_argument("--kv-heads", type=int, metavar="N", help="number of KV heads on all ranks")
+    model.add_argument("--head-dim", type=int, metavar="N", help="dimension of one head")
+    model.add_argument(
+        "--dtype",
+        choices=sorted(_DTYPE_BYTES),
+        default="bfloat16",
+        help="data type of the KV (default: %(default)s)",
+    )
+    model.add_argument(
+        "--block-tokens", type=int, default=16, metavar="N", help="tokens per block (default: 16)"
+    )
+    speed = parser.add_argument_group(
+        "prefill speed of the table (default: the speed that engines reported to tierd)"
+    )
+    speed.add_argument("--prefill", type=float, metavar="TOKENS/S", help="use this speed")
     speed.add_argument(
-        "--engine", metavar="URL", help="measure it there: it computes a few prompts of noise"
+        "--engine", metavar="URL", help="measure it on this vLLM with a few random prompts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and tell; the exit status. Raises ConfigError."""
+    """Measure and print the results; return the exit status. Raises ConfigError."""
     config = load(args.config, os.environ)
     entries = _chosen(config, args.tier)
     status = _status(args.socket or os.environ.get("TIERD_SOCKET") or config.socket)
@@ -138,19 +154,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- what is asked for -------------------------------------------------------------------
+# --- options -----------------------------------------------------------------------------
 
 
 def _chosen(config: Config, names: Sequence[str]) -> list[StorageConfig]:
     known = {entry.name: entry for entry in config.storage}
     for name in names:
         if name not in known:
-            raise ConfigError(f"no tier is named {name!r}; there are: {', '.join(known) or 'none'}")
+            raise ConfigError(f"no tier is named {name!r}; tiers: {', '.join(known) or 'none'}")
     return [known[name] for name in dict.fromkeys(names)] or list(known.values())
 
 
 def _status(socket: str) -> dict[str, object] | None:
-    """The daemon's status, if one answers: it is a source of defaults, not needed."""
+    """Return the daemon's status, a source of defaults; None if no daemon answers."""
     try:
         with Operator(socket, "tierd bench") as operator:
             return operator.status()
@@ -159,26 +175,29 @@ def _status(socket: str) -> dict[str, object] | None:
 
 
 def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Model | None:
-    """The model that is meant, None if nobody says. Raises ConfigError."""
+    """Return the model of the table, None if neither options nor tierd give one. Raises
+    ConfigError."""
     shape = (args.layers, args.kv_heads, args.head_dim)
     given = [args.namespace is not None, args.kv_bytes_per_token is not None, any(shape)]
     if sum(given) > 1:
-        raise ConfigError("name the model once: --namespace, --kv-bytes-per-token or its shape")
+        raise ConfigError(
+            "the model is given twice: pass one of --namespace, --kv-bytes-per-token and --layers"
+        )
     numbers = [args.block_tokens, args.kv_bytes_per_token, *shape]
     if any(each is not None and each < 1 for each in numbers):
-        raise ConfigError("the numbers of a model are at least 1")
+        raise ConfigError("--block-tokens, --kv-bytes-per-token and the shape must be at least 1")
     if args.namespace is not None:
         if status is None:
-            raise ConfigError(f"--namespace {args.namespace}: tierd does not answer")
+            raise ConfigError(f"--namespace {args.namespace}: needs a running tierd, none answers")
         spaces = of_status(tables(status["namespaces"]))
         return model_of(status, resolve(args.namespace, spaces))
     if args.kv_bytes_per_token is not None:
         return Model(args.kv_bytes_per_token, args.block_tokens)
     if any(shape):
         if None in shape:
-            raise ConfigError("a model's shape is --layers, --kv-heads and --head-dim together")
+            raise ConfigError("pass --layers, --kv-heads and --head-dim together")
         layers, heads, dim = shape
-        # A key and a value each.
+        # The factor 2: a key and a value.
         return Model(2 * layers * heads * dim * _DTYPE_BYTES[args.dtype], args.block_tokens)
     if status is None:
         return None
@@ -187,14 +206,14 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
     known = tables(status["namespaces"])
     if found is None and known and (args.engine or args.prefill):
         names = listed(of_status(known).values())
-        raise ConfigError(f"tierd knows several models, give --namespace: {names}")
+        raise ConfigError(f"tierd knows several models: pass --namespace, one of: {names}")
     return found
 
 
 def _prefill(
     args: argparse.Namespace, status: Mapping[str, object] | None, progress: ProgressLine
 ) -> float | None:
-    """Tokens a second, None if nobody knows. Raises ConfigError."""
+    """Return the prefill speed in tokens per second, None if unknown. Raises ConfigError."""
     if args.prefill is not None and args.engine is not None:
         raise ConfigError("--prefill and --engine exclude each other")
     if args.prefill is not None:
@@ -203,7 +222,7 @@ def _prefill(
         return float(args.prefill)
     if args.engine is not None:
         engine = EngineServer(args.engine)
-        progress.say(f"prefill at {args.engine}")
+        progress.say(f"measuring prefill at {args.engine}")
         try:
             return prefill_tokens_per_s(engine)
         except TierdError as error:
@@ -215,9 +234,9 @@ def _prefill(
 def prefill_tokens_per_s(
     engine: EngineServer, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """How fast an engine computes prompts, by prompts of two lengths that nobody has sent.
+    """Measure an engine's prefill speed in tokens per second, with random prompts of two lengths.
 
-    Raises EngineAwayError, EngineRefusedError, and ConfigError if more tokens take no longer.
+    Raises EngineAwayError, EngineRefusedError, and ConfigError if longer prompts take no longer.
     """
     found = engine.models()
     base = next((each for each in found if not each.get("parent")), found[0])
@@ -233,7 +252,10 @@ def prefill_tokens_per_s(
             took_s[length].append(clock() - began_s)
     short_s, long_s = (statistics.median(took_s[length][1:]) for length in lengths)
     if long_s <= short_s:
-        raise ConfigError("longer prompts took no longer: is the engine busy? give --prefill")
+        raise ConfigError(
+            "longer prompts took no longer than short ones: retry when the engine is idle, or pass "
+            "--prefill"
+        )
     return (lengths[1] - lengths[0]) / (long_s - short_s)
 
 
@@ -245,22 +267,22 @@ def _block_bytes(args: argparse.Namespace, model: Model | None) -> int:
     else:
         given = BLOCK_BYTES
     if not 0 < given <= BLOCK_BYTES_MAX:
-        raise ConfigError(f"a block has 1 to {BLOCK_BYTES_MAX} bytes, not {given}: --block-bytes")
+        raise ConfigError(f"--block-bytes must be 1 to {BLOCK_BYTES_MAX} bytes, got {given}")
     return given
 
 
-# --- telling -----------------------------------------------------------------------------
+# --- output ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Milliseconds by prefix length: of each tier's load, and of computing."""
+    """Milliseconds by prefix length: to load from each tier, and to recompute."""
 
     load: PrefillDemand
     rows: Mapping[int, Mapping[str, float]]
     recompute_ms: Mapping[int, float]
     pays_from: Mapping[str, int | None]
-    """Tokens from which a tier is faster, None if it never is."""
+    """Tokens from which each tier is faster than recomputing; None: never."""
 
 
 def _table(speeds: Mapping[str, TierSpeed], load: PrefillDemand, min_tokens: int) -> Table:
@@ -272,7 +294,7 @@ def _table(speeds: Mapping[str, TierSpeed], load: PrefillDemand, min_tokens: int
         },
         {tokens: 1e3 * tokens / load.prefill_tokens_per_s for tokens in LENGTHS},
         {
-            # What host memory has is never left aside for being short.
+            # The daemon loads prefixes of any length from host memory.
             name: first_paying(
                 speed,
                 load.model,
@@ -319,30 +341,30 @@ def _as_json(
 def _lines(
     copy: float, block_bytes: int, results: Sequence[Result], table: Table | None
 ) -> Iterator[str]:
-    yield f"host memory  {_gb(copy)} copied by one thread"
+    yield f"host memory  copy {_gb(copy)} with one thread"
     for result in results:
         raw = result.raw
         get, put = _gb(result.get_bytes_per_s), _gb(result.put_bytes_per_s)
         if raw is not None:
-            get += f" ({result.get_bytes_per_s / raw.read_bytes_per_s:.2f} of its disk)"
-            put += f" ({result.put_bytes_per_s / raw.write_bytes_per_s:.2f} of its disk)"
+            get += f" ({result.get_bytes_per_s / raw.read_bytes_per_s:.2f} of disk speed)"
+            put += f" ({result.put_bytes_per_s / raw.write_bytes_per_s:.2f} of disk speed)"
             put += "" if raw.direct else ", through the page cache"
         else:
-            put += "; what its server could do is not known here"
+            put += "; the server's own speed is unknown"
         yield (
-            f"{result.name:<12} get {get}, put {put}; a block of {size(block_bytes)} alone "
+            f"{result.name:<12} get {get}, put {put}; get of one block of {size(block_bytes)} "
             f"{latency(result.one_get_s)}"
         )
     if table is None:
         yield (
-            "no table: name the model (--namespace, --kv-bytes-per-token, or --layers, --kv-heads "
-            "and --head-dim) and the speed of computing prompts (--prefill or --engine)"
+            "no table: pass the model (--namespace, --kv-bytes-per-token, or --layers, --kv-heads "
+            "and --head-dim) and the prefill speed (--prefill or --engine)"
         )
         return
     yield ""
     yield (
-        f"{size(table.load.model.bytes_per_token)} of KV a token, "
-        f"{number(table.load.prefill_tokens_per_s)} tokens/s computed; in ms:"
+        f"{size(table.load.model.bytes_per_token)} of KV per token, prefill "
+        f"{number(table.load.prefill_tokens_per_s)} tokens/s; times in ms:"
     )
     names = list(table.pays_from)
     wide = [max(11, len(name)) for name in names]
@@ -358,9 +380,9 @@ def _lines(
     yield ""
     for name, shortest in table.pays_from.items():
         if shortest is None:
-            yield f"{name}: offload does not pay for this model; computing is faster at any length"
+            yield f"{name}: offload does not pay for this model: recomputing is always faster"
         else:
-            yield f"{name}: pays from {shortest} tokens on; offload does not pay below"
+            yield f"{name}: offload pays from {shortest} tokens"
 
 
 def _gb(bytes_per_s: float) -> str:

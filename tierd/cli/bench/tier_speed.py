@@ -1,4 +1,4 @@
-"""What one tier does, beside its disk: on scratch data, its backend called as the daemon does."""
+"""Measures one tier and its disk, on scratch data, calling the backend as the daemon does."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from tierd.daemon.l3.backends import backend_class, make_backend, options_of
 from tierd.types import SCOPE_BYTES, slot_bytes_for
 
 ROUNDS: Final = 3
-"""Each of put, get and both raw ways; their median shrugs off one bad round."""
+"""Rounds of put, get, raw write and raw read; the median tolerates one bad round."""
 
 ROUND_BYTES: Final = 128 << 20
-"""What a round moves each way: enough for a second of a slow disk, little for a fast one."""
+"""Bytes written and read per round: about a second of a slow disk, little for a fast one."""
 
 BLOCKS_MAX: Final = 512
-"""Blocks of a round: of small ones a server's round trips are what takes the time."""
+"""Limit of blocks per round: small blocks take a server's round-trip time each."""
 
 ALONE: Final = 9
-"""Gets of a single block, whose median is what any load takes at least."""
+"""Gets of a single block; their median is the minimum time of a load."""
 
 TIER_S: Final = 120.0
-"""Longest time for a tier: a server that is so slow does not pay."""
+"""Time limit per tier: a slower server does not pay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one tier did."""
+    """The measured speeds of one tier."""
 
     name: str
     get_bytes_per_s: float
     put_bytes_per_s: float
     one_get_s: float
     raw: DiskSpeed | None
-    """What its disk did at the same time; None of a server's tier."""
+    """Speed of the tier's disk, measured in turns with the tier; None for a tier on a server."""
 
     def speed(self, block_bytes: int) -> TierSpeed:
-        """As the table has it: what one block takes more than its bytes do."""
+        """Return the speed for the table. The latency is one block's time without its transfer."""
         return TierSpeed(
             max(0.0, self.one_get_s - block_bytes / self.get_bytes_per_s), self.get_bytes_per_s
         )
 
     def to_fields(self) -> dict[str, object]:
-        """For `--json`."""
+        """Return the result for `--json`."""
         raw = self.raw
         return {
             "tier": self.name,
@@ -75,10 +75,10 @@ class Result:
 
 
 async def measure(entry: StorageConfig, block_bytes: int, progress: ProgressLine) -> Result:
-    """One tier, and a tier's disk in turns with it.
+    """Measure one tier, and its disk in turns with it.
 
-    Raises BackendError, ConfigError and OSError, TimeoutError after TIER_S; nothing is left of
-    the scratch data but for what a server that failed has.
+    Raises BackendError, ConfigError and OSError, and TimeoutError after TIER_S. The scratch data
+    is removed, except from a server that fails.
     """
     async with asyncio.timeout(TIER_S):
         return await _measure(entry, block_bytes, progress)
@@ -129,7 +129,7 @@ async def _measure(entry: StorageConfig, block_bytes: int, progress: ProgressLin
 
 
 def _raw(entry: StorageConfig, directory: Path, blocks: BenchBlocks) -> DiskSpeed:
-    """What the disk does with calls of the same size, as many at once as the tier has threads."""
+    """Measure the disk with calls of a block's slot size, one thread per thread of the tier."""
     threads = getattr(options_of(entry), "threads", entry.read_batches)
     slot_bytes = slot_bytes_for(blocks.block_bytes)
     size_bytes = len(blocks.views) * slot_bytes
@@ -145,11 +145,11 @@ def _median(raw: Sequence[DiskSpeed]) -> DiskSpeed:
 
 
 def _beside(path: Path) -> Path:
-    """The directory that a tier's own is, or will be, in, if that is on the same disk."""
+    """Return the parent of a tier's directory, or the directory itself if it is a mount point."""
     path = path.expanduser()
     parent = next(parent for parent in path.parents if parent.is_dir())
     if path.is_dir() and path.stat().st_dev != parent.stat().st_dev:
-        return path  # A mount point; the tier leaves alone what is not its own.
+        return path  # The tier ignores files that are not its own.
     return parent
 
 
@@ -157,7 +157,8 @@ def _beside(path: Path) -> Path:
 async def _scratch(
     entry: StorageConfig, blocks: BenchBlocks
 ) -> AsyncIterator[tuple[StorageConfig, Path | None]]:
-    """The entry to measure: of a tier in a directory, one beside it that is removed afterwards."""
+    """Yield the entry to measure and its directory: for a tier in a directory, a temporary
+    directory beside it; for any other tier the entry itself and None."""
     if not backend_class(entry).checks_offline:
         yield entry, None
         return
@@ -166,7 +167,7 @@ async def _scratch(
     found = os.statvfs(disk)
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < needed_bytes:
-        raise OSError(f"{disk} has {size(free_bytes)} left, and {size(needed_bytes)} are needed")
+        raise OSError(f"{disk} has {size(free_bytes)} free; bench needs {size(needed_bytes)}")
     with tempfile.TemporaryDirectory(prefix=".tierd-bench-", dir=disk) as scratch:
         own = {"path": scratch, "capacity": needed_bytes, "reserve_free": 0}
         overrides = {key: text for key, text in entry.overrides.items() if key not in own}

@@ -1,7 +1,7 @@
-"""From which prefix length on a tier beats recomputing: what the daemon decides, as a table.
+"""Computes the prefix length from which a tier beats recomputing, as the daemon decides it.
 
-Pure. A load takes a tier's time for one block alone, and the rest at its speed; the daemon's own
-judgement (`tierd.core.prefetch.pays`) says whether that is sooner than computing.
+Pure functions. A load takes the tier's latency plus the transfer at its speed. The daemon's own
+`tierd.core.prefetch.pays` decides whether that is faster than computing.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ _FAMILY: Final = (
     "hash_scheme",
     "hash_root",
 )
-"""As `Namespace.family` has it: what the namespaces of one engine's ranks share."""
+"""The fields of `Namespace.family`, which all ranks of one engine share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a token's KV takes, of all ranks together, and how many tokens a block has."""
+    """KV bytes per token on all ranks together, and tokens per block."""
 
     bytes_per_token: float
     block_tokens: int
     ranks: int = 1
-    """Among which a block's bytes are divided."""
+    """Number of ranks that share a block's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """How a tier gives blocks: what any load costs at least, and bytes a second beyond it."""
+    """Speed of a tier: the fixed time of a load, and bytes per second beyond it."""
 
     latency_s: float
     bytes_per_s: float
 
     def load_s(self, model: Model, tokens: int) -> float:
-        """How long a prefix takes to come."""
+        """Return the seconds to load a prefix of `tokens`."""
         return self.latency_s + tokens * model.bytes_per_token / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDemand:
-    """What tiers have to keep up with: a model, and how fast its engine computes prompts."""
+    """A model and its engine's prefill speed, which tiers must beat."""
 
     model: Model
     prefill_tokens_per_s: float
 
 
 def model_of(status: Mapping[str, object], digest: str) -> Model | None:
-    """The model of a namespace that the daemon knows, all ranks of its engine together."""
+    """Return the model of a namespace with all ranks of its engine; None if it is unknown."""
     spaces = tables(status["namespaces"])
     mine = next((space for space in spaces if space["digest"] == digest), None)
     if mine is None:
@@ -75,8 +75,8 @@ def model_of(status: Mapping[str, object], digest: str) -> Model | None:
 
 
 def only_model(status: Mapping[str, object]) -> Model | None:
-    """The model of the only engine whose namespaces the daemon knows; of several that of the only
-    one that is connected."""
+    """Return the model of the only engine that the daemon knows, or of the only connected one of
+    several; None if that is ambiguous."""
     spaces = [
         space for space in tables(status["namespaces"]) if ADAPTER_MARK not in str(space["weights"])
     ]
@@ -89,7 +89,7 @@ def only_model(status: Mapping[str, object]) -> Model | None:
 
 
 def learned_load(status: Mapping[str, object]) -> PrefillDemand | None:
-    """The most demanding of the engines that have told the daemon how fast they are."""
+    """Return the most demanding engine that reported its prefill speed; None if none did."""
     loads = [
         PrefillDemand(model, whole(seat["prefill_tokens_per_s"]))
         for seat in tables(status.get("demand", []))
@@ -104,16 +104,17 @@ def learned_load(status: Mapping[str, object]) -> PrefillDemand | None:
 def first_paying(
     speed: TierSpeed, model: Model, prefill_tokens_per_s: float, min_tokens: int = 0
 ) -> int | None:
-    """The shortest prefix, in whole blocks, that is loaded sooner than computed; None: none is.
+    """Return the tokens of the shortest prefix, in whole blocks, that loads faster than it
+    computes; None if no prefix does.
 
-    `min_tokens` is the daemon's own bound: fewer are never asked of a tier.
+    `min_tokens`: the daemon's lower bound for loads from a tier.
     """
     gain_s = 1 / prefill_tokens_per_s - model.bytes_per_token / speed.bytes_per_s
     if gain_s <= 0:
         return None
     shortest = int(speed.latency_s / gain_s)
     blocks = max(1, -(-max(min_tokens, shortest) // model.block_tokens))
-    # Rounding may have taken a token away.
+    # Rounding may have made the prefix one token too short.
     while not pays(
         speed.load_s(model, blocks * model.block_tokens),
         blocks * model.block_tokens,

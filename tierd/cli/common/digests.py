@@ -1,4 +1,4 @@
-"""Digests of namespaces as people give them: the first digits, if only one begins so."""
+"""Resolves namespace digests that are given by their first digits."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from tierd.errors import ConfigError
 from tierd.types import DIGEST_BYTES
 
 DIGITS_MIN: Final = 4
-"""Digits that are enough, if only one known digest begins with them."""
+"""Least number of digits; exactly one known digest must begin with them."""
 
 
 def check_digits(given: str, least: int = DIGITS_MIN) -> str:
-    """The digits in lower case. Raises ConfigError if no digest begins so."""
+    """Return the digits in lower case. Raises ConfigError if they cannot begin a digest."""
     digits = given.lower()
     if not re.fullmatch(rf"[0-9a-f]{{{least},{2 * DIGEST_BYTES}}}", digits, re.ASCII):
         raise ConfigError(
-            f"{given!r:.80} is no digest, of which {least} to {2 * DIGEST_BYTES} digits are needed"
+            f"{given!r:.80} is not a digest: pass its first {least} to {2 * DIGEST_BYTES} digits"
         )
     return digits
 
 
 def resolve(given: str, known: Mapping[str, str]) -> str:
-    """The digest that begins with `given`; `known` has what to say of each, by its digits.
+    """Return the known digest that begins with `given`; `known` maps digests to descriptions.
 
-    Raises ConfigError, which lists the known ones if it is none of them, and those that begin so
-    if it is several.
+    Raises ConfigError if no known digest or more than one begins so, and lists the candidates.
     """
     digits = check_digits(given)
     found = [digest for digest in known if digest.startswith(digits)]
     if not found:
-        raise ConfigError(f"tierd knows no namespace {given}; it knows {listed(known.values())}")
+        raise ConfigError(f"tierd knows no namespace {given}; known: {listed(known.values())}")
     if len(found) > 1:
         several = listed(known[digest] for digest in found)
         raise ConfigError(
-            f"{given} is the beginning of several namespaces, give more of: {several}"
+            f"{given} is the beginning of several namespaces, pass more digits: {several}"
         )
     return found[0]
 
 
 def of_status(spaces: Iterable[Mapping[str, object]]) -> dict[str, str]:
-    """The namespaces of a status, as `resolve` wants them."""
+    """Return the descriptions of a status's namespaces by digest, for `resolve`."""
     return {
         str(space["digest"]): f"{space['digest']} ({printable(space['model'])}, "
         f"rank {space['tp_rank']})"
@@ -52,5 +51,5 @@ def of_status(spaces: Iterable[Mapping[str, object]]) -> dict[str, str]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a message."""
+    """Join names for a message."""
     return ", ".join(names) or "none"

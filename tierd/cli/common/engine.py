@@ -1,7 +1,7 @@
-"""An engine's OpenAI API, as far as commands use it: its tokenizer, and prompts to compute.
+"""Client of an engine's OpenAI API: models, metrics, its tokenizer, and prompts to compute.
 
-A connection a request: requests are few and long, and one that hangs or breaks takes no other
-with it.
+Each request has its own connection: requests are few and long, and one that hangs or breaks must
+not affect another.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from tierd.cli.common.text import printable
 from tierd.errors import ConfigError, TierdError
 
 TIMEOUT_S: Final = 300.0
-"""Longest wait for an answer: a long prompt behind others takes minutes on a busy engine."""
+"""Longest wait for an answer: on a busy engine a long prompt takes minutes."""
 
 CONNECT_S: Final = 5.0
-"""Longest wait for it to take a connection."""
+"""Longest wait for a connection."""
 
 ANSWER_BYTES_MAX: Final = 64 << 20
-"""A million tokens take less than 8 MB."""
+"""Largest answer that is read. A million tokens take less than 8 MB."""
 
 SAID_CHARS_MAX: Final = 200
-"""Of what an engine says of its own accord."""
+"""Limit of an engine's error text in a message."""
 
 
 class EngineAwayError(TierdError):
-    """No answer from the engine; the message names its URL."""
+    """The engine does not answer; the message names its URL."""
 
 
 class EngineRefusedError(TierdError):
-    """The engine understood the request and does not do it; others may go well."""
+    """The engine refused one request; others may succeed."""
 
 
 class EngineServer:
-    """The engine at a URL. Safe for several threads."""
+    """The engine at a URL. Thread-safe."""
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Connects to nothing. Raises ConfigError if it is no URL of a server."""
+        """Check the URL without connecting. Raises ConfigError if it is not a server's URL."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -56,22 +56,24 @@ class EngineServer:
         self._timeout_s = timeout_s
 
     def models(self) -> list[dict[str, object]]:
-        """What it serves: "id", and for an adapter its "root" and "parent" as it has them."""
+        """Return the served models: "id", and for an adapter also "root" and "parent". Raises
+        EngineAwayError, EngineRefusedError."""
         found = self._call("GET", "/v1/models", None).get("data")
         if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
             raise EngineRefusedError(f"{self.url}: /v1/models lists no models")
         return found
 
     def tokens(self, request: Mapping[str, object]) -> list[int]:
-        """The tokens of {"prompt": text} or {"messages": ...}, with "model" and what else the
-        engine's /tokenize takes. Raises EngineAwayError, EngineRefusedError."""
+        """Return the tokens of a request with "prompt" (text) or "messages", "model" and other
+        fields of /tokenize. Raises EngineAwayError, EngineRefusedError."""
         tokens = self._call("POST", "/tokenize", request).get("tokens")
         if not isinstance(tokens, list):
             raise EngineRefusedError(f"{self.url}: /tokenize answered without tokens")
         return tokens
 
     def compute(self, tokens: list[int], *, model: str | None, salt: str | None) -> None:
-        """Have a prompt computed, and so stored. Raises EngineAwayError, EngineRefusedError."""
+        """Let the engine compute, and so store, a prompt. Raises EngineAwayError,
+        EngineRefusedError."""
         request: dict[str, object] = {"prompt": tokens, "max_tokens": 1, "temperature": 0}
         if model is not None:
             request["model"] = model
@@ -80,11 +82,11 @@ class EngineServer:
         self._call("POST", "/v1/completions", request)
 
     def version(self) -> str:
-        """Of vLLM. Raises as the others do."""
+        """Return vLLM's version. Raises EngineAwayError, EngineRefusedError."""
         return str(self._call("GET", "/version", None).get("version", "unknown"))
 
     def text(self, path: str) -> str:
-        """What it answers to a GET, whatever that is."""
+        """Return the answer to a GET as text. Raises EngineAwayError, EngineRefusedError."""
         return self._ask("GET", path, None).decode("utf-8", "replace")
 
     def _call(self, method: str, path: str, body: Mapping[str, object] | None) -> dict[str, object]:
@@ -92,9 +94,9 @@ class EngineServer:
         try:
             value = json.loads(answer)
         except (ValueError, RecursionError) as error:
-            raise EngineRefusedError(f"{self.url}{path} answered no JSON: {error}") from error
+            raise EngineRefusedError(f"{self.url}{path} answered invalid JSON: {error}") from error
         if not isinstance(value, dict):
-            raise EngineRefusedError(f"{self.url}{path} answered no object")
+            raise EngineRefusedError(f"{self.url}{path} did not answer a JSON object")
         return value
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
@@ -121,7 +123,7 @@ class EngineServer:
 
 
 def _said(response: http.client.HTTPResponse, answer: bytes) -> str:
-    """The status, and the message of an error as the OpenAI API has it."""
+    """Return the HTTP status, and the message of an OpenAI API error if there is one."""
     message = ""
     try:
         value = json.loads(answer)

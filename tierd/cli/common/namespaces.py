@@ -1,8 +1,8 @@
-"""Which namespaces a command means: those it is given, or the only ones there are.
+"""Finds the namespaces of a command: the given ones, or those of the only engine.
 
-The ranks of one engine go together: their blocks have the same hashes, and a prefix is of use
-only where all of them have it. A LoRA adapter's blocks are in namespaces of their own, whose
-weights are those of the base model and then "+lora:NAME=REVISION".
+The ranks of one engine belong together: their blocks have the same hashes, and a prefix is usable
+only if all ranks have it. A LoRA adapter has its own namespaces: their weights are those of the
+base model followed by "+lora:NAME=REVISION".
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from tierd.errors import ConfigError, RefusedError
 from tierd.types import DIGEST_BYTES, Namespace
 
 ADAPTER_MARK: Final = "+lora:"
-"""In the weights of an adapter's namespace, after those of the base model."""
+"""Separates the base model's weights from the adapter in an adapter namespace's weights."""
 
 Ranks = tuple[Namespace, ...]
-"""The namespaces of an engine's ranks on this node, each rank once."""
+"""The namespaces of an engine's ranks on this node, one per rank."""
 
 
 class Namespaces:
-    """The namespaces that a daemon knows, and whatever else `learn` was told."""
+    """The namespaces that a daemon knows or that `learn` has added."""
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
         self._known: dict[bytes, Namespace] = {}
 
     def learn(self, namespaces: Iterable[Namespace]) -> None:
-        """Namespaces that a file brings along: they can be meant too."""
+        """Add namespaces that a file defines."""
         self._known.update((namespace.digest, namespace) for namespace in namespaces)
 
     def named(self, given: object) -> Namespace:
-        """The namespace of its fields (`hash_root` in hex) or its digest's first digits.
+        """Return the namespace given by its fields (`hash_root` in hex) or its first digits.
 
-        Raises ConfigError, which lists the known ones for a digest that is none of them.
+        Raises ConfigError, which lists the known namespaces if the digest is unknown.
         """
         if isinstance(given, dict):
             namespace = from_json(given)
@@ -49,13 +49,13 @@ class Namespaces:
             return namespace
         if not isinstance(given, str):
             raise ConfigError(
-                f"a namespace is an object of its fields or a digest, not {given!r:.40}"
+                f"a namespace must be an object with its fields, or a digest, not {given!r:.40}"
             )
         try:
             check_digits(given)
         except ConfigError as error:
             raise ConfigError(f"{given!r:.80} is neither a file nor a digest: {error}") from error
-        # Another one that begins alike may have come since, so it is asked in any case.
+        # Ask the daemon again for a partial digest: a new namespace may begin with it as well.
         whole = len(given) == 2 * DIGEST_BYTES and bytes.fromhex(given) in self._known
         if not whole:
             self._ask()
@@ -63,29 +63,31 @@ class Namespaces:
         return self._known[bytes.fromhex(resolve(given, known))]
 
     def given(self, words: Iterable[str]) -> Ranks:
-        """Those of --namespace: a file of its fields or a digest, for each rank."""
+        """Return the ranks given by --namespace: for each rank a file of its fields or a digest."""
         return self.ranks(map(_of_word, words))
 
     def ranks(self, given: Iterable[object]) -> Ranks:
-        """Those of a prompt, each its fields or its digest."""
+        """Return the ranks of a prompt, each given by its fields or its digest."""
         return ranks(map(self.named, given))
 
     def only(self) -> Ranks:
-        """All known ranks of the only engine; ConfigError lists what there is if it is not one."""
+        """Return all known ranks of the only engine. Raises ConfigError if there is not exactly
+        one engine."""
         self._ask()
         engines = [n for n in self._known.values() if ADAPTER_MARK not in n.weights]
         families = {namespace.family for namespace in engines}
         places = {_place(namespace) for namespace in engines}
         if not engines:
-            raise ConfigError("give --namespace: tierd knows none yet")
+            raise ConfigError("pass --namespace FILE: tierd knows no namespace yet")
         if len(families) > 1 or len(places) < len(engines):
             raise ConfigError(
-                f"give --namespace: tierd knows those of more than one engine: {self._listed()}"
+                f"pass --namespace: tierd knows more than one engine: {self._listed()}"
             )
         return ranks(engines)
 
     def adapter(self, base: Ranks, name: str) -> Ranks:
-        """Those of an adapter on top of `base`; ConfigError if it is not just one revision."""
+        """Return an adapter's ranks on top of `base`. Raises ConfigError unless tierd knows exactly
+        one revision."""
         self._ask()
         found: list[Namespace] = []
         for rank in base:
@@ -105,19 +107,19 @@ class Namespaces:
         return ranks(found)
 
     def has_adapter(self, name: str) -> bool:
-        """Whether some namespace is of an adapter of that name."""
+        """Return whether a known namespace belongs to an adapter of that name."""
         self._ask()
         return any(f"{ADAPTER_MARK}{name}=" in known.weights for known in self._known.values())
 
     def _ask(self) -> None:
-        """Learn all that the daemon knows by now."""
+        """Add all namespaces that the daemon knows now."""
         for space in tables(self._operator.status()["namespaces"]):
             digest = bytes.fromhex(str(space["digest"]))
             if digest not in self._known:
                 try:
                     self._known[digest] = self._operator.describe(digest)
                 except RefusedError:
-                    continue  # It has just gone.
+                    continue  # The daemon has just dropped it.
 
     def _listed(self) -> str:
         return listed(map(shown, self._known.values()))
@@ -129,25 +131,26 @@ def add_namespace(group: argparse._ArgumentGroup) -> None:
         "--namespace",
         action="append",
         metavar="FILE|DIGEST",
-        help="a JSON file of its fields, or the first digits of the digest of one that the daemon "
-        "knows; once for each rank of an engine (default: those of its only engine)",
+        help="a JSON file with a namespace's fields, or the first digits of a digest that the "
+        "daemon knows; once per rank of the engine (default: all ranks of the only engine)",
     )
 
 
 def ranks(namespaces: Iterable[Namespace]) -> Ranks:
-    """The ranks of one engine, in order; raises ConfigError if they are not that."""
+    """Return the namespaces in rank order. Raises ConfigError if they are not the distinct ranks
+    of one engine."""
     found = sorted(set(namespaces), key=_place)
     if not found:
-        raise ConfigError("no namespace is given")
+        raise ConfigError("no namespace is given: pass one per rank")
     if len({namespace.family for namespace in found}) > 1:
         raise ConfigError("the namespaces of one prompt must be the ranks of one engine")
     if len({_place(namespace) for namespace in found}) < len(found):
-        raise ConfigError("two of the namespaces are the same rank")
+        raise ConfigError("two of the given namespaces are the same rank: pass one per rank")
     return tuple(found)
 
 
 def shown(namespace: Namespace) -> str:
-    """As a message names one."""
+    """Describe a namespace for a message."""
     return (
         f"{namespace.digest.hex()} ({printable(namespace.model)}, "
         f"weights {printable(namespace.weights)}, rank {namespace.tp_rank})"
@@ -155,7 +158,7 @@ def shown(namespace: Namespace) -> str:
 
 
 def from_json(fields: dict[str, object]) -> Namespace:
-    """A namespace as JSON has it, the root of hashes in hex. Raises ConfigError."""
+    """Return a namespace from its JSON fields, `hash_root` in hex. Raises ConfigError."""
     root = fields.get("hash_root")
     try:
         raw = bytes.fromhex(root) if isinstance(root, str) else root

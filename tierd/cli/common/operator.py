@@ -1,4 +1,4 @@
-"""An operator's session with the daemon: orders that take their time, followed to their end."""
+"""An operator's session with the daemon, which follows long orders to their end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 
 ANSWER_S: Final = 10.0
-"""How long a daemon may say nothing; it tells of an order several times a second."""
+"""Longest silence of a daemon; it reports an order's progress several times a second."""
 
 
 _Call = (
@@ -28,9 +28,9 @@ _Call = (
 
 
 class Operator:
-    """A session at `path`: one call at a time, and WARMs beside it.
+    """A session at `path`: one call at a time, and WARM calls in parallel. Owns the connection.
 
-    Raises DisconnectedError if no daemon is there.
+    Every method raises DisconnectedError if the daemon does not answer.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -42,7 +42,7 @@ class Operator:
         self._path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(ANSWER_S)
-        # Nobody has it yet who would close it when a deadline or Ctrl-C comes just here.
+        # A deadline or Ctrl-C may come before the caller has the session and can close it.
         with ExitStack() as undo:
             undo.callback(self._sock.close)
             try:
@@ -59,14 +59,14 @@ class Operator:
         self._sock.close()
 
     def status(self) -> dict[str, object]:
-        """The daemon's status."""
+        """Return the daemon's status."""
         for reply in self._call(m.Status(self._next_call())):
             if isinstance(reply, m.StatusReply):
                 return reply.body
         raise RemoteProtocolError("STATUS was not answered by one")
 
     def describe(self, digest: bytes) -> Namespace:
-        """The namespace of a digest. Raises RefusedError if the daemon does not know it."""
+        """Return the namespace of a digest. Raises RefusedError if it is unknown."""
         for reply in self._call(m.Describe(self._next_call(), digest)):
             if isinstance(reply, m.Described):
                 return Namespace.from_fields(reply.namespace)
@@ -75,22 +75,25 @@ class Operator:
     def flush(
         self, prefix: str, *, host: bool, tiers: list[int], timeout_s: float | None
     ) -> Iterator[dict[str, object]]:
-        """What a flush tells of its progress, and its result last.
+        """Start a flush; yield its progress, and its result last.
 
-        Raises TimeoutError while it goes on, RefusedError if it is not begun.
+        Raises TimeoutError after `timeout_s` (the flush continues), RefusedError if it does not
+        start.
         """
         return self._follow(m.Flush(self._next_call(), prefix, host, tiers), timeout_s)
 
     def scrub(self, tiers: list[int], bytes_per_s: int) -> Iterator[dict[str, object]]:
-        """The same of a scrub."""
+        """Start a scrub; yield its progress, and its result last. Raises RefusedError if it does
+        not start."""
         return self._follow(m.Scrub(self._next_call(), tiers, bytes_per_s), None)
 
     def stop_scrub(self) -> Iterator[dict[str, object]]:
-        """Have the scrub that is going on end, whoever began it."""
+        """Stop the running scrub, also one of another session; yield its result last. Raises
+        RefusedError if none is running."""
         return self._follow(m.StopScrub(self._next_call()), None)
 
     def register(self, namespace: Namespace) -> int:
-        """A handle of a namespace, without its segments. Raises RefusedError."""
+        """Register a namespace without segments; return its handle. Raises RefusedError."""
         call = self._next_call()
         for reply in self._call(m.Register(call, namespace.to_fields(), want_segments=False)):
             if isinstance(reply, m.Registered):
@@ -108,7 +111,8 @@ class Operator:
         pin_s: float = 0.0,
         verify: bool = False,
     ) -> int:
-        """Send a WARM and return its call; `next_warmed` has the answer. Several may go on."""
+        """Send a WARM and return its call number; `next_warmed` returns the answer. Several may
+        be in flight."""
         call = self._next_call()
         ms = max(0, round(1000 * deadline_s))
         pin_ms = round(1000 * pin_s)
@@ -117,13 +121,13 @@ class Operator:
         return call
 
     def cancel(self, call: int) -> None:
-        """Have a WARM that goes on end; its answer comes at once."""
+        """End a WARM in flight; its answer comes at once."""
         self._send(m.Cancel(call))
 
     def next_warmed(self, timeout_s: float) -> m.Warmed | None:
-        """The next answer to a WARM, of whichever comes first; None if there is none by then.
+        """Return the next answer to any WARM; None if none comes within `timeout_s`.
 
-        Raises RefusedError, with the reason, for one that was not begun.
+        Raises RefusedError, with the reason, for a WARM that did not start.
         """
         end_s = time.monotonic() + timeout_s
         while True:
@@ -144,21 +148,21 @@ class Operator:
     def teach(
         self, handle: int, hashes: Sequence[bytes], uses: Sequence[int], ages_s: Sequence[int]
     ) -> None:
-        """Tell of uses that another daemon, or an earlier life, has counted."""
+        """Send uses that another daemon, or an earlier incarnation, has counted."""
         for at in range(0, len(hashes), m.TAUGHT_MAX):
             part = slice(at, at + m.TAUGHT_MAX)
             blob = b"".join(hashes[part])
             self._send(m.Teach(handle, blob, m.pack_slots(uses[part]), m.pack_slots(ages_s[part])))
 
     def explain(self, digest: bytes, hashes: Sequence[bytes]) -> dict[str, object]:
-        """Where blocks are, and why not where they are not. Raises RefusedError."""
+        """Return where blocks are, and why they are missing elsewhere. Raises RefusedError."""
         for reply in self._call(m.Explain(self._next_call(), digest, b"".join(hashes))):
             if isinstance(reply, m.Explained):
                 return reply.body
         raise RemoteProtocolError("EXPLAIN was not answered by it")
 
     def inventory(self, digest: bytes, source: int) -> Iterator[m.Listed]:
-        """Pages of all that L2 (0) or a tier (its number + 1) has. Raises RefusedError."""
+        """Yield all blocks in L2 (0) or a tier (its number + 1), in pages. Raises RefusedError."""
         more = True
         while more:
             for reply in self._call(m.Inventory(self._next_call(), digest, source)):
@@ -180,7 +184,7 @@ class Operator:
                 raise TimeoutError
 
     def _call(self, message: _Call) -> Iterator[m.Message]:
-        """Send a call; its replies for as long as anybody wants them."""
+        """Send a call; yield its replies without end. Raises RefusedError, DisconnectedError."""
         self._send(message)
         while True:
             while self._arrived:
@@ -194,7 +198,7 @@ class Operator:
             self._receive()
 
     def _take(self, message: m.Message) -> None:
-        """Answers to WARMs come between those to other calls."""
+        """Queue a message. Answers to WARMs, which come between others, have their own queue."""
         if isinstance(message, m.Warmed | m.Error) and message.call in self._warms:
             self._warms.remove(message.call)
             self._warmed.append(message)
@@ -234,23 +238,23 @@ def add_socket(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
 
 
 def table(value: object) -> dict[str, object]:
-    """A map of an answer."""
+    """Return a value of an answer that must be a map."""
     assert isinstance(value, dict)
     return value
 
 
 def tables(value: object) -> list[dict[str, object]]:
-    """A list of maps of an answer."""
+    """Return a value of an answer that must be a list of maps."""
     assert isinstance(value, list)
     return [table(entry) for entry in value]
 
 
 def whole(value: object) -> int:
-    """A number of an answer."""
+    """Return a value of an answer that must be an integer."""
     assert isinstance(value, int)
     return value

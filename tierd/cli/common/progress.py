@@ -1,4 +1,4 @@
-"""What a command that takes long shows of its progress."""
+"""Progress display of long commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BAR_CHARS: Final = 20
 
 
 class ProgressLine:
-    """One line on a terminal's stderr, rewritten; elsewhere a line every `lines_s`, if given."""
+    """A rewritten line if stderr is a terminal; if not, a new line every `lines_s`, if given."""
 
     def __init__(self, lines_s: float | None = None) -> None:
         self._shown = sys.stderr.isatty()
@@ -20,7 +20,7 @@ class ProgressLine:
         self._began_s = self._said_s = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Show what is being done."""
+        """Show the current activity."""
         if self._shown:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif self._lines_s is not None and time.monotonic() - self._said_s >= self._lines_s:
@@ -28,7 +28,7 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
     def bar(self, share: float | None, text: str) -> None:
-        """Show what part of it is done, 0 to 1, and when the rest will be; None: nobody knows."""
+        """Show the share that is done, 0 to 1 or None if unknown, and the remaining time."""
         if share:
             spent_s = time.monotonic() - self._began_s
             full = round(BAR_CHARS * share)
@@ -38,7 +38,7 @@ class ProgressLine:
         self.say(text)
 
     def bytes(self, what: str, done_bytes: int, all_bytes: int) -> None:
-        """Show how far it has got, how fast, and when it will be done at that speed."""
+        """Show the bytes done, the speed, and the remaining time at that speed."""
         if not self._shown:
             return
         speed = done_bytes / max(1e-3, time.monotonic() - self._began_s)
@@ -48,6 +48,6 @@ class ProgressLine:
         self.say(text)
 
     def clear(self) -> None:
-        """Leave an empty line."""
+        """Clear the line on a terminal."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

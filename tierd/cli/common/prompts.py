@@ -1,9 +1,9 @@
-"""What a line of a prompt file asks for, as tokens and then as block hashes.
+"""Turns a line of a prompt file into tokens and block hashes.
 
-A line is a list of token ids, an object with "tokens", or a request as the OpenAI API has it
-for completions ("prompt") or chats ("messages"). Text becomes tokens by the engine itself or
-by a tokenizer on disk; what decides the tokens in a way that only the engine knows is refused,
-since a wrong guess would warm blocks that nobody asks for.
+A line is a list of token ids, an object with "tokens", or an OpenAI API request for a completion
+("prompt") or a chat ("messages"). The engine itself or a tokenizer on disk tokenizes text. Fields
+whose effect on the tokens only the engine knows are refused: a wrong guess would warm blocks that
+no request uses.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ _CHAT_FIELDS: Final = (
     "chat_template",
     "chat_template_kwargs",
 )
-"""Of a chat, what its tokens follow from and /tokenize takes."""
+"""Fields of a chat that determine its tokens and that /tokenize accepts."""
 
 _OPAQUE_FIELDS: Final = ("documents", "reasoning_effort", "mm_processor_kwargs", "prompt_embeds")
-"""What changes a prompt in a way that /tokenize cannot be asked for."""
+"""Fields that change a prompt and that /tokenize does not accept."""
 
 _PLAIN_MESSAGE: Final = {"role", "content", "name"}
 
 
 class Tokenizer(Protocol):
-    """Whatever makes tokens of text."""
+    """A tokenizer: an engine, or one on disk."""
 
     def tokens(self, request: Mapping[str, object]) -> list[int]:
-        """The prompt's tokens. `request` has "prompt" (text) or "messages" and what belongs to
-        them. Raises ConfigError for one that it cannot make tokens of, and an engine what its
-        calls raise."""
+        """Return the tokens of a request with "prompt" (text) or "messages" and their options.
+        Raises ConfigError for one that it cannot tokenize; an engine also raises EngineAwayError
+        and EngineRefusedError."""
 
 
 class Prompt(NamedTuple):
-    """A line's request, its text not yet made tokens."""
+    """The request of a line, not yet tokenized."""
 
     request: dict[str, object]
-    """{"tokens": list}, or what a `Tokenizer` takes."""
+    """{"tokens": list}, or a request for a `Tokenizer`."""
     salt: str | None
     lora: Lora | None
     model: str | None
     namespaces: list[object] | None
-    """What the line says of them; None leaves it to the command."""
+    """The namespaces in the line; None: the command decides."""
 
 
 def parse(line: bytes, adapters: Mapping[str, str]) -> Prompt:
-    """The request in a line; `adapters` has paths by the names that a "model" may have.
+    """Return the request in a line; `adapters` maps the model names of adapters to their paths.
 
-    Raises ConfigError that says what is wrong, without file and line.
+    Raises ConfigError, whose message does not name file and line.
     """
     try:
         value = json.loads(line)
@@ -71,20 +71,21 @@ def parse(line: bytes, adapters: Mapping[str, str]) -> Prompt:
         return _own(fields)
     if not isinstance(fields, dict) or not fields.keys() & {"prompt", "messages"}:
         raise ConfigError(
-            "want a list of token ids, an object with them, or a request with "
+            'want a list of token ids, an object with "tokens", or a request with '
             f'"prompt" or "messages", not {value!r:.40}'
         )
     return _openai(fields, adapters)
 
 
 def tokens_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt's token ids, unchecked. Raises ConfigError if nothing can make them."""
+    """Return the prompt's token ids, unchecked. Raises ConfigError for text without `tokenizer`,
+    and what `tokenizer` raises."""
     if "tokens" in prompt.request:
-        return prompt.request["tokens"]  # type: ignore[return-value]  # whoever hashes them checks
+        return prompt.request["tokens"]  # type: ignore[return-value]  # hash_blocks checks them
     if tokenizer is None:
         raise ConfigError(
-            "the prompt is text: give --tokenizer DIR (a directory with the model's tokenizer) "
-            "or --engine URL (whose /tokenize is asked)"
+            "the prompt is text: pass --tokenizer DIR (a directory with the model's tokenizer) "
+            "or --engine URL (to use the engine's /tokenize)"
         )
     return tokenizer.tokens(prompt.request)
 
@@ -92,12 +93,13 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 def hashes_of(
     tokens: list[int], namespace: Namespace, salt: str | None, lora: Lora | None
 ) -> list[bytes]:
-    """The hashes of a prompt's full blocks. Raises ConfigError."""
+    """Return the hashes of a prompt's full blocks. Raises ConfigError."""
     try:
         style = KeyStyle(namespace.hash_scheme)
     except ValueError:
         raise ConfigError(
-            f"hashes of {namespace.hash_scheme} are its engine's own and cannot be computed here"
+            f"hash scheme {namespace.hash_scheme} is private to its engine: only that engine can "
+            "compute its hashes"
         ) from None
     extras = RequestExtras(salt=salt, lora=lora)
     size = namespace.block_tokens
@@ -118,7 +120,7 @@ def _own(fields: dict[str, object]) -> Prompt:
     lora = None
     if given is not None:
         if not isinstance(given, list) or len(given) != 2:
-            raise ConfigError("lora must be a list of its name and its path")
+            raise ConfigError("lora must be a list [name, path]")
         lora = Lora(_text("lora name", given[0]), _text("lora path", given[1]))
     namespaces = None if own is None else own if isinstance(own, list) else [own]
     return Prompt({"tokens": fields["tokens"]}, _salt(fields, "salt"), lora, None, namespaces)
@@ -130,7 +132,7 @@ def _openai(fields: dict[str, object], adapters: Mapping[str, str]) -> Prompt:
     for name in _OPAQUE_FIELDS:
         if fields.get(name) is not None:
             raise ConfigError(
-                f"{name!r} changes the prompt in its engine's own way; give its token ids"
+                f"{name!r} changes the prompt in a way that only the engine knows: pass token ids"
             )
     if "messages" in fields:
         request = {name: fields[name] for name in _CHAT_FIELDS if fields.get(name) is not None}
@@ -151,7 +153,7 @@ def _completion(fields: dict[str, object]) -> dict[str, object]:
             request["add_special_tokens"] = fields["add_special_tokens"]
         return request
     if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], str | list)):
-        raise ConfigError("prompt must be text or a list of token ids; write one prompt a line")
+        raise ConfigError("prompt must be text or a list of token ids: write one prompt per line")
     return {"tokens": prompt}
 
 
@@ -164,7 +166,8 @@ def _check_messages(messages: object) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise ConfigError(
-                    f"a part of type {kind!r:.40}: only text can be hashed before its engine has it"
+                    f"a message has a part of type {kind!r:.40}: only parts of type 'text' can be "
+                    "hashed without the engine"
                 )
 
 
@@ -179,22 +182,22 @@ def _text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{name} has no UTF-8 form: {value!r:.40}") from None
+        raise ConfigError(f"{name} cannot be encoded as UTF-8: {value!r:.40}") from None
     return value
 
 
 class LocalTokenizer:
-    """A tokenizer from files alone, by the library that the engine uses as well."""
+    """A tokenizer from local files, with the library that the engine uses (transformers)."""
 
     def __init__(self, directory: str) -> None:
-        """Raises ConfigError if the library or the files are not there."""
+        """Load the tokenizer. Raises ConfigError if the library or the files are missing."""
         if not Path(directory).is_dir():
             raise ConfigError(f"--tokenizer {directory}: no such directory")
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ConfigError(
-                "--tokenizer needs transformers: pip install transformers, or give --engine URL"
+                "--tokenizer needs transformers: pip install transformers, or pass --engine URL"
             ) from error
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -203,7 +206,8 @@ class LocalTokenizer:
             raise ConfigError(f"--tokenizer {directory}: {why:.200}") from error
 
     def tokens(self, request: Mapping[str, object]) -> list[int]:
-        """Only what is rendered here as there: messages of a role and text, and their template."""
+        """Return a request's tokens. Raises ConfigError for chats that an engine may render in
+        another way: messages may have only a role, text content and a name."""
         if "messages" not in request:
             special = request.get("add_special_tokens", True)
             return self._encode(request["prompt"], special)
@@ -213,8 +217,8 @@ class LocalTokenizer:
             plain = isinstance(message.get("content"), str) and not message.keys() - _PLAIN_MESSAGE
             if not plain or "tools" in request:
                 raise ConfigError(
-                    "tools and content in parts are rendered in the engine's own way: "
-                    "give --engine URL in place of --tokenizer"
+                    "each engine renders tools and content in parts in its own way: pass --engine "
+                    "URL instead of --tokenizer"
                 )
         options = request.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
@@ -233,7 +237,7 @@ class LocalTokenizer:
                 **options,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the chat template: {error}") from error
+            raise ConfigError(f"the chat template failed: {error}") from error
         return self._encode(text, request.get("add_special_tokens", False))
 
     def _encode(self, text: object, special: object) -> list[int]:

@@ -1,7 +1,7 @@
-"""How fast this machine's memory, its disks and a tier's backend are, on scratch data.
+"""Measures the speed of memory, of a disk and of a tier's backend, on scratch data.
 
-Nothing here touches a tier's own blocks: a disk is measured on a file without a name, which goes
-with the process, a backend in a directory or a namespace of the caller's.
+A tier's own blocks are never touched: a disk is measured on an unnamed file that vanishes with the
+process, a backend in a directory or a namespace of the caller.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierd.types import HASH_BYTES, PAGE_BYTES, slot_bytes_for
 
 
 class DiskSpeed(NamedTuple):
-    """Bytes a second each way, and whether the page cache was kept out of it."""
+    """Write and read speed of a disk; `direct`: measured without the page cache."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -39,8 +39,8 @@ class DiskSpeed(NamedTuple):
 def disk_speed(
     directory: Path, *, io_bytes: int, size_bytes: int, threads: int, limit_s: float = 60.0
 ) -> DiskSpeed:
-    """What `threads` threads write and read in calls of `io_bytes`, in a nameless file of at most
-    `size_bytes`; each way takes at most about `limit_s`. Raises OSError.
+    """Measure `threads` threads that write, then read, `io_bytes` per call in an unnamed file of
+    at most `size_bytes`. Writing and reading take at most about `limit_s` each. Raises OSError.
     """
     assert io_bytes % PAGE_BYTES == 0
     with (
@@ -60,7 +60,8 @@ def disk_speed(
 
 
 def _go_direct(fd: int) -> bool:
-    """Whether the file takes O_DIRECT: a file system may refuse the flag, or only the calls."""
+    """Try to set O_DIRECT; return whether it works. A file system may refuse the flag or the
+    calls."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, PAGE_BYTES) as page:
@@ -87,14 +88,14 @@ def _timed(
     limit_s: float,
     move: Callable[[mmap.mmap, int], int],
 ) -> tuple[int, float]:
-    """Bytes moved, and how long that took."""
+    """Return the bytes moved and the seconds that it took."""
     numbers = count_from()
     began_s = time.perf_counter()
 
     def work() -> int:
         moved = 0
         with mmap.mmap(-1, io_bytes) as page:
-            # Zeros may be stored as nothing at all.
+            # Random bytes: some disks store zeros without writing them.
             page[:] = os.urandom(PAGE_BYTES) * (io_bytes // PAGE_BYTES)
             for number in numbers:
                 if number >= ios or (moved and time.perf_counter() - began_s >= limit_s):
@@ -107,7 +108,7 @@ def _timed(
 
 
 def copy_bytes_per_s(size_bytes: int = 64 << 20, rounds: int = 5) -> float:
-    """How fast one thread copies memory that is in no cache: an engine's way to and from L2."""
+    """Return how fast one thread copies uncached memory, as an engine copies from and to L2."""
     with (
         mmap.mmap(-1, size_bytes) as one,
         mmap.mmap(-1, size_bytes) as other,
@@ -124,7 +125,7 @@ def copy_bytes_per_s(size_bytes: int = 64 << 20, rounds: int = 5) -> float:
 
 
 class BenchBlocks:
-    """Blocks in shared memory, as a backend in another process wants them. Owns the memory."""
+    """Blocks in shared memory, as a backend in another process needs them. Owns the memory."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -146,28 +147,28 @@ class BenchBlocks:
         return len(self.views) * self.block_bytes
 
     def hashes(self, generation: int) -> list[bytes]:
-        """Names of the blocks; with another generation they are others."""
+        """Return the hashes of the blocks; each generation has different ones."""
         return [
             hashlib.sha256(b"tierd bench %d/%d" % (generation, i)).digest()
             for i in range(len(self.views))
         ]
 
     def puts(self, hashes: Sequence[bytes]) -> list[PutRequest]:
-        """What stores the blocks under these names."""
+        """Return the requests that store the blocks under `hashes`."""
         return [
             PutRequest(name, bytes(HASH_BYTES), digest, view, self.block_bytes)
             for name, digest, view in zip(hashes, self.sums, self.views, strict=True)
         ]
 
     def gets(self, hashes: Sequence[bytes]) -> list[GetRequest]:
-        """What brings them again."""
+        """Return the requests that read the blocks back."""
         return [
             GetRequest(name, view, self.block_bytes)
             for name, view in zip(hashes, self.views, strict=True)
         ]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory's descriptor."""
         os.close(self._fd)
 
 
@@ -188,7 +189,10 @@ async def put_all(
 async def get_all(
     backend: Backend, namespace: bytes, requests: Sequence[GetRequest], calls: int
 ) -> None:
-    """The same for bringing them, verified."""
+    """Read blocks, verified, in batches as the daemon makes them, `calls` at once.
+
+    Raises BackendError, also for a block that was not read.
+    """
 
     async def get(part: Sequence[GetRequest]) -> None:
         results = await backend.get_into(namespace, part)
@@ -222,8 +226,8 @@ async def _batches(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)  # A call that goes on has the views.
+        await asyncio.wait(tasks)  # A call in flight still uses the views.
 
 
 SPEED_TURN = threading.Lock()
-"""Held while a speed is measured: two at once would each measure the other."""
+"""Held during a measurement: parallel ones would slow each other down."""

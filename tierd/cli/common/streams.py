@@ -1,7 +1,7 @@
-"""Standard streams that whoever started the process has closed.
+"""Reopens standard streams that the parent process has closed.
 
-Their numbers would go to the next files that are opened: a log would then be written into a socket
-or a database, and children would take that for their own stderr.
+Without this, the next opened files would get their numbers: log lines would go into a socket or a
+database, and children would use that file as their stderr.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 
 
 def reopen() -> None:
-    """Have descriptors 0 to 2, before anything else is opened: stdout in the place of a closed
-    stderr, so that the log is not lost, and /dev/null in that of the others."""
+    """Open missing descriptors 0 to 2; call it before any file is opened. A closed stderr becomes
+    a copy of stdout, so that the log is not lost; a closed stdin or stdout becomes /dev/null."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
             spare = os.dup(1) if fd == 2 else os.open(os.devnull, os.O_RDWR)
-            # It has that number already, as a rule; children are to have it, too.
+            # Usually `spare` has the right number already; children must inherit it.
             os.dup2(spare, fd) if spare != fd else os.set_inheritable(fd, True)
             if spare > 2:
                 os.close(spare)

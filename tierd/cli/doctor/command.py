@@ -1,4 +1,4 @@
-"""`tierd doctor`: looks at a node, and an engine on it, and says what is wrong and what to do."""
+"""`tierd doctor`: check a node and an engine on it; report what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tierd.config import DEFAULT_CONFIG
 from tierd.errors import ConfigError
 
 DAEMON_S: Final = 5.0
-"""How long the daemon may take to answer, before everything else is looked at without it."""
+"""Longest wait for the daemon. After it the other checks run without the daemon's status."""
 
 REST_S: Final = 20.0
-"""How long all else may take, side by side."""
+"""Time limit for all other checks, which run in parallel."""
 
 WARNED: Final = 3
 FAULTY: Final = 1
 """Exit statuses."""
 
 SCHEMA: Final = 1
-"""Of `--json`; another number if a field goes or changes its meaning."""
+"""Version of the `--json` output. It changes when a field is removed or changes its meaning."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,26 +45,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0 nothing wrong, 3 warnings, 1 faults, 2 the command line is wrong.",
     )
     parser.add_argument(
-        "--config", type=Path, default=Path(DEFAULT_CONFIG), help=f"default: {DEFAULT_CONFIG}"
+        "--config",
+        type=Path,
+        default=Path(DEFAULT_CONFIG),
+        help=f"configuration file (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
-        "--socket", help=f"default: $TIERD_SOCKET, the configuration's, or {DEFAULT_SOCKET}"
+        "--socket",
+        help="the daemon's socket (default: $TIERD_SOCKET, the configuration's, or "
+        f"{DEFAULT_SOCKET})",
     )
     parser.add_argument(
-        "--user", metavar="NAME|UID", help="also say whether this user's engines may connect"
+        "--user", metavar="NAME|UID", help="also check whether this user's engines may connect"
     )
-    parser.add_argument("--engine", metavar="URL", help="a vLLM to look at, http://HOST:PORT")
+    parser.add_argument("--engine", metavar="URL", help="also check this vLLM, http://HOST:PORT")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything; the exit status. Raises ConfigError for a wrong command line."""
+    """Run all checks; return the exit status. Raises ConfigError for a wrong command line."""
     if args.user is not None:
         try:
             node.user_of(args.user)
         except KeyError:
-            raise ConfigError(f"--user {args.user}: there is no such user") from None
+            raise ConfigError(f"--user {args.user}: no such user") from None
     if args.engine is not None:
         EngineServer(args.engine)
     findings = list(_examine(args))
@@ -87,7 +92,7 @@ def _examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _checks(args: argparse.Namespace, scene: node.Scene) -> list[tuple[str, Check]]:
-    """What can be looked at, whatever the daemon said."""
+    """Return the checks that can run, with or without the daemon's status."""
     status = scene.status
     load = learned_load(status) if status is not None else None
     checks: list[tuple[str, Check]] = [

@@ -1,4 +1,4 @@
-"""`tierd explain`: where a prompt's blocks are, and why they are not where they are not."""
+"""`tierd explain`: show where a prompt's blocks are, and why blocks are missing."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ PARTLY: Final = 3
 HASH: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 HERE: Final = ("ready", "unproven", "leaving")
-"""States in which L2 has a block for whoever asks."""
+"""States in which L2 can serve a block."""
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 Block = dict[str, object]
-"""A block of one rank as an EXPLAINED has it, its tiers and namespaces looked up."""
+"""A block of one rank from an EXPLAINED message, with tiers and namespaces looked up."""
 
 
 class Asked(NamedTuple):
-    """Blocks that are to be explained, parents first; `tokens` is None for bare hashes."""
+    """Blocks to explain, parents first; `tokens` is None for bare hashes."""
 
     ranks: Ranks
     hashes: Sequence[bytes]
@@ -57,28 +57,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Exit status: 0 all blocks are in host memory or a tier, 3 some are not, 1 no "
         "daemon or engine answers, 2 wrong usage.",
     )
-    what = parser.add_argument_group("what to explain, one of")
+    what = parser.add_argument_group("what to explain (one of these)")
     what.add_argument(
         "what", nargs="*", metavar="FILE|HASH", help="a prompt (- is stdin), or block hashes in hex"
     )
     what.add_argument("--text", help="a prompt as text")
     what.add_argument("--tokens", metavar="LIST", help='a prompt as token ids, "[1, 2, ...]"')
-    meaning = parser.add_argument_group("what it means")
+    meaning = parser.add_argument_group("how to hash the prompt")
     add_namespace(meaning)
     meaning.add_argument("--salt", help="the requests' cache_salt")
     meaning.add_argument("--lora", metavar="NAME=PATH", help="the requests' LoRA adapter")
     meaning.add_argument(
-        "--tokenizer", metavar="DIR", help="makes tokens of text; needs transformers"
+        "--tokenizer",
+        metavar="DIR",
+        help="tokenize text with this tokenizer; needs the package transformers",
     )
-    meaning.add_argument("--engine", metavar="URL", help="makes tokens of text")
-    parser.add_argument("--all", action="store_true", help="a line for each block")
+    meaning.add_argument("--engine", metavar="URL", help="tokenize text with this vLLM")
+    parser.add_argument("--all", action="store_true", help="print one line per block")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_socket(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain; the exit status."""
+    """Explain the blocks; return the exit status."""
     given = _given(args)
     try:
         with Operator(args.socket, "tierd explain") as operator:
@@ -101,17 +103,17 @@ def run(args: argparse.Namespace) -> int:
     return ALL if answer.missing is None else PARTLY
 
 
-# --- what is asked for ------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------
 
 
 def _given(args: argparse.Namespace) -> list[bytes] | Prompt:
-    """The block hashes, or the prompt, of the command line."""
+    """Return the block hashes or the prompt given on the command line. Raises ConfigError."""
     given = [args.text is not None, args.tokens is not None, bool(args.what)]
     if sum(given) != 1:
-        raise ConfigError("give one of FILE, block hashes, --text and --tokens")
+        raise ConfigError("pass exactly one of FILE, block hashes, --text and --tokens")
     if args.what and all(HASH.fullmatch(word) for word in args.what):
         if args.salt is not None or args.lora is not None:
-            raise ConfigError("--salt and --lora are in a block's hash already")
+            raise ConfigError("--salt and --lora do not apply to block hashes: leave them out")
         return [bytes.fromhex(word) for word in args.what]
     if args.text is not None:
         prompt = Prompt({"prompt": args.text}, None, None, None, None)
@@ -120,11 +122,11 @@ def _given(args: argparse.Namespace) -> list[bytes] | Prompt:
     elif len(args.what) == 1:
         prompt = _of_file(args.what[0])
     else:
-        raise ConfigError("give one FILE, or block hashes of 64 digits each")
+        raise ConfigError("pass one FILE, or block hashes of 64 hex digits each")
     if args.lora is not None:
         name, found, path = args.lora.partition("=")
         if not (name and found and path):
-            raise ConfigError("--lora takes NAME=PATH")
+            raise ConfigError("--lora: want NAME=PATH")
         prompt = prompt._replace(lora=Lora(name, path))
     return prompt if args.salt is None else prompt._replace(salt=args.salt)
 
@@ -144,7 +146,7 @@ def _of_file(name: str) -> Prompt:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{shown}: {error}") from error
     if len(lines) > 1 and _is_json(lines[0]):
-        raise ConfigError(f"{shown} has {len(lines)} prompts: give one, as a line on stdin")
+        raise ConfigError(f"{shown} has {len(lines)} prompts: pass one of its lines on stdin")
     return _parsed(shown, content)
 
 
@@ -174,8 +176,8 @@ def _asked(args: argparse.Namespace, given: list[bytes] | Prompt, known: Namespa
     hashes = hashes_of(tokens, ranks[0], given.salt, given.lora)
     if not hashes:
         raise ConfigError(
-            f"the prompt has {len(tokens)} tokens; only full blocks are kept, of "
-            f"{ranks[0].block_tokens} tokens each"
+            f"the prompt has {len(tokens)} tokens, less than one block: tierd stores only full "
+            f"blocks of {ranks[0].block_tokens} tokens"
         )
     return Asked(ranks, hashes, len(tokens))
 
@@ -190,13 +192,13 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return None if args.engine is None else EngineServer(args.engine)
 
 
-# --- what is answered -------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------
 
 
 def _explained(
     operator: Operator, digest: bytes, hashes: Sequence[bytes]
 ) -> tuple[bool, list[Block]]:
-    """Whether the daemon knows a namespace, and each block, with names for numbers."""
+    """Ask the daemon; return whether it knows the namespace, and the named blocks."""
     known, blocks = False, list[Block]()
     for start in range(0, len(hashes), EXPLAINED_MAX):
         body = operator.explain(digest, hashes[start : start + EXPLAINED_MAX])
@@ -206,7 +208,7 @@ def _explained(
 
 
 def named_blocks(body: Mapping[str, object]) -> list[Block]:
-    """The blocks of an EXPLAINED with names where it has numbers."""
+    """Return the blocks of an EXPLAINED message, with names in place of tier numbers."""
     tiers, others = tables(body["tiers"]), tables(body["others"])
     return [_named(block, tiers, others) for block in tables(body["blocks"])]
 
@@ -214,8 +216,7 @@ def named_blocks(body: Mapping[str, object]) -> list[Block]:
 def _named(
     block: Block, tiers: Sequence[Mapping[str, object]], others: Sequence[Mapping[str, object]]
 ) -> Block:
-    """A block with names of tiers where there were numbers, and its reasons with what they
-    speak of."""
+    """Replace tier numbers by names, and resolve the tiers and namespaces in the reasons."""
 
     def name(number: object) -> object:
         return tiers[number]["name"] if isinstance(number, int) else number
@@ -236,7 +237,7 @@ def _named(
 
 
 class _Answer:
-    """The blocks of all ranks, side by side."""
+    """The explained blocks of all ranks."""
 
     def __init__(self, asked: Asked, explained: Sequence[tuple[bool, list[Block]]]) -> None:
         self._asked = asked
@@ -245,14 +246,14 @@ class _Answer:
         self.missing = next(
             (at for at, found in enumerate(self._blocks) if not _is_there(found)), None
         )
-        """Of the first block that not all ranks have; None if all have all."""
+        """Index of the first block that some rank lacks; None if all ranks have all blocks."""
 
     @property
     def _block_tokens(self) -> int:
         return self._asked.ranks[0].block_tokens
 
     def as_json(self) -> dict[str, object]:
-        """All that is known. Reasons name the tier, not its status."""
+        """Return the whole answer. Reasons hold the tier's name, not its status."""
         had = len(self._blocks) if self.missing is None else self.missing
         tokens = {
             "tokens": self._asked.tokens,
@@ -276,10 +277,10 @@ class _Answer:
         }
 
     def lines(self, *, each: bool, bold: bool) -> Iterator[str]:
-        """For people: a line for each run of blocks of which the same is to be said."""
+        """Yield the text: one line per run of equal blocks, or per block if `each`."""
         for rank, known in zip(self._asked.ranks, self._known, strict=True):
             if not known:
-                yield f"no engine has used the namespace {rank.digest.hex()} since tierd started"
+                yield f"no engine has used namespace {rank.digest.hex()} since tierd started"
         places = range(len(self._blocks))
         for _, run in groupby(places, lambda at: at if each else _alike(self._blocks[at])):
             yield from self._run(list(run), bold=bold)
@@ -319,16 +320,16 @@ class _Answer:
         brought = sum(not all(map(_is_here, found)) for found in self._blocks[:had])
         later = sum(map(_is_there, self._blocks[had:]))
         size = self._block_tokens
-        line = f"A request would get {had * size} of {self._asked.tokens} tokens now"
+        line = f"A request would load {had * size} of {self._asked.tokens} tokens now"
         if brought:
             line += f", {brought * size} of them from a tier"
         yield line + "."
         if later:
-            yield f"{later * size} more lie behind block {self.missing}: of no use without it."
+            yield f"{later * size} more tokens follow missing block {self.missing}: not usable."
 
 
 def _rank(namespace: Namespace) -> str:
-    """What a rank is called."""
+    """Return a rank's name."""
     if namespace.pp_size == namespace.cp_size == 1:
         return f"rank {namespace.tp_rank}"
     return f"rank pp{namespace.pp_rank} tp{namespace.tp_rank} cp{namespace.cp_rank}"
@@ -339,12 +340,12 @@ def _is_here(block: Block) -> bool:
 
 
 def _is_there(found: Sequence[Block]) -> bool:
-    """Whether all ranks can have a block."""
+    """Return whether every rank has the block in L2 or a tier."""
     return all(_is_here(block) or block["tiers"] for block in found)
 
 
 def _alike(found: Sequence[Block]) -> list[object]:
-    """What two blocks have in common of which the same is said."""
+    """Return a key that is equal for blocks with the same place and reasons."""
     return [
         (
             block["host"],
@@ -360,8 +361,8 @@ def _alike(found: Sequence[Block]) -> list[object]:
 
 _HOST: Final = {
     "ready": "host memory",
-    "unproven": "host memory (its checksum is still to be seen)",
-    "leaving": "host memory (leaving)",
+    "unproven": "host memory (not yet verified)",
+    "leaving": "host memory (evicting)",
 }
 
 
@@ -372,11 +373,11 @@ def _place(block: Block) -> str:
     where += [f"tier {printable(name)}" for name in tiers]
     if where:
         return "in " + " and ".join(where)
-    return "MISSING, being stored just now" if block["host"] == "writing" else "MISSING"
+    return "MISSING, being stored now" if block["host"] == "writing" else "MISSING"
 
 
 def _plain(block: Block) -> list[dict[str, object]]:
-    """The reasons of a block with the tiers' names alone."""
+    """Return a block's reasons with each tier reduced to its name."""
     return [
         {**reason, "tier": table(reason["tier"])["name"]} if "tier" in reason else reason
         for reason in tables(block["why"])

@@ -1,4 +1,4 @@
-"""The reasons that an EXPLAINED gives for a block, in a sentence each, with what to do about it."""
+"""Turns the reasons of an EXPLAINED message into sentences, each with what to do."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final, NamedTuple
 from tierd.cli.common.text import ago, printable, size
 
 Reason = Mapping[str, object]
-"""A reason as it is shown: tiers by their status, another namespace by what is told of it."""
+"""A reason with its tier's status and the other namespace's description filled in."""
 
 
 class Said(NamedTuple):
-    """A reason in words; `do` is empty where nothing is to be done."""
+    """A reason in words; `do` is empty if no action is needed."""
 
     what: str
     do: str
 
 
 def said(reason: Reason) -> Said:
-    """A reason in words. One that only a newer daemon knows is named as it names it."""
+    """Return a reason in words. A newer daemon's unknown reason is shown by its name."""
     known = _SAID.get(str(reason["what"]))
     return known(reason) if known else Said(printable(reason["what"]), "")
 
@@ -37,21 +37,22 @@ def _name(reason: Reason) -> str:
 def _never_stored(reason: Reason) -> Said:
     either = "no engine has stored it since tierd started"
     if reason["forgets"]:
-        either += ", or it left so long ago that this is forgotten"
+        either += ", or it was evicted too long ago for tierd to remember"
     return Said(
         either,
-        "a prompt that was served once is found by the next one; see that tokens, salt, adapter "
-        "and namespace are those of the requests",
+        "the first request with this prompt stores its blocks; if requests had it, check that "
+        "tokens, salt, adapter and namespace match theirs",
     )
 
 
 def _restart(reason: Reason) -> Said:
-    began = f"tierd started {ago(reason['ago_s'])} ago and knows nothing of before"
+    began = f"tierd started {ago(reason['ago_s'])} ago and has no earlier history"
     if reason["kept"]:
-        return Said(f"{began}, but for what host memory kept", "")
+        return Said(f"{began} except the blocks that host memory kept", "")
     return Said(
         f"{began}; host memory was not kept",
-        "warm it (tierd warm), or have systemd keep it over restarts (tierd install-units)",
+        "load the prefix with tierd warm; tierd install-units makes systemd keep host memory over "
+        "restarts",
     )
 
 
@@ -59,35 +60,35 @@ def _not_admitted(reason: Reason) -> Said:
     name, policy = _name(reason), reason["policy"]
     if "uses_min" in reason:
         return Said(
-            f"{name} does not have it yet: {reason['uses']} of {reason['uses_min']} uses, and a "
-            f"chance of reuse of {reason['chance']} where {reason['chance_min']} is demanded",
-            "nothing: it is written once it has both, or when it leaves host memory, if it is "
-            "worth it then",
+            f"{name} does not have it yet: {reason['uses']} of {reason['uses_min']} required uses, "
+            f"predicted reuse {reason['chance']}, write threshold {reason['chance_min']}",
+            "nothing: tierd writes the block once it reaches both; if it is evicted from host "
+            "memory earlier, tierd decides again whether to write it",
         )
     if policy == "write_back":
-        return Said(f"{name} gets it when it leaves host memory (write_back)", "")
+        return Said(f"{name} receives it when host memory evicts it (write_back)", "")
     if policy == "fill_from_lower":
         return Said(f"{name} is not filled from the tiers below it (fill_from_lower)", "")
-    return Said(f"{name} does not have it yet", "nothing: it is offered again at its next use")
+    return Said(f"{name} does not have it yet", "nothing: tierd offers it again at its next use")
 
 
 _EVICTED: Final = {
-    "room": ("new blocks needed the room", "raise host.capacity"),
-    "ahead": ("new blocks needed the room", "raise host.capacity"),
+    "room": ("new blocks needed the space", "raise host.capacity"),
+    "ahead": ("new blocks needed the space", "raise host.capacity"),
     "lent": (
         "another namespace needed the memory",
         "raise host.capacity, or serve fewer models on this node",
     ),
     "shrunk": (
         "the machine was short of memory, or host.capacity was lowered",
-        "see what else takes memory here; host.min is what tierd keeps",
+        "find what else uses memory on this machine; tierd always keeps host.min",
     ),
 }
 
 
 def _evicted(reason: Reason) -> Said:
     why, do = _EVICTED.get(str(reason["by"]), (printable(reason["by"]), ""))
-    return Said(f"it left host memory {ago(reason['ago_s'])} ago: {why}", do)
+    return Said(f"host memory evicted it {ago(reason['ago_s'])} ago: {why}", do)
 
 
 def _flushed(reason: Reason) -> Said:
@@ -96,42 +97,45 @@ def _flushed(reason: Reason) -> Said:
 
 
 def _checksum_failed(reason: Reason) -> Said:
-    when = f"{ago(reason['ago_s'])} ago, and dropped it"
+    when = f"{ago(reason['ago_s'])} ago and was dropped"
     if "tier" not in reason:
-        return Said(f"host memory had it damaged {when}", "test this machine's memory")
+        return Said(f"its copy in host memory was corrupt {when}", "test this machine's memory")
     name = printable(_tier(reason)["name"])
     return Said(
-        f"{_name(reason)} had it damaged {when}",
-        f"look at its disk or server, and verify the rest: tierd scrub --tier {name}",
+        f"its copy in {_name(reason)} was corrupt {when}",
+        f"check the tier's disk or server; verify its other blocks: tierd scrub --tier {name}",
     )
 
 
 def _refused_by_budget(reason: Reason) -> Said:
     return Said(
-        f"{_name(reason)} did not get it: less likely to be used again than what it had room for "
-        f"in its write budget (demand {reason['demand']})",
-        "if hits are worth more writes, raise the tier's write_share, write_bytes_per_s or "
+        f"{_name(reason)} did not receive it: the write budget went to blocks more likely to be "
+        f"reused (demand {reason['demand']})",
+        "to get more hits for more writes, raise the tier's write_share, write_bytes_per_s or "
         "drive_writes_per_day",
     )
 
 
 _SKIPPED: Final = {
     "full": (
-        "too many blocks waited to be written",
-        "raise its write_queue or write_batches, or use a faster disk or server",
+        "its write queue was full",
+        "raise the tier's write_queue or write_batches, or use a faster disk or server",
     ),
     "away": (
-        "it took no writes then",
-        "tierd status says how it is; blocks come at their next use",
+        "the tier accepted no writes then",
+        "tierd status shows the tier's state; tierd writes the block at its next use",
     ),
-    "failed": ("it failed to keep it", "see its errors in tierd's log: a full or read-only disk?"),
-    "flushed": ("a flush ended the wait", ""),
+    "failed": (
+        "the write failed",
+        "read the tier's errors in tierd's log; the disk may be full or read-only",
+    ),
+    "flushed": ("a flush removed it from the write queue", ""),
 }
 
 
 def _skipped(reason: Reason) -> Said:
     why, do = _SKIPPED.get(str(reason["by"]), (printable(reason["by"]), ""))
-    return Said(f"{_name(reason)} did not get it: {why}", do)
+    return Said(f"{_name(reason)} did not receive it: {why}", do)
 
 
 def _breaker_open(reason: Reason) -> Said:
@@ -142,36 +146,37 @@ def _breaker_open(reason: Reason) -> Said:
         since = f" for {ago(reads['since_s'])}" if reads.get("since_s") is not None else ""
         why = printable(reads.get("why"))
     return Said(
-        f"{_name(reason)} may have it and has taken no reads{since}: {why}",
-        "mend its disk or server; tierd asks again by itself",
+        f"{_name(reason)} may have it but has accepted no reads{since}: {why}",
+        "repair its disk or server; tierd retries by itself",
     )
 
 
 def _unavailable(reason: Reason) -> Said:
     why = printable(_tier(reason).get("why")) or "it is being opened"
     return Said(
-        f"{_name(reason)} may have it and is not open: {why}",
-        "mend that; tierd tries again by itself",
+        f"{_name(reason)} may have it but is not open: {why}",
+        "fix the stated cause; tierd retries by itself",
     )
 
 
 def _no_answer(reason: Reason) -> Said:
-    return Said(f"{_name(reason)} may have it and did not answer in time", "ask again")
+    return Said(f"{_name(reason)} may have it but did not answer in time", "try again")
 
 
 def _deadline_missed(reason: Reason) -> Said:
     return Said(
-        f"a request asked for it {ago(reason['ago_s'])} ago and was answered before it came",
-        "if that was worth the wait, raise prefetch.timeout_max_ms and timeout_per_ki_ms; "
-        "tierd status says how fast the tier is",
+        f"a request wanted it {ago(reason['ago_s'])} ago, but the load took longer than the "
+        "prefetch timeout",
+        "to wait longer, raise prefetch.timeout_max_ms and timeout_per_ki_ms; tierd status shows "
+        "the tier's latency",
     )
 
 
 def _not_worth(reason: Reason) -> Said:
     return Said(
-        f"a request asked for it {ago(reason['ago_s'])} ago, and computing it was faster than "
-        "loading it",
-        "a faster tier; or prefetch.break_even = false to load it all the same",
+        f"a request wanted it {ago(reason['ago_s'])} ago, but computing it was faster than loading "
+        "it",
+        "use a faster tier, or set prefetch.break_even = false to load it anyway",
     )
 
 
@@ -182,8 +187,8 @@ def _tier_dropped(reason: Reason) -> Said:
     if tier.get("capacity_bytes"):
         full = f" ({size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} used)"
     return Said(
-        f"{_name(reason)} had it{when} and has dropped it by itself since",
-        f"raise its capacity{full}; see also what expires or deletes in it",
+        f"{_name(reason)} had it{when} but has evicted or lost it since",
+        f"raise the tier's capacity{full}; check whether its server expires or deletes entries",
     )
 
 
@@ -198,23 +203,23 @@ def _other_namespace(reason: Reason) -> Said:
         "host memory" if place == "host" else f"tier {printable(place)}" for place in where
     )
     differs = other["differs"]
-    what, do = "which fields differ is not known here", ""
+    what, do = "the differing fields are unknown", ""
     if isinstance(differs, dict):
         fields = [
             f"{printable(name)} is {printable(theirs)}, not {printable(mine)}"
             for name, (mine, theirs) in differs.items()
         ]
-        what = f"there {'; '.join(fields)}"
-        do = "blocks are never served across namespaces: undo that change, or warm this one"
+        what = f"its {'; '.join(fields)}"
+        do = "tierd never serves blocks across namespaces: undo the change, or warm this namespace"
         if differs.keys() <= _RANKS:
-            do = "a prefix is of use only where all ranks have it: see why this one stored less"
+            do = "a prefix is usable only if all ranks have it: find out why this rank stored less"
     named = f"{printable(other['digest'])} ({printable(other['model'])})"
     return Said(f"another namespace, {named}, has this hash in {places}: {what}", do)
 
 
 _SAID: Final[dict[str, Callable[[Reason], Said]]] = {
-    "being_flushed": lambda _: Said("it is being flushed", "wait for tierd flush to end"),
-    "waiting": lambda reason: Said(f"it is about to be written to {_name(reason)}", ""),
+    "being_flushed": lambda _: Said("it is being flushed", "wait until tierd flush ends"),
+    "waiting": lambda reason: Said(f"it waits to be written to {_name(reason)}", ""),
     "never_stored": _never_stored,
     "restart": _restart,
     "not_admitted": _not_admitted,

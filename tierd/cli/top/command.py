@@ -1,7 +1,7 @@
-"""`tierd top`: what the daemon does now, once a second, until q.
+"""`tierd top`: show the daemon's activity, refreshed once a second, until q.
 
-The picture is drawn by pure functions of samples (`tierd.cli.top.sample`); the rest asks the
-daemon, listens to the keyboard, and survives the daemon's restart.
+Pure functions draw the screen from samples (`tierd.cli.top.sample`). The rest asks the daemon,
+reads the keyboard, and survives restarts of the daemon.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from tierd.client import DEFAULT_SOCKET, Client
 from tierd.errors import TierdError
 
 INTERVAL_S_MIN: Final = 0.1
-"""A status costs the daemon up to 1 ms with 8 namespaces, and 25 ms with 1,024."""
+"""A STATUS takes the daemon up to 1 ms with 8 namespaces and 25 ms with 1,024."""
 
 INTERVAL_S_MAX: Final = 3600.0
 
 HISTORY_MAX: Final = 240
-"""Samples that the sparklines show: four minutes at one a second."""
+"""Samples in the sparklines: four minutes at one sample per second."""
 
 RESIZE_S: Final = 0.2
-"""How soon a new size of the terminal is noticed."""
+"""Longest time until a new terminal size is noticed."""
 
 NAMESPACES_SHOWN_MAX: Final = 10
 
 WHY_LEFT: Final = 2
-"""Columns that the reason under a tier is moved to the right."""
+"""Columns by which the reason under a tier is indented."""
 
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
 _SPARKS_ASCII: Final = "_.-=+*#"
 _SPARKED: Final = ("hits", "tokens/s", "read/s", "write/s")
-"""What the lines are called."""
+"""Labels of the sparklines."""
 
 _BAD: Final = ("failing", "unavailable")
 _COLOURS: Final = {"ready": "green", **dict.fromkeys(_BAD, "bold red")}
@@ -60,23 +60,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "top",
-        help="watch what the daemon does",
-        description="Show tiers, throughput, hit ratio, queues, breakers and the namespaces that "
-        "are asked most, again and again. q or Ctrl-C ends it. If standard output is no terminal, "
-        "one frame is printed. Exit status 1: no daemon answers (with --once or --json; else "
-        "it is waited for).",
+        help="watch the activity of the daemon",
+        description="Show tiers, throughput, hit ratio, queues, breakers and the namespaces with "
+        "the most requested tokens, refreshed at each interval. q or Ctrl-C quits. If standard "
+        "output is not a terminal, the command prints one frame. If no daemon answers, --once and "
+        "--json exit with status 1; the live display waits for the daemon.",
         epilog="NO_COLOR in the environment turns colours off.",
     )
     parser.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between frames: 1"
+        "--interval",
+        type=_interval,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between frames (default: 1)",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print one frame, of one interval")
+    how.add_argument("--once", action="store_true", help="print one frame after one interval")
     how.add_argument("--json", action="store_true", help="print one sample as JSON")
     parser.add_argument(
         "--socket",
         default=os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET),
-        help=f"default: $TIERD_SOCKET or {DEFAULT_SOCKET}",
+        help=f"the daemon's socket (default: $TIERD_SOCKET or {DEFAULT_SOCKET})",
     )
     parser.set_defaults(run=run)
 
@@ -92,7 +96,7 @@ def _interval(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it; the exit status."""
+    """Show the display, or print one frame or sample; return the exit status."""
     console = Console(highlight=False)
     with contextlib.closing(Watch(args.socket)) as watch:
         if console.is_terminal and not args.once and not args.json:
@@ -116,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TrendPoint(NamedTuple):
-    """What the sparklines show of a sample."""
+    """The values of one sample in the sparklines."""
 
     hit_ratio: float | None
     loaded_tokens_per_s: float | None
@@ -125,23 +129,23 @@ class TrendPoint(NamedTuple):
 
 
 NOTHING: Final = TrendPoint(None, None, None, None)
-"""While no daemon answers."""
+"""The point of a time when no daemon answers."""
 
 
 class Watch:
-    """Looks at a daemon again and again, whatever becomes of it. Owns its connection."""
+    """Samples a daemon repeatedly, also across its restarts. Owns the connection."""
 
     def __init__(self, path: str) -> None:
         self.now: StatusSample | None = None
         self.problem = ""
-        """Why the last look came to nothing; empty if it did not."""
+        """Error of the last sample; empty if it succeeded."""
         self.history: deque[TrendPoint] = deque(maxlen=HISTORY_MAX)
         self._path = path
         self._client: Client | None = None
         self._before: Status | None = None
 
     def look(self) -> None:
-        """Take the next sample. Blocks for at most a second."""
+        """Take the next sample. Blocks for at most one second."""
         if self._client is None:
             self._client = Client(self._path, name="tierd top", map_segments=False)
         try:
@@ -149,7 +153,7 @@ class Watch:
         except TierdError as error:
             self.problem = str(error)
             self.history.append(NOTHING)
-            self.close()  # A new one connects at once, where this one would wait longer and longer.
+            self.close()  # A new client connects at once; this one would back off.
             return
         self.problem = ""
         self.now = sample(self._before, status)
@@ -158,14 +162,14 @@ class Watch:
         self._before = status
 
     def frame(self, width: int, height: int | None, encoding: str = "utf-8") -> list[Text]:
-        """What is to be seen at present."""
+        """Return the lines of the current frame."""
         if self.now is None:
             return [Text(line) for line in ("waiting for tierd", "", self.problem)]
         pen = Pen(width, encoding.lower().startswith("utf"))
         return draw(self.now, self.history, pen, height, self.problem)
 
     def close(self) -> None:
-        """Give the connection up; the next look makes another one."""
+        """Close the connection; the next `look` opens a new one."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -180,22 +184,23 @@ def _moment(now: StatusSample) -> TrendPoint:
     )
 
 
-# --- the picture ----------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------
 
 
 class Pen(NamedTuple):
-    """What can be drawn on."""
+    """The drawing area: its width in cells, and whether it shows Unicode."""
 
     width: int
     unicode: bool
 
     def bar(self, share: float, cells: int) -> str:
-        """As in [####----]."""
+        """Return a bar such as [####----] for a share of 0 to 1."""
         full = round(min(max(share, 0.0), 1.0) * cells)
         return f"[{'#' * full}{'-' * (cells - full)}]"
 
     def sparkline(self, values: Sequence[float | None], cells: int, top: float = 0.0) -> str:
-        """The last values, several to a cell if they are many; `top` or the largest is full."""
+        """Return a sparkline of the last values. Each cell is a mean of HISTORY_MAX / cells
+        values; the full height is `top` or the largest mean."""
         sparks = _SPARKS if self.unicode else _SPARKS_ASCII
         group = -(-HISTORY_MAX // cells)
         cut = [values[max(0, end - group) : end] for end in range(len(values), 0, -group)][:cells]
@@ -219,8 +224,8 @@ def draw(
     height: int | None,
     problem: str = "",
 ) -> list[Text]:
-    """At most `height` lines of at most `pen.width` cells; what matters most comes first, and
-    the namespaces have the lines that are left."""
+    """Return at most `height` lines of at most `pen.width` cells, most important first. The
+    namespaces fill the remaining lines."""
     above = [*_head(now, problem), *_host(now, pen), Text()]
     above += _tier_table(now.tiers, pen)
     sparks = [Text(), *_sparks(history, pen)] if len(history) > 1 else []
@@ -248,7 +253,7 @@ def _head(now: StatusSample, problem: str) -> list[Text]:
             "hits     ",
             (f"{percent(now.hit_ratio)} now", "bold"),
             f"  {percent(now.host_hit_ratio)} from host memory  "
-            f"{percent(now.hit_ratio_since_start)} since the start",
+            f"{percent(now.hit_ratio_since_start)} since start",
         ),
     ]
 
@@ -283,7 +288,7 @@ def _host(now: StatusSample, pen: Pen) -> list[Text]:
 
 
 def _row(cells: Sequence[tuple[str, int]]) -> str:
-    """Cells of a table, of so many columns; those that are negative are aligned to the right."""
+    """Return a table row of (text, width) cells; a negative width aligns to the right."""
     return " ".join(
         set_cell_size(text, width) if width > 0 else text.rjust(-width) for text, width in cells
     )
@@ -354,7 +359,7 @@ def _sparks(history: Sequence[TrendPoint], pen: Pen) -> list[Text]:
 
 
 def _live(watch: Watch, interval_s: float, console: Console) -> int:
-    """Until q, Ctrl-C, SIGTERM, or the terminal has gone."""
+    """Run the live display until q, Ctrl-C, SIGTERM or the end of the terminal."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -382,8 +387,8 @@ def _nobody(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for keys and returns them; "q" once nobody can
-    press any more. The terminal is as it was afterwards."""
+    """Yield a function that waits up to the given seconds for keys and returns them; it returns
+    "q" once the terminal is closed. Restores the terminal's settings at the end."""
     if not sys.stdin.isatty():
         yield _nobody
         return

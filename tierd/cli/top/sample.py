@@ -1,6 +1,6 @@
-"""What happened between two statuses of a daemon: rates and ratios, and what is there now.
+"""Rates, ratios and current values from two statuses of a daemon.
 
-Pure: it knows neither the daemon nor the screen.
+Pure functions, without access to the daemon or the screen.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ Status = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TierSample:
-    """One storage tier. Rates and latencies are those of the time between the statuses."""
+    """One storage tier. Rates and latencies cover the time between the statuses."""
 
     name: str
     state: str
     why: str
-    """Why it is not used, or not wholly; empty if it is."""
+    """Why the tier is unused or only partly used; empty if it is in full use."""
     used_bytes: int
     capacity_bytes: int
-    """0: no limit, or not known."""
+    """0: unlimited or unknown."""
     read_bytes_per_s: float
     written_bytes_per_s: float
     read_p99_s: float | None
-    """None: no call has ended."""
+    """None: no call ended."""
     write_p99_s: float | None
     reads: str
-    """State of the breaker of reads."""
+    """State of the read breaker."""
     writes: str
     queue_blocks: int
     queue_bytes: int
     queue_bytes_max: int
     hit_ratio: float | None
-    """Tokens that it brought, of all that were asked for. None: none were."""
+    """Tokens loaded from this tier / tokens requested of tierd. None: no token was requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class NamespaceSample:
 
 @dataclass(frozen=True, slots=True)
 class StatusSample:
-    """A daemon. Rates are a second, of the time between the statuses; ratios are of tokens."""
+    """A daemon. Rates are per second between the statuses; ratios are of tokens."""
 
     version: str
     uptime_s: float
     seconds: float
-    """Between the statuses, or since the daemon has started if it has in between."""
+    """Time between the statuses, or since the daemon's start if it started in between."""
     restarted: bool
     hit_ratio: float | None
     hit_ratio_since_start: float | None
@@ -75,19 +75,19 @@ class StatusSample:
     host_used_bytes: int
     host_capacity_bytes: int
     host_limit_bytes: int
-    """What memory pressure leaves of the capacity at present."""
+    """Current limit of host memory under memory pressure, up to the capacity."""
     host_blocks: int
     leases: int
     writing_blocks: int
     backlog_blocks: int
     tiers: list[TierSample]
     namespaces: list[NamespaceSample]
-    """Those that are asked most come first."""
+    """Ordered by requested tokens, most first."""
 
 
 def sample(before: Status | None, now: Status) -> StatusSample:
-    """Between two statuses of one daemon; without `before`, or if the daemon has started anew
-    since, from its start on."""
+    """Return the sample between two statuses of one daemon. Without `before`, or if the daemon
+    has restarted since, it covers the time from the daemon's start."""
     up_s = _number(now["uptime_s"])
     restarted = before is not None and _number(before["uptime_s"]) > up_s
     start: Status = {} if before is None or restarted else before
@@ -157,7 +157,8 @@ def _tier(before: Status, now: Status, seconds: float, asked_tokens: float) -> T
 
 
 def _p99_s(before: Status, now: Status, operation: str) -> float | None:
-    """The bound of the bucket that the 99th of a hundred calls between the statuses is in."""
+    """Return the upper bound of the bucket with the 99th percentile of the calls between the
+    statuses, None if there was no call."""
     counts = [_buckets(status, operation) for status in (before, now)]
     calls = [new - old for old, new in zip(*counts, strict=True)]
     rank = 0.99 * sum(calls)
@@ -175,7 +176,7 @@ def _buckets(status: Status, operation: str) -> Sequence[int]:
 
 
 def _namespaces(start: Status, now: Status, seconds: float) -> list[NamespaceSample]:
-    """Those with tallies of their own, and the others."""
+    """Return the namespaces that the status counts one by one, and "other"."""
     held = {str(space["digest"]): space for space in _maps(now["namespaces"])}
     before = {str(entry["namespace"]): entry for entry in _maps(start.get("demand", []))}
     found = []
@@ -188,7 +189,7 @@ def _namespaces(start: Status, now: Status, seconds: float) -> list[NamespaceSam
         )
         blocks = _whole(space.get("blocks", 0))
         if not entry["requested_tokens"]:
-            continue  # Most daemons have no others.
+            continue  # On most daemons "other" is empty.
         found.append(
             NamespaceSample(
                 digest=digest,
@@ -204,7 +205,7 @@ def _namespaces(start: Status, now: Status, seconds: float) -> list[NamespaceSam
 
 
 def _growth(before: Status, now: Status) -> Callable[[str], float]:
-    """By how much a counter of a status has grown."""
+    """Return a function: the increase of a counter between the statuses, by its name."""
     old, new = _map(before.get("counters", {})), _map(now["counters"])
     return lambda name: _number(new.get(name, 0)) - _number(old.get(name, 0))
 

@@ -1,4 +1,4 @@
-"""`tierd warm`: have prefixes in host memory, or in a storage tier, before they are asked for."""
+"""`tierd warm`: load prefixes into host memory or a storage tier before requests need them."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ INTERRUPTED: Final = 130
 HOST: Final = "host memory"
 
 INDEX_S_MAX: Final = 300.0
-"""Longest wait for tiers that have just been opened to know what they have."""
+"""Longest wait for tiers that are still being indexed."""
 
 INDEX_POLL_S: Final = 0.2
 
 SHOW_S: Final = 0.1
-"""How often a terminal's line is written again."""
+"""Interval at which the line on a terminal is rewritten."""
 
 LINES_S: Final = 10.0
-"""How often a line is written elsewhere."""
+"""Interval of progress lines without a terminal."""
 
 REPLAYS_AHEAD: Final = 4
-"""Prompts that wait for each one that the engine computes."""
+"""Prompts that may wait for the engine, per prompt that it computes at a time."""
 
 
 class _DeadlineError(Exception):
-    """The time is up, wherever the command is."""
+    """The deadline has passed; raised wherever the command is."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,46 +68,50 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "warmed before it stays), 130 interrupted.",
     )
     source = parser.add_argument_group("what to warm")
-    source.add_argument("file", nargs="*", metavar="FILE", help="prompts; - is stdin")
+    source.add_argument("file", nargs="*", metavar="FILE", help="prompts, one per line; - is stdin")
     source.add_argument(
         "--hotset",
         action="append",
         default=[],
         metavar="FILE|URL",
-        help="a hot set, or another node's: http://NODE:PORT/v1/hotset; may be repeated",
+        help="a hot set file, or another node's: http://NODE:PORT/v1/hotset; may be repeated",
     )
-    source.add_argument("--from", dest="source", metavar="TIER", help="all that a tier has")
-    source.add_argument("--size", help="with --from: so much of what was used most")
     source.add_argument(
-        "--if-exists", action="store_true", help="leave out files that are not there"
+        "--from", dest="source", metavar="TIER", help="all blocks in a tier, most valuable first"
     )
+    source.add_argument("--size", help="with --from: stop after this size, as in 100GiB")
+    source.add_argument("--if-exists", action="store_true", help="skip files that do not exist")
     source.add_argument(
         "--skip-bad",
         action="store_true",
-        help="go on after a malformed line or hot set, and end with 3 (default: stop there)",
+        help="skip malformed lines and hot sets, and exit with status 3 (default: stop there)",
     )
-    meaning = parser.add_argument_group("what it means")
+    meaning = parser.add_argument_group("how to hash the prompts")
     add_namespace(meaning)
     meaning.add_argument(
         "--lora",
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="where the engine has the adapter from that requests name as their model",
+        help="path from which the engine loads the adapter that requests name as their model",
     )
     meaning.add_argument(
-        "--tokenizer", metavar="DIR", help="makes tokens of text; needs transformers"
+        "--tokenizer",
+        metavar="DIR",
+        help="tokenize text with this tokenizer; needs the package transformers",
     )
     meaning.add_argument(
         "--engine",
         metavar="URL",
-        help="makes tokens of text if there is no --tokenizer, and computes what no tier has",
+        help="this vLLM computes blocks that no tier has, and tokenizes text without --tokenizer",
     )
-    how = parser.add_argument_group("how")
-    how.add_argument("--to", metavar="TIER", help="bring it there (default: host memory)")
-    how.add_argument("--dry-run", action="store_true", help="say where it is, and do nothing")
-    how.add_argument("--deadline", metavar="TIME", help="end after so long (90, 90s, 5m, 1h)")
-    how.add_argument("--rate", help="bytes read a second at most, as in 200MB/s")
+    how = parser.add_argument_group("how to warm")
+    how.add_argument("--to", metavar="TIER", help="copy blocks there (default: host memory)")
+    how.add_argument(
+        "--dry-run", action="store_true", help="show where the blocks are, and load none"
+    )
+    how.add_argument("--deadline", metavar="TIME", help="stop after this time (90, 90s, 5m, 1h)")
+    how.add_argument("--rate", help="read rate limit, as in 200MB/s")
     how.add_argument(
         "--concurrency",
         type=int,
@@ -115,14 +119,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="prompts that the engine computes at a time (default: %(default)s)",
     )
-    how.add_argument("--pin", metavar="TIME", help="keep it for so long, as in 30m")
     how.add_argument(
-        "--verify", action="store_true", help="see the checksums of what is there already"
+        "--pin", metavar="TIME", help="keep the blocks in host memory for this time, as in 30m"
+    )
+    how.add_argument(
+        "--verify", action="store_true", help="also verify the blocks that are there already"
     )
     how.add_argument(
         "--resume",
         metavar="JOURNAL",
-        help="do not repeat what this file has as finished, and write there what is",
+        help="skip prompts and runs that this journal lists as finished, and add new ones to it",
     )
     how.add_argument("--json", action="store_true", help="print JSON")
     add_socket(parser)
@@ -130,7 +136,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Warm; the exit status."""
+    """Warm the prefixes; return the exit status."""
     order = _order(args)
     run_ = _Run(args, order)
     try:
@@ -154,24 +160,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One command, from its options to its exit status."""
+    """One run of the command, from its options to its exit status."""
 
     def __init__(self, args: argparse.Namespace, order: WarmOptions) -> None:
-        """Raises ConfigError for options that cannot be right, whatever the daemon says."""
+        """Check the options that do not depend on the daemon. Raises ConfigError."""
         self.report = WarmReport()
         self.progress = ProgressLine(lines_s=LINES_S)
         self.journal: WarmJournal | None = None
         self.over = False
-        """It has come to its end; what the report lacks was not to be had."""
+        """All sources were processed before the deadline."""
         self.failure: TierdError | None = None
-        """Of the daemon's."""
+        """The error of the daemon that ended the run."""
         self._args = args
         self._order = order
         self._adapters = _adapters(args.lora)
         self._engine = EngineServer(args.engine) if args.engine else None
         self._tokenizer = LocalTokenizer(args.tokenizer) if args.tokenizer else self._engine
         if args.size and not args.source:
-            raise ConfigError("--size goes with --from")
+            raise ConfigError("--size needs --from TIER")
         self._size_bytes = parse_size(args.size) if args.size else None
         if args.concurrency < 1:
             raise ConfigError("--concurrency must be at least 1")
@@ -181,14 +187,14 @@ class _Run:
         self._shown_s = 0.0
 
     def warm(self, operator: Operator) -> None:
-        """Do it. Raises DisconnectedError, RefusedError, ConfigError."""
+        """Warm all sources, or estimate. Raises DisconnectedError, RefusedError, ConfigError."""
         args = self._args
         status = operator.status()
         names = [str(tier["name"]) for tier in tables(status["storage"])]
         for name in filter(None, (args.to, args.source)):
             if name not in names:
                 known = ", ".join(names) or "none"
-                raise ConfigError(f"no tier is named {name!r}; there are {known}")
+                raise ConfigError(f"no tier is named {name!r}; tiers: {known}")
         if args.to:
             self._order.target = names.index(args.to) + 1
         else:
@@ -224,7 +230,7 @@ class _Run:
         self.over = not self.report.late
 
     def end(self) -> int:
-        """Tell what it came to; the exit status."""
+        """Print the result; return the exit status."""
         args, report = self._args, self.report
         error = None if self._warmer is None else self._warmer.wrong
         if report.late and self._warmer is not None:
@@ -258,7 +264,7 @@ class _Run:
         return ALL if report.whole else PARTLY
 
     def _wants(self, sources: Sources, tiers: list[str]) -> Iterator[WantedBlocks]:
-        """Of all sources: hot sets first, since they bring along the namespaces of prompts."""
+        """Yield all wants: hot sets first, since prompts may use their namespaces."""
         args = self._args
         for name in (*args.hotset, *args.file):
             if args.if_exists and "://" not in name and name != "-" and not Path(name).exists():
@@ -289,19 +295,19 @@ class _Run:
 
 
 def wait_for_tiers(operator: Operator, say: Callable[[str], None]) -> None:
-    """Until they know what they have: right after a start a tier would miss it."""
+    """Wait until no tier is being opened or indexed: until then a tier misses its own blocks."""
     end_s = time.monotonic() + INDEX_S_MAX
     while time.monotonic() < end_s:
         states = {str(tier["state"]) for tier in tables(operator.status()["storage"])}
         if not states & {"opening", "indexing"}:
             return
-        say("waiting for the tiers to know what they have")
+        say("waiting for the tiers to be indexed")
         time.sleep(INDEX_POLL_S)
 
 
 @contextmanager
 def _alarm(end_s: float | None) -> Iterator[None]:
-    """Raise _DeadlineError at a time of time.monotonic(), whatever is being waited for then."""
+    """Raise _DeadlineError at a time of time.monotonic(), also during a wait."""
     if end_s is None:
         yield
         return

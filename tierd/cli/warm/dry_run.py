@@ -1,4 +1,4 @@
-"""What a warm would do, without doing it: which blocks are where, and about how long it takes."""
+"""The estimate of `tierd warm --dry-run`: where the blocks are, and about how long a warm takes."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from tierd.wire.messages import EXPLAINED_MAX
 
 @dataclass(slots=True)
 class Estimate:
-    """Where blocks are. A block counts as being somewhere where all ranks have it."""
+    """Where blocks are. A block counts for a place only if all ranks have it there."""
 
     units: int = 0
     blocks: int = 0
     size_bytes: int = 0
-    """In all ranks."""
+    """Size of all blocks, of all ranks."""
     here: int = 0
-    """Where they are to be brought already."""
+    """Blocks that are in the target already."""
     nowhere: int = 0
     tokens_nowhere: int = 0
     by_tier: Counter[str] = field(default_factory=Counter)
-    """Blocks that each tier has, whoever else has them; a tier that does not answer has none."""
+    """Blocks in each tier, also if another tier has them; 0 for a tier that does not answer."""
     silent: set[str] = field(default_factory=set)
-    """Tiers that do not tell what they have."""
+    """Tiers that do not accept reads, so that their blocks are unknown."""
     read_bytes: Counter[str] = field(default_factory=Counter)
-    """What would be read from each tier."""
+    """Bytes that a warm would read from each tier."""
     read_s: float | None = 0.0
-    """How long that takes at the speed that was measured; None if one has not been."""
+    """Time to read them at the measured speeds; None if a speed was not measured."""
     compute_s: float | None = None
-    """How long an engine computes what nobody has; None if its speed is not known."""
+    """Time for an engine to compute the missing blocks; None if its speed is unknown."""
 
     def lines(self, target: str) -> Iterator[str]:
-        """For people."""
+        """Yield the estimate as text."""
         yield (
             f"{self.units} prompts and runs: {self.blocks} blocks, {size(self.size_bytes)}; "
-            f"{self.here} are in {target}, {self.nowhere} are nowhere"
+            f"{self.here} in {target}, {self.nowhere} in no tier"
         )
         for name, blocks in self.by_tier.items():
             what = size(self.read_bytes[name])
-            yield printable(f"  {name}: has {blocks}; {what} would be read from it")
+            yield printable(f"  {name}: {blocks} blocks, {what} to read")
         for name in sorted(self.silent):
-            yield printable(f"  {name}: does not tell what it has now")
-        yield f"  to read: {_time(self.read_s)}; to compute what is nowhere: " + (
-            _time(self.compute_s) if self.nowhere else "nothing"
+            yield printable(f"  {name}: accepts no reads now, its blocks are unknown")
+        yield f"  time to read: {_time(self.read_s)}; to compute the missing blocks: " + (
+            _time(self.compute_s) if self.nowhere else "none"
         )
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
+        """Return the estimate for `--json`."""
         return {
             "units": self.units,
             "blocks": self.blocks,
@@ -69,7 +69,7 @@ class Estimate:
 
 
 def estimate(operator: Operator, wants: Iterable[WantedBlocks], target: int) -> Estimate:
-    """Ask where the blocks of all wants are. Raises what `wants` raises, and RefusedError."""
+    """Ask the daemon for all wants. Raises RefusedError and what `wants` raises."""
     status = operator.status()
     found = Estimate()
     speeds = {str(tier["name"]): tier["read_bytes_per_s"] for tier in tables(status["storage"])}
@@ -111,7 +111,7 @@ def _count(
         if (target - 1 in tiers) if target else in_host:
             found.here += 1
         elif in_host:
-            continue  # It only has to be written.
+            continue  # A write to the target tier is enough; nothing has to be read.
         elif tiers:
             found.read_bytes[names[min(tiers)]] += block_bytes
         else:
@@ -127,5 +127,5 @@ def _tiers(block: Mapping[str, object]) -> list[int]:
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "nobody knows how long, its speed has not been measured"
+        return "unknown, the speed was not measured yet"
     return f"about {duration(seconds)}"

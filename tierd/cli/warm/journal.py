@@ -1,8 +1,8 @@
-"""The journal of a warm: what it has finished, so that another run need not do it again.
+"""The journal of `tierd warm`: finished units, which a later run skips.
 
-A header line, then a line for each unit, appended once all its blocks were had, each with its
-CRC-32. A line that was
-cut off by a crash is as if it had never been begun; any other file is left as it is.
+The file has a header line, then one line per unit, appended once all of the unit's blocks are
+warm. Each line carries its CRC-32. A last line that a crash cut off is dropped. A file that is no
+journal is never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION: Final = 2
 
 
 class FinishedUnit(NamedTuple):
-    """A finished unit: where its last block is, and how many it has (0: it has no last)."""
+    """A finished unit: its namespaces, its last block and its number of blocks (0: no block)."""
 
     digests: tuple[bytes, ...]
     last: bytes
@@ -33,12 +33,13 @@ class FinishedUnit(NamedTuple):
 
 
 class WarmJournal:
-    """An open journal, which nobody else can have open."""
+    """An open journal, locked against other processes."""
 
     def __init__(self, path: str, target: str) -> None:
-        """Open or make it. `target` is where blocks are brought; another one's is refused.
+        """Open or create the journal of warms to `target`.
 
-        Raises ConfigError for a file that is no such journal, and changes nothing in it.
+        Raises ConfigError for a file that is no journal or one for another target, and leaves it
+        unchanged.
         """
         self.path = path
         self.done: dict[str, FinishedUnit] = {}
@@ -52,7 +53,7 @@ class WarmJournal:
             undo.pop_all()
 
     def finish(self, unit: str, done: FinishedUnit) -> None:
-        """A unit is finished: it will not be forgotten if this process dies now."""
+        """Record a finished unit; the record survives the death of this process."""
         record = {
             "unit": unit,
             "digests": [digest.hex() for digest in done.digests],
@@ -63,7 +64,7 @@ class WarmJournal:
         self.done[unit] = done
 
     def close(self) -> None:
-        """Let others have it. A machine that crashes now has lost L2 as well: no fsync."""
+        """Close and unlock it, without fsync: a machine that crashes loses L2 as well."""
         self._file.close()
 
     def _claim(self, target: str) -> None:
@@ -75,7 +76,7 @@ class WarmJournal:
         self._file.seek(0)
         data = self._file.read()
         if header.startswith(data):
-            # New, or cut off in its first line.
+            # The file is new, or was cut off in its first line.
             self._file.truncate(0)
             self._write(header)
             return
@@ -94,15 +95,17 @@ class WarmJournal:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or "tierd_warm_journal" not in found:
-            raise ConfigError(f"{self.path} is not a journal of tierd warm; it is left as it is")
+            raise ConfigError(
+                f"{self.path} is not a journal of tierd warm and was not changed: pass another file"
+            )
         if found["tierd_warm_journal"] != VERSION:
             raise ConfigError(
-                f"{self.path} is of version {found['tierd_warm_journal']!r:.20}; this tierd reads "
-                f"version {VERSION}"
+                f"{self.path} has version {found['tierd_warm_journal']!r:.20}; this tierd reads "
+                f"version {VERSION}: pass another file"
             )
         raise ConfigError(
-            f"{self.path} is of a warm to {found.get('to')!r:.80}, not to "
-            f"{json.loads(ours)['to']!r}"
+            f"{self.path} is the journal of a warm to {found.get('to')!r:.80}, not to "
+            f"{json.loads(ours)['to']!r}: pass another file"
         )
 
     def _records(self, lines: list[bytes]) -> Iterator[tuple[str, FinishedUnit]]:
@@ -124,7 +127,9 @@ class WarmJournal:
             except (ValueError, KeyError, TypeError, RecursionError):
                 sound = False
             if not sound or not isinstance(unit, str):
-                raise ConfigError(f"{self.path}, line {number}: not a journal's; it is damaged")
+                raise ConfigError(
+                    f"{self.path}, line {number}: the journal is damaged; delete it or pass another"
+                )
             yield unit, done
 
     def _write(self, line: bytes) -> None:
@@ -133,14 +138,14 @@ class WarmJournal:
         except OSError as error:
             raise ConfigError(f"{self.path}: {error.strerror}") from error
         if written != len(line):
-            raise ConfigError(f"{self.path}: no space left for it")
+            raise ConfigError(f"{self.path}: no space left on its disk")
 
 
 def still_there(
     journal: WarmJournal, operator: Operator, target: int
 ) -> Mapping[str, FinishedUnit]:
-    """Finished units whose last block is still in L2 (`target` 0), or in the storage tier of
-    number `target` - 1. Blocks go from the last one on, so the others are there too."""
+    """Return finished units whose last block is still in the target: L2 (`target` 0) or the
+    storage tier number `target` - 1. The last block is evicted first, so the others are there."""
     there = {unit: done for unit, done in journal.done.items() if not done.blocks}
     units = [(unit, done) for unit, done in journal.done.items() if done.blocks]
     units.sort(key=lambda entry: entry[1].digests)

@@ -1,4 +1,4 @@
-"""What a warm came to: how many blocks are where they should be, and why the others are not."""
+"""The result of a warm: how many blocks are warm, and why the others are not."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from tierd.cli.common.text import number, printable, size
 from tierd.wire.messages import Warmth
 
 LABELS_MAX: Final = 3
-"""Prompts or runs that are named for each reason."""
+"""Prompts or runs named for each reason."""
 
 REASONS_MAX: Final = 50
-"""Different reasons that are told apart: part of their text may be an engine's."""
+"""Limit of distinct reasons, since an engine may have written part of their text."""
 
 _REASONS: Final = {
     Warmth.NOWHERE: "no tier has them",
-    Warmth.NO_ROOM: "no room for them: what is there is worth more, leased or kept",
-    Warmth.AWAY: "a tier that may have them takes no reads now, or failed",
-    Warmth.CORRUPT: "they were damaged",
+    Warmth.NO_ROOM: "no space: the blocks in host memory are worth more, leased or pinned",
+    Warmth.AWAY: "a tier that may have them failed or accepts no reads now",
+    Warmth.CORRUPT: "they were corrupt",
     Warmth.LATE: "the deadline passed first",
     Warmth.BARRED: "they are being flushed",
-    Warmth.UNWRITTEN: "the storage tier did not take them",
+    Warmth.UNWRITTEN: "the storage tier did not store them",
 }
 
 COLD: Final = frozenset({Warmth.NOWHERE, Warmth.CORRUPT})
-"""What an engine can help: nobody has the blocks."""
+"""Outcomes that an engine can remedy by computing the blocks: no tier has them."""
 
-NOT_STORED: Final = "the engine has computed them, and not stored them in time"
+NOT_STORED: Final = "the engine computed them but did not store them in time"
 
 
 @dataclass(slots=True)
 class Reason:
-    """Why something is not warm: how many blocks, and whose."""
+    """How many blocks are not warm for one reason, and of which prompts or runs."""
 
     blocks: int = 0
     units: int = 0
-    """Prompts, or runs of a hot set or tier."""
+    """Prompts, or runs of a hot set or of a tier."""
     labels: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class WarmReport:
-    """Counts of one run. A block that several prompts share counts for each."""
+    """Counts of one run. A block shared by several prompts counts once for each."""
 
     units: int = 0
     blocks: int = 0
@@ -53,39 +53,39 @@ class WarmReport:
     brought: int = 0
     computed: int = 0
     before: int = 0
-    """Blocks of units that the journal has as finished, and that are still there."""
+    """Blocks of units that the journal lists as finished and that are still there."""
     bytes_read: int = 0
-    """What was brought, in all ranks; what two calls have from one read counts for both."""
+    """Bytes loaded, of all ranks. One read that serves two calls counts twice."""
     had_bytes: int = 0
-    """What is there, in all ranks."""
+    """Bytes of warm blocks, of all ranks."""
     kept_bytes: int | None = None
-    """Of that what is kept for a time; None: that was not asked for."""
+    """Pinned bytes of `had_bytes`; None without --pin."""
     unproven: int = 0
-    """Blocks that were to be verified, and have no checksum yet."""
+    """Blocks that could not be verified, since they have no checksum yet."""
     reasons: dict[str, Reason] = field(default_factory=dict)
     late: bool = False
-    """The deadline passed before all input was read."""
+    """The deadline passed before all was processed."""
     interrupted: bool = False
     engine_away: str = ""
     began_s: float = field(default_factory=time.monotonic)
 
     @property
     def had(self) -> int:
-        """Blocks that are warm."""
+        """Number of warm blocks."""
         return self.here + self.brought + self.computed + self.before
 
     @property
     def whole(self) -> bool:
-        """Nothing was left out."""
+        """Whether all blocks are warm and all input was processed."""
         return not self.reasons and not self.late and not self.interrupted
 
     def finished(
         self, label: str, outcomes: bytes, before: bytes | None = None, why: str | None = None
     ) -> None:
-        """A unit has come to its end.
+        """Count a unit whose outcomes are final.
 
-        `before` are its outcomes before an engine computed it; `why` is why none did what no
-        tier has.
+        `before`: its outcomes before an engine computed it. `why`: why no engine computed its
+        missing blocks.
         """
         self.units += 1
         self.blocks += len(outcomes)
@@ -102,13 +102,13 @@ class WarmReport:
                 self.missing(label, reason, blocks)
 
     def finished_before(self, blocks: int) -> None:
-        """A unit of the journal's that is still there."""
+        """Count a unit that the journal lists as finished and that is still there."""
         self.units += 1
         self.blocks += blocks
         self.before += blocks
 
     def missing(self, label: str, why: str, blocks: int = 0) -> None:
-        """Something is not warm; `label` says whose it is."""
+        """Count blocks of the prompt or run `label` that are not warm."""
         if why not in self.reasons and len(self.reasons) >= REASONS_MAX:
             why = "other reasons"
         reason = self.reasons.setdefault(why, Reason())
@@ -118,14 +118,14 @@ class WarmReport:
             reason.labels.append(label)
 
     def speed(self) -> float:
-        """Bytes that were brought a second."""
+        """Return the bytes loaded per second."""
         return self.bytes_read / max(1e-3, time.monotonic() - self.began_s)
 
     def progress(self, under_way: int, warm: int, share: float | None) -> tuple[float | None, str]:
-        """What part is done, None if nobody knows, and a few words.
+        """Return the share that is done, None if unknown, and a short text.
 
-        Of `under_way` blocks, whose unit has not come to its end, `warm` are there already; the
-        input has been read up to `share`.
+        `under_way`: blocks of unfinished units; `warm` of them are warm. `share`: how much of the
+        input was read.
         """
         done, known = self.had + warm, self.blocks + under_way
         part = None if share is None else share * (self.blocks + warm) / max(1, known)
@@ -133,34 +133,34 @@ class WarmReport:
         return part, f"{number(done)} of {number(known)} blocks{more}, {size(self.speed())}/s"
 
     def lines(self, target: str) -> Iterator[str]:
-        """For people."""
+        """Yield the report as text."""
         spent_s = time.monotonic() - self.began_s
         yield f"{self.had} of {self.blocks} blocks in {target}, of {self.units} prompts and runs"
-        parts = [("were there", self.here), ("brought", self.brought)]
-        parts += [("computed", self.computed), ("done before", self.before)]
+        parts = [("already there", self.here), ("loaded", self.brought)]
+        parts += [("computed", self.computed), ("finished before", self.before)]
         told = ", ".join(f"{count} {what}" for what, count in parts if count)
         if told:
             yield f"  {told}; {size(self.bytes_read)} in {spent_s:.1f} s, {size(self.speed())}/s"
         if self.kept_bytes is not None:
             more = "" if self.kept_bytes >= self.had_bytes else "; host.pin_share allows no more"
-            yield f"  kept: {size(self.kept_bytes)} of {size(self.had_bytes)}{more}"
+            yield f"  pinned: {size(self.kept_bytes)} of {size(self.had_bytes)}{more}"
         if self.unproven:
-            yield f"  not verified: {self.unproven} blocks, which have no checksum yet"
+            yield f"  unverified: {self.unproven} blocks, which have no checksum yet"
         yield from self.reason_lines()
 
     def reason_lines(self) -> Iterator[str]:
-        """Why not all is warm, or was looked at."""
+        """Yield one line per reason for which blocks are not warm or input was not read."""
         for why, reason in sorted(self.reasons.items(), key=lambda item: -item[1].blocks):
             more = ", ..." if reason.units > len(reason.labels) else ""
             count = f"{reason.blocks} blocks" if reason.blocks else f"{reason.units} not read"
             yield printable(f"  {count}: {why} ({', '.join(reason.labels)}{more})")
         if self.late:
-            yield "  the deadline has passed; not all was read"
+            yield "  the deadline passed before all was processed"
         if self.interrupted:
-            yield "  interrupted; not all was read"
+            yield "  interrupted before all was processed"
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
+        """Return the report for `--json`."""
         return {
             "units": self.units,
             "blocks": self.blocks,
@@ -180,7 +180,7 @@ class WarmReport:
         }
 
     def reasons_as_json(self) -> list[dict[str, object]]:
-        """Why not all is warm, or was looked at, for programs."""
+        """Return the reasons of `reason_lines` for `--json`."""
         return [
             {"why": why, "blocks": r.blocks, "units": r.units, "first": r.labels}
             for why, r in self.reasons.items()

@@ -1,7 +1,7 @@
-"""Has the daemon bring wants, several calls at a time, and an engine compute what no tier has.
+"""Runs a warm: the daemon loads wants, several calls at a time; an engine computes the rest.
 
-One thread talks to the daemon and decides; others only wait for the engine. All that is held is
-what is in flight and some wants that were read ahead.
+One thread talks to the daemon and decides; the other threads only wait for the engine. Memory
+holds the wants in flight and a bounded number read ahead.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ from tierd.types import Namespace
 from tierd.wire.messages import Warmed, Warmth
 
 CALLS_MAX: Final = 4
-"""WARMs under way: enough that the daemon has the next one's reads when one ends."""
+"""WARM calls in flight: enough that the daemon has the next call's reads when one ends."""
 
 CALL_BLOCKS_MAX: Final = 512
 CALL_BYTES_MAX: Final = 256 << 20
-"""Of one call: progress is told at its end, and it is what an interruption may have to repeat."""
+"""Largest call. Progress is reported at its end, and an interruption repeats up to one call."""
 
 AHEAD_BLOCKS: Final = 2 * CALLS_MAX * CALL_BLOCKS_MAX
 """Blocks read ahead of the calls."""
 
 FULL_CALLS: Final = 3
-"""Calls in turn that found room for nothing, after which what is worth less is not tried."""
+"""Consecutive calls without space for any block, after which less valuable blocks are skipped."""
 
 CALL_S_MAX: Final = 3600.0
-"""Deadline of a call, if the command has none."""
+"""Deadline of a call if the command has none."""
 
 MARGIN_S: Final = 0.03
-"""By how much a call's deadline is before the command's: its answer still counts."""
+"""Time between a call's deadline and the command's, so that its answer still counts."""
 
 STORE_S: Final = 15.0
-"""Longest that an engine may take to store what it has computed."""
+"""Longest wait for an engine to store the blocks that it computed."""
 
 STORE_POLL_S: Final = 0.2
 
 HEAR_S: Final = 0.2
-"""Longest wait for an answer before looking at the rest."""
+"""Longest wait for an answer of the daemon, before the other queues are checked."""
 
 ENGINE_LOOK_S: Final = 0.02
-"""The same while an engine computes, whose answers come by another way."""
+"""Longest wait for an answer of the daemon while an engine computes: the engine's answers come
+through another queue."""
 
 
 @dataclass(slots=True)
 class WarmOptions:
-    """How the command has its wants warmed."""
+    """How to warm the wants."""
 
     target: int = 0
     room_bytes: int | None = None
-    """What there is room for where it is brought; None: nobody knows."""
+    """Space in the target; None if unknown."""
     bytes_per_s: int = 0
     pin_s: float = 0.0
     verify: bool = False
@@ -67,24 +68,24 @@ class WarmOptions:
     """time.monotonic() of the deadline."""
 
     def left_s(self) -> float:
-        """Until the deadline."""
+        """Return the seconds until the deadline; CALL_S_MAX without a deadline."""
         return CALL_S_MAX if self.end_s is None else self.end_s - time.monotonic()
 
 
 @dataclass(slots=True)
 class _Unit:
-    """A want under way."""
+    """A want in flight."""
 
     want: WantedBlocks
     outcomes: bytearray
     asked: int
-    """Blocks, from the first on, that the daemon is asked for; for the others there is no room."""
+    """Leading blocks that the daemon is asked for; there is no space for the others."""
     left: int
-    """Answers to come: one for each piece and rank."""
+    """Outstanding answers: one for each piece and rank."""
     warm: int = 0
-    """Blocks that are there, by the answers so far."""
+    """Blocks that are warm by the answers so far."""
     before: bytes | None = None
-    """Its outcomes when an engine was asked to compute it."""
+    """Outcomes at the time when an engine was asked to compute the unit; None: it was not asked."""
     store_end_s: float = 0.0
 
 
@@ -99,11 +100,11 @@ class _Call:
     pieces: list[_Piece]
     namespace: Namespace
     hashes: list[bytes]
-    """Each once: prompts share prefixes."""
+    """Distinct hashes: prompts share prefixes."""
 
 
 class Replays:
-    """An engine computing prompts, a few at a time."""
+    """Lets an engine compute prompts, `concurrency` at a time."""
 
     def __init__(self, engine: EngineServer, concurrency: int) -> None:
         self.pending = 0
@@ -113,16 +114,16 @@ class Replays:
             SimpleQueue()
         )
         for _ in range(concurrency):
-            # Nobody waits for them at the end: what the engine still computes is in vain.
+            # Daemon threads: the command does not wait for prompts still computed at its end.
             threading.Thread(target=self._work, daemon=True).start()
 
     def begin(self, unit: _Unit) -> None:
-        """Have a unit's prompt computed; `ended` tells of it."""
+        """Queue a unit's prompt for the engine; `ended` reports its end."""
         self.pending += 1
         self._todo.put(unit)
 
     def ended(self) -> Iterator[tuple[_Unit, EngineAwayError | EngineRefusedError | None]]:
-        """Those that have come to an end since, and what was wrong."""
+        """Yield the units that have ended since the last call, each with its error or None."""
         while not self._ended.empty():
             self.pending -= 1
             yield self._ended.get()
@@ -142,39 +143,39 @@ class Replays:
 
 @dataclass(slots=True)
 class Warmer:
-    """Warms wants."""
+    """Warms wants through the daemon and, if given, an engine."""
 
     operator: Operator
     order: WarmOptions
     report: WarmReport
     replays: Replays | None
     replays_max: int
-    """Units that may wait for the engine or its stores; no more is read meanwhile."""
+    """Limit of units that wait for the engine or its stores; at it, reading pauses."""
     on_finished: Callable[[WantedBlocks], None]
-    """A want is warm."""
+    """Called with each want that is warm."""
     on_progress: Callable[[], None]
     wrong: ConfigError | None = None
-    """What was wrong with the input that ended it."""
+    """The error in the input that ended the run."""
     _handles: dict[bytes, int] = field(default_factory=dict)
     _pieces: deque[_Piece] = field(default_factory=deque)
     _ahead_blocks: int = 0
     _ready: deque[_Call] = field(default_factory=deque)
     _calls: dict[int, _Call] = field(default_factory=dict)
     _storing: deque[tuple[float, _Unit]] = field(default_factory=deque)
-    """Computed units, and when to ask for them again."""
+    """Computed units, each with the time at which to ask the daemon for it again."""
     _full_calls: int = 0
     _open: dict[int, _Unit] = field(default_factory=dict)
-    """Units of which not all is known, by identity."""
+    """Unfinished units by id()."""
 
     def run(self, wants: Iterator[WantedBlocks]) -> None:
-        """Warm all of them, or those before a wrong one, or until the deadline.
+        """Warm the wants until their end, the first malformed one or the deadline.
 
-        Raises DisconnectedError and RefusedError, and whatever else `wants` does.
+        Raises DisconnectedError, RefusedError and what `wants` raises except ConfigError.
         """
         more = True
         while more or self._open:
             if self.order.left_s() <= 0:
-                self.report.late = True  # Whether more was to be read, or answers are to come.
+                self.report.late = True  # Input or answers are outstanding.
                 return
             if more and self._may_read():
                 want = self._next(wants)
@@ -193,12 +194,12 @@ class Warmer:
             return None
 
     def under_way(self) -> tuple[int, int]:
-        """Blocks of which not all is known yet, and how many of them are there already."""
+        """Return the number of blocks in unfinished units, and how many of them are warm."""
         units = self._open.values()
         return sum(len(unit.outcomes) for unit in units), sum(unit.warm for unit in units)
 
     def give_up(self) -> None:
-        """Count what is not known of as too late."""
+        """Report the unfinished units as too late."""
         for unit in self._open.values():
             known = unit.before or bytes([Warmth.LATE]) * len(unit.outcomes)
             outcomes = bytes(Warmth.LATE if each in COLD else each for each in known)
@@ -213,7 +214,7 @@ class Warmer:
         busy = self.replays is not None and (self.replays.pending or self._storing)
         return max(0.0, min(ENGINE_LOOK_S if busy else HEAR_S, self.order.left_s()))
 
-    # --- asking -------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------
 
     def _begin(self, want: WantedBlocks) -> None:
         if want.done is not None:
@@ -228,8 +229,8 @@ class Warmer:
         self._ask(unit)
 
     def _take_room(self, want: WantedBlocks, blocks: int) -> int:
-        """For how many of the blocks there is room: of what is ordered by its worth, the last
-        must not push out the first."""
+        """Reserve space; return for how many of the blocks there is space. In a source ordered by
+        worth, the last blocks must not evict the first."""
         if not want.by_worth or self.order.room_bytes is None:
             return blocks
         if self._full_calls >= FULL_CALLS:
@@ -239,7 +240,7 @@ class Warmer:
         return fit
 
     def _teach(self, want: WantedBlocks) -> None:
-        """What has been used elsewhere is worth room here. Ranks share what is known of uses."""
+        """Teach the daemon the uses of a want on another node. All ranks share use counts."""
         count = len(want.hashes)
         handle = self._handle(want.ranks[0])
         self.operator.teach(handle, want.hashes, [want.uses] * count, [want.age_s] * count)
@@ -258,7 +259,8 @@ class Warmer:
         self._send()
 
     def _send(self) -> None:
-        """Keep enough calls under way: those of the ranks of some blocks next to each other."""
+        """Keep CALLS_MAX calls in flight; the calls of all ranks of some blocks follow one
+        another."""
         while len(self._calls) < CALLS_MAX:
             if not self._ready and not self._gather():
                 return
@@ -275,7 +277,7 @@ class Warmer:
             self._calls[number] = call
 
     def _gather(self) -> bool:
-        """Make calls of the next pieces of the same ranks; whether there are any."""
+        """Make one call per rank from the next pieces of the same ranks; return False if none."""
         if not self._pieces:
             return False
         ranks = self._pieces[0].unit.want.ranks
@@ -293,7 +295,7 @@ class Warmer:
         return True
 
     def _blocks_per_call(self, ranks: Sequence[Namespace]) -> int:
-        """At a limited rate so many that a call ends about every second."""
+        """Return the blocks per call. With a rate limit, a call takes about one second."""
         size_bytes = min(CALL_BYTES_MAX, self.order.bytes_per_s or CALL_BYTES_MAX)
         largest = max(rank.block_bytes for rank in ranks)
         return max(1, min(CALL_BLOCKS_MAX, size_bytes // largest))
@@ -304,10 +306,10 @@ class Warmer:
             handle = self._handles[namespace.digest] = self.operator.register(namespace)
         return handle
 
-    # --- hearing ------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------
 
     def _hear(self, timeout_s: float) -> None:
-        """Take in whatever has come, or the first that comes."""
+        """Process all answers that have arrived, or wait for the first one."""
         reply = self.operator.next_warmed(timeout_s if self._calls else 0.0)
         if reply is None and not self._calls and timeout_s:
             time.sleep(min(timeout_s, ENGINE_LOOK_S))
@@ -340,7 +342,7 @@ class Warmer:
         fates = dict(zip(call.hashes, outcomes, strict=True))
         for unit, start, stop in call.pieces:
             some = [fates[block_hash] for block_hash in unit.want.hashes[start:stop]]
-            # HERE and BROUGHT come first: a block is as warm as it is in the coldest rank.
+            # HERE and BROUGHT are the least values: the coldest rank decides.
             unit.outcomes[start:stop] = bytes(map(max, unit.outcomes[start:stop], some))
             if call.namespace == unit.want.ranks[-1]:
                 unit.warm += sum(each <= Warmth.BROUGHT for each in unit.outcomes[start:stop])
@@ -374,7 +376,7 @@ class Warmer:
         self._refused(unit, str(error))
 
     def _refused(self, unit: _Unit, why: str) -> None:
-        """The engine does not compute it: what the tiers had of it is all there will be."""
+        """Finish a unit that the engine does not compute, with the outcomes of the tiers."""
         unit.outcomes = bytearray(unit.before or unit.outcomes)
         unit.before = None
         self._finish(unit, why)
@@ -390,5 +392,5 @@ class Warmer:
 
 
 def _slot_bytes(want: WantedBlocks) -> int:
-    """What a block takes in host memory, in all ranks."""
+    """Return the bytes that one block takes in host memory, of all ranks."""
     return sum(rank.slot_bytes for rank in want.ranks)

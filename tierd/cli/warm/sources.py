@@ -1,7 +1,7 @@
-"""What is to be warmed: prompts, hot sets, and all that a tier has, as one stream of wants.
+"""The sources of a warm: prompts, hot sets and the blocks of a tier, as one stream of wants.
 
-A want is a chain of blocks under the ranks of one engine, parents first. Sources are read as
-they are asked, and never far ahead.
+A want is a chain of blocks of the ranks of one engine, parents first. Sources are read on demand,
+never far ahead.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from tierd.types import NEVER
 from tierd.wire.messages import split_hashes, unpack_slots
 
 LINE_BYTES_MAX: Final = 64 << 20
-"""Of a prompt: a million token ids take less than 8 MB."""
+"""Longest line of a prompt file: a million token ids take less than 8 MB."""
 
 URL_BYTES_MAX: Final = 4 << 30
-"""Of another node's hot set; one of a million blocks has 70 MB."""
+"""Largest hot set of another node; one with a million blocks has 70 MB."""
 
 URL_S: Final = 30.0
-"""Longest wait for another node's hot set to go on."""
+"""Longest wait for the next bytes of another node's hot set."""
 
 INTRODUCED_S: Final = 15.0
-"""Longest wait for the namespace of an adapter whose first prompt the engine has computed."""
+"""Longest wait for an adapter's namespace after the engine has computed its first prompt."""
 
 _POLL_S: Final = 0.1
 
 
 class WantedBlocks(NamedTuple):
-    """Blocks that are to be warm."""
+    """A chain of blocks to warm."""
 
     label: str
     ranks: Ranks
     hashes: Sequence[bytes]
     unit: str
-    """What a journal knows it by."""
+    """Name of the unit in a journal."""
     tokens: list[int] | None = None
-    """What an engine can compute them from."""
+    """The prompt, from which an engine can compute the blocks."""
     model: str | None = None
     salt: str | None = None
     uses: int = 0
-    """How often they were used elsewhere; 0 says nothing."""
+    """Number of uses on another node; 0 if unknown."""
     age_s: int = NEVER
     by_worth: bool = False
-    """Whatever comes after it from the same source is worth less."""
+    """The source is ordered: later wants are worth less."""
     done: int | None = None
-    """How many blocks it has, if it was finished by an earlier run and need not be looked at."""
+    """Number of blocks if an earlier run finished the unit, which is then skipped."""
 
 
 class Sources:
-    """Reads the sources of one command, and knows how far it has got."""
+    """Reads the sources of one command and tracks how much is read."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class Sources:
         skip_bad: bool,
         done: Callable[[str], int | None],
     ) -> None:
-        """`done` says how many blocks a unit has that need not be warmed; None: it has to be."""
+        """`done` returns the number of blocks of a finished unit, None for any other unit."""
         self.namespaces = Namespaces(operator)
         self.share: float | None = None
-        """How much of the source that is being read has been; None if nobody knows."""
+        """Share of the current source that has been read, 0 to 1; None if unknown."""
         self._size_bytes = 0
-        """Of the file that is being read; 0 if nobody knows."""
+        """Size of the current file; 0 if unknown."""
         self._operator = operator
         self._report = report
         self._given = namespaces
@@ -97,12 +97,12 @@ class Sources:
         self._skip_bad = skip_bad
         self._done = done
         self._models: dict[str, bool] = {}
-        """Whether what requests have as their model is an adapter."""
+        """Model names of requests, and whether each is an adapter."""
 
     # --- hot sets -----------------------------------------------------------------------
 
     def hot_set(self, name: str) -> Iterator[WantedBlocks]:
-        """The runs of a hot set, of a file or of another node."""
+        """Yield the runs of a hot set, from a file or another node."""
         try:
             yield from self._hot_set(name)
         except ConfigError as error:
@@ -137,7 +137,7 @@ class Sources:
     # --- a tier ---------------------------------------------------------------------------
 
     def tier(self, name: str, number: int, size_bytes: int | None) -> Iterator[WantedBlocks]:
-        """All that a tier, by its number in STATUS, has of the namespaces, most worth first."""
+        """Yield the blocks of the namespaces in tier number `number`, most valuable first."""
         ranks = self.default()
         forest = Forest(ranks[0].hash_root)
         for page in self._operator.inventory(ranks[0].digest, number + 1):
@@ -163,7 +163,7 @@ class Sources:
     # --- prompts --------------------------------------------------------------------------
 
     def prompts(self, name: str) -> Iterator[WantedBlocks]:
-        """The prompts of a file, or of stdin."""
+        """Yield the prompts of a file, or of stdin."""
         with self._opened(name) as file:
             shown = "stdin" if name == "-" else printable(name)
             for number, line in enumerate(_lines(file), 1):
@@ -186,7 +186,7 @@ class Sources:
 
     def _prompt(self, where: str, line: bytes | None) -> WantedBlocks | None:
         if line is None:
-            raise ConfigError(f"a line has at most {LINE_BYTES_MAX} bytes")
+            raise ConfigError(f"the line is too long: at most {LINE_BYTES_MAX} bytes are read")
         if not line.strip():
             return None
         prompt = parse(line, self._adapters)
@@ -216,20 +216,21 @@ class Sources:
                 self._models[model] = self.namespaces.has_adapter(model)
             if self._models[model]:
                 raise ConfigError(
-                    f"the model {model!r:.80} is an adapter: give --lora NAME=PATH with the path "
-                    "that the engine has it from"
+                    f"the model {model!r:.80} is an adapter: pass --lora NAME=PATH with the path "
+                    "from which the engine loads it"
                 )
         return base
 
     def default(self) -> Ranks:
-        """The namespaces that the command was given, or the only ones there are."""
+        """Return the namespaces of --namespace, or those of the only engine."""
         if self._default is None:
             given = self._given
             self._default = self.namespaces.given(given) if given else self.namespaces.only()
         return self._default
 
     def _of_adapter(self, base: Ranks, lora: Lora, tokens: list[int], salt: str | None) -> Ranks:
-        """An adapter's namespaces. The engine makes them when it is first asked for it."""
+        """Return an adapter's namespaces. The engine registers them at the adapter's first
+        prompt."""
         if any(ADAPTER_MARK in rank.weights for rank in base):
             return base
         try:
@@ -250,7 +251,7 @@ class Sources:
     # --- reading --------------------------------------------------------------------------
 
     def _opened(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file, stdin or what is at a URL. Raises ConfigError if there is none."""
+        """Open a file, stdin or a URL. Raises ConfigError if that fails."""
         self.share, self._size_bytes = None, 0
         try:
             if name == "-":
@@ -270,7 +271,8 @@ class Sources:
 
 
 def _fetched(url: str) -> BinaryIO:
-    """What is at a URL, whole: a node gives its hot set to one at a time, and not for ever."""
+    """Download a URL into a temporary file: a node serves its hot set to one client at a time,
+    and for a limited time."""
     with ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
         with urllib.request.urlopen(url, timeout=URL_S) as response:
@@ -284,7 +286,7 @@ def _fetched(url: str) -> BinaryIO:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines; None for one that is too long."""
+    """Yield the lines; None for each line that is too long."""
     while line := file.readline(LINE_BYTES_MAX):
         if len(line) < LINE_BYTES_MAX or line.endswith(b"\n"):
             yield line
@@ -295,7 +297,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def _unit(what: bytes, ranks: Ranks, *rest: bytes | int) -> str:
-    """A name for a unit that is the same in every run, and for no other unit."""
+    """Return a unique name of a unit that is equal in every run."""
     parts = [what, *(rank.digest for rank in ranks)]
     parts += [part if isinstance(part, bytes) else str(part).encode() for part in rest]
     digest = hashlib.blake2b(digest_size=16)

@@ -1,1 +1,1 @@
-"""What `tierd doctor` looks at."""
+"""The checks of `tierd doctor`."""

@@ -1,4 +1,4 @@
-"""An engine against this node's daemon: is tierd in it, and do both mean the same by a block."""
+"""Checks of an engine: does it use this node's tierd, and do both agree on block hashes?"""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tierd.errors import HashInputError, RefusedError, TierdError
 from tierd.hashing import hash_blocks, root_hash
 
 ENGINE_S: Final = 5.0
-"""Longest wait for one answer of the engine."""
+"""Longest wait for one answer from the engine."""
 
 STORED_S: Final = 5.0
-"""How long a computed block may take to be stored: that goes on beside the engine's work."""
+"""Longest wait until a computed block is stored. The engine stores it asynchronously."""
 
 POLL_S: Final = 0.05
 
 PROBE_BLOCKS: Final = 3
-"""Full blocks of the probe: vLLM stores none that the next step may still write to."""
+"""Full blocks in the probe prompt. vLLM stores no block that the next step may still write."""
 
 HASH_ALGORITHM: Final = "sha256_cbor"
 
 _ATTACH: Final = (
     "start vLLM with --kv-transfer-config "
-    '\'{"kv_connector":"TierdConnector","kv_role":"kv_both"}\' and TIERD_SOCKET, if the socket is '
-    "not the default; its log says in a line with `tierd:` why a connector is off"
+    '\'{"kv_connector":"TierdConnector","kv_role":"kv_both"}\'; set TIERD_SOCKET if the socket is '
+    "not the default; if the connector is off, a `tierd:` line in the engine's log says why"
 )
 _CACHE_INFO: Final = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
@@ -40,7 +40,7 @@ _COUNTER: Final = re.compile(r"^vllm:tierd_(\w+)_total(?:\{[^}]*\})? ([0-9.e+]+)
 
 
 def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -> Iterator[Finding]:
-    """The findings of the engine at `url`. Computes, and stores, one short prompt of noise."""
+    """Check the engine at `url`. The engine computes and stores one short random prompt."""
     engine = EngineServer(url, ENGINE_S)
     try:
         version = engine.version()
@@ -52,8 +52,8 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
             "engine",
             "engine_away",
             str(error),
-            "nobody is served",
-            "see whether the engine runs and this is its address: its log, ss -ltn",
+            "the engine serves no requests",
+            "check that the engine runs and that this is its address: its log, ss -ltn",
         )
         return
     except EngineRefusedError as error:
@@ -62,15 +62,15 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
             "engine",
             "not_vllm",
             str(error),
-            "what cannot be asked cannot be looked at",
-            "name the address of a vLLM; VLLM_API_KEY holds its key, if it wants one",
+            "the engine could not be checked",
+            "pass the address of a vLLM server; set VLLM_API_KEY if it requires a key",
         )
         return
     yield Finding(Level.OK, "engine", "engine", f"vLLM {version} answers at {url}")
     yield from _health(engine)
     yield from _settings(metrics)
     if status is None:
-        return  # That no daemon answers is a finding already.
+        return  # Another check reports that no daemon answers.
     yield from _policy(status)
     base = next((model for model in models if not model.get("parent")), None)
     if base is None:
@@ -82,8 +82,8 @@ def look_at_engine(url: str, socket: str, status: Mapping[str, object] | None) -
             Level.WARNING,
             "engine",
             "no_probe",
-            f"no prompt could be tried: {error}",
-            "whether engine and tierd mean the same by a block is not known",
+            f"the test prompt failed: {error}",
+            "it is unknown whether engine and tierd compute the same block hashes",
             "try again when the engine is idle; it must serve /v1/completions",
         )
 
@@ -96,19 +96,19 @@ def _health(engine: EngineServer) -> Iterator[Finding]:
             Level.FAULT,
             "engine",
             "engine_sick",
-            f"/health says that it does not work: {error}",
-            "its core has died, and only its HTTP server still answers",
-            "see its log, and restart it",
+            f"the engine's /health reports a failure: {error}",
+            "the engine core has died; only its HTTP server still answers",
+            "read the engine's log and restart the engine",
         )
 
 
 def noise(length: int) -> list[int]:
-    """Tokens that nobody has sent before. Every model has ids that are so small."""
+    """Return random token ids, 3 to 202: no cache has the prompt, and every model has the ids."""
     return [3 + secrets.randbelow(200) for _ in range(length)]
 
 
 def _settings(metrics: str) -> Iterator[Finding]:
-    """What the engine's own metrics say of its settings and of its connector."""
+    """Check the engine's settings and its connector by the engine's metrics."""
     info = _CACHE_INFO.search(metrics)
     labels = dict(_LABEL.findall(info[1])) if info else {}
     if labels.get("enable_prefix_caching") == "False":
@@ -116,8 +116,8 @@ def _settings(metrics: str) -> Iterator[Finding]:
             Level.FAULT,
             "engine",
             "no_prefix_caching",
-            "the engine has prefix caching off",
-            "tierd stays off",
+            "prefix caching is off in the engine",
+            "tierd stays off in this engine",
             "start vLLM with --enable-prefix-caching",
         )
     algorithm = labels.get("prefix_caching_hash_algo", HASH_ALGORITHM)
@@ -127,15 +127,15 @@ def _settings(metrics: str) -> Iterator[Finding]:
             "engine",
             "hash_algorithm",
             f"the engine hashes blocks with {algorithm}",
-            "nothing but that process can compute these hashes, so tierd stays off",
+            "no other process can compute these hashes, so tierd stays off",
             f"start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}",
         )
     counters: dict[str, float] = {}
     for name, value in _COUNTER.findall(metrics):
         counters[name] = counters.get(name, 0.0) + float(value)
     for name, what in (
-        ("load_failures", "loads from tierd failed, and were recomputed"),
-        ("errors", "errors of the connector were treated as misses"),
+        ("load_failures", "loads from tierd failed and were recomputed"),
+        ("errors", "connector errors were treated as misses"),
     ):
         if counters.get(name):
             yield Finding(
@@ -143,8 +143,8 @@ def _settings(metrics: str) -> Iterator[Finding]:
                 "engine",
                 name,
                 f"{counters[name]:.0f} {what}",
-                "each costs a request the time that it waited",
-                "the engine's log has a line with `tierd:` for it; journalctl -u tierd",
+                "each one delayed a request",
+                "read the `tierd:` lines in the engine's log, and journalctl -u tierd",
             )
 
 
@@ -154,15 +154,15 @@ def _policy(status: Mapping[str, object]) -> Iterator[Finding]:
             Level.OK,
             "engine",
             "load_failure_policy",
-            'the connector sets kv_load_failure_policy to "recompute" itself, but not around it: '
-            "inside a MultiConnector set it in the outer --kv-transfer-config",
+            'the connector sets kv_load_failure_policy to "recompute" for itself only: with a '
+            "MultiConnector, set it in the outer --kv-transfer-config",
         )
 
 
 def _probe(
     engine: EngineServer, model: str, socket: str, status: Mapping[str, object]
 ) -> Iterator[Finding]:
-    """Whether a prompt's first block is stored under the hash that tierd computes for it."""
+    """Check that a prompt's first block is stored under the hash that tierd computes for it."""
     spaces = [
         space
         for space in tables(status["namespaces"])
@@ -173,8 +173,8 @@ def _probe(
             Level.FAULT,
             "engine",
             "not_attached",
-            "no engine has registered its blocks with this tierd",
-            "nothing is stored, and nothing found",
+            "no engine is connected to this tierd",
+            "tierd stores and finds no blocks",
             _ATTACH,
         )
         return
@@ -207,9 +207,9 @@ def _probe(
             Level.WARNING,
             "engine",
             "no_probe",
-            f"the daemon does not say where blocks are: {error}",
-            "whether engine and tierd mean the same by a block is not known",
-            "restart tierd if it is of another version than this command",
+            f"the daemon did not report where blocks are: {error}",
+            "it is unknown whether engine and tierd compute the same block hashes",
+            "restart tierd if its version differs from this command's",
         )
 
 
@@ -218,17 +218,17 @@ def _nothing_stored() -> Finding:
         Level.FAULT,
         "engine",
         "nothing_stored",
-        f"a prompt was computed, and {STORED_S:g} s later tierd had stored nothing",
-        "what is not stored is not found later",
-        "see whether this engine is one of those attached to this tierd (tierd status), and in "
-        "`tierd status` whether stores are refused for want of room; " + _ATTACH,
+        f"the engine computed a prompt, but tierd stored no block within {STORED_S:g} s",
+        "later requests find none of this engine's blocks",
+        "check in `tierd status` that this engine is connected and that stores are not refused "
+        "for lack of space; " + _ATTACH,
     )
 
 
 def _drift(
     operator: Operator, tokens: list[int], spaces: list[dict[str, object]], stored: int
 ) -> Finding:
-    """The engine stored, but not what was computed here: find out which seed it uses."""
+    """Report that the engine stored blocks under other hashes, and try to find its seed."""
     seeds: dict[str, str | None] = {"unset": None}
     if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
         seeds[repr(seed)] = seed
@@ -237,19 +237,19 @@ def _drift(
         for name, seed in seeds.items():
             first = _first_hash(tokens, space, root_hash(seed))
             if _is_there(operator, str(space["digest"]), first):
-                uses.append(f"it hashes as with PYTHONHASHSEED {name}")
+                uses.append(f"its hashes match PYTHONHASHSEED {name}")
             elif space["hash_root"] == root_hash(seed).hex():
-                uses.append(f"its namespace is that of PYTHONHASHSEED {name}")
+                uses.append(f"its namespace matches PYTHONHASHSEED {name}")
     return Finding(
         Level.FAULT,
         "engine",
         "hash_drift",
-        f"{stored} blocks were stored meanwhile, but none under the hash that tierd computes for "
-        "the prompt" + "".join(f"; {each}" for each in dict.fromkeys(uses)),
-        "no other engine, and neither `tierd warm` nor `tierd explain`, finds these blocks",
-        "give all processes of the engine the same PYTHONHASHSEED, or none; "
-        f"--prefix-caching-hash-algo {HASH_ALGORITHM}; on a busy engine ask again, for it may have "
-        "been another's blocks",
+        f"{stored} blocks were stored, but none under the hash that tierd computes for the test "
+        "prompt" + "".join(f"; {each}" for each in dict.fromkeys(uses)),
+        "other engines, `tierd warm` and `tierd explain` do not find these blocks",
+        "set the same PYTHONHASHSEED in all processes of the engine, or leave it unset in all; use "
+        f"--prefix-caching-hash-algo {HASH_ALGORITHM}; if the engine is busy, run tierd doctor "
+        "again: the stored blocks may belong to other requests",
     )
 
 
@@ -259,7 +259,7 @@ def _first_hash(tokens: list[int], space: Mapping[str, object], root: bytes) -> 
 
 
 def _wait(operator: Operator, wanted: Mapping[str, bytes]) -> str | None:
-    """The namespace that has its block before STORED_S are over."""
+    """Return the digest of the first namespace that has its block, None after STORED_S."""
     end_s = time.monotonic() + STORED_S
     while True:
         for digest, block_hash in wanted.items():

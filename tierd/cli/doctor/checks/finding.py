@@ -1,4 +1,4 @@
-"""A finding of `tierd doctor`, and how checks are run so that none of them holds up the others."""
+"""Findings of `tierd doctor`, and a runner of checks in which no check delays another."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Final
 from tierd.cli.common.text import printable
 
 TEXT_CHARS_MAX: Final = 600
-"""Of a finding's text, part of which a server or an engine may have chosen."""
+"""Limit of each text of a finding, since a server or an engine may have written part of it."""
 
 
 class Level(enum.IntEnum):
-    """How bad a finding is; the worst is the greatest."""
+    """Severity of a finding; a greater value is worse."""
 
     OK = 0
     NOTE = 1
-    """Good to know; nothing has to be done."""
+    """Information; no action is needed."""
     WARNING = 2
-    """It works, and worse than it could, or not for long."""
+    """It works, but worse than it could, or may soon stop working."""
     FAULT = 3
     """It does not work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, why it matters, and what to do about it; both empty where all is well."""
+    """What was found, why it matters and what to do. `why` and `do` are empty if all is well."""
 
     level: Level
     subject: str
-    """What it is about: "daemon", "memory", "tier NAME", "engine" and the like."""
+    """The part that was checked, such as "daemon", "memory", "tier NAME" or "engine"."""
     code: str
-    """The same for every finding of a kind, for scripts."""
+    """Stable name of the kind of finding, for scripts."""
     what: str
     why: str = ""
     do: str = ""
 
     def to_fields(self) -> dict[str, str]:
-        """The finding for `--json`."""
+        """Return the finding for `--json`."""
         texts = {
             name: printable(getattr(self, name))[:TEXT_CHARS_MAX]
             for name in ("subject", "code", "what", "why", "do")
@@ -53,10 +53,10 @@ Check = Callable[[], Sequence[Finding]]
 
 
 def gather(checks: Sequence[tuple[str, Check]], limit_s: float) -> list[Finding]:
-    """The findings of checks, by subject, that run side by side in threads.
+    """Run (subject, check) pairs in parallel threads and return their findings in order.
 
-    One that has not ended after `limit_s`, a dead file system say, is a finding itself and is
-    left behind: its thread ends with this process.
+    A check that has not ended after `limit_s`, as on a dead file system, becomes a finding. Its
+    thread is abandoned and ends with this process.
     """
     found: list[list[Finding] | None] = [None] * len(checks)
 
@@ -64,10 +64,10 @@ def gather(checks: Sequence[tuple[str, Check]], limit_s: float) -> list[Finding]
         try:
             found[at] = list(check())
         except OSError as error:
-            # Something vanished, or was closed to us, between two looks.
+            # A file vanished, or access to it was withdrawn, during the check.
             found[at] = [_unseen(subject, str(error))]
         except KeyError as error:
-            found[at] = [_unseen(subject, f"tierd does not tell of {error}: another version?")]
+            found[at] = [_unseen(subject, f"tierd's status has no {error}: another version?")]
 
     threads = [
         threading.Thread(target=run, args=(at, subject, check), daemon=True)
@@ -78,7 +78,7 @@ def gather(checks: Sequence[tuple[str, Check]], limit_s: float) -> list[Finding]
     end_s = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
-    # A copy: a thread that is left behind may still write.
+    # Copy the list: an abandoned thread may still write to it.
     return [
         finding
         for (subject, _), own in zip(checks, list(found), strict=True)
@@ -91,9 +91,9 @@ def _unseen(subject: str, why: str) -> Finding:
         Level.WARNING,
         subject,
         "unseen",
-        f"this could not be looked at: {why}",
-        "whether it is well is not known",
-        "run it again, as root or as tierd's user, and of the daemon's version",
+        f"the check failed: {why}",
+        "its state is unknown",
+        "run tierd doctor again as root or tierd's user, in the same version as the daemon",
     )
 
 
@@ -103,6 +103,6 @@ def _silent(subject: str, limit_s: float) -> Finding:
         subject,
         "no_answer",
         f"no answer within {limit_s:g} s",
-        "what hangs a look hangs tierd's own calls as well: each waits until its deadline",
-        "see whether its server or disk answers: ping, mount, dmesg",
+        "tierd's own calls hang as well: each waits until its deadline",
+        "check that its server or disk answers: ping, mount, dmesg",
     )

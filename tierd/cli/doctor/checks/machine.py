@@ -1,4 +1,4 @@
-"""The machine under tierd: memory, pages, locks, clock. Everything is read below one root."""
+"""Checks of the machine: memory, huge pages, memlock, clock. All files lie below `Scene.root`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tierd.cli.doctor.checks.node import Scene
 from tierd.limits import memory_limit
 
 CAPACITY_SHARE_MAX: Final = 0.95
-"""Of the memory there is; tierd starts with no more (memory.arena.check_capacity)."""
+"""Largest share of memory with which tierd starts (memory.arena.check_capacity)."""
 
 SHM_BYTES_MIN: Final = 1 << 30
-"""What vLLM's processes and NCCL want of /dev/shm; containers get 64 MiB unless told."""
+"""What vLLM's processes and NCCL need in /dev/shm. A container's default is 64 MiB."""
 
 _SLOW_CLOCKS: Final = frozenset({"hpet", "acpi_pm", "jiffies", "refined-jiffies"})
 _MEMLOCK: Final = re.compile(r"^Max locked memory\s+(\S+)", re.MULTILINE)
 
 
 def look_at_machine(scene: Scene) -> Iterator[Finding]:
-    """Whether host memory fits, and is had the fast way."""
+    """Check that host memory fits the machine, and that it is set up for speed."""
     host = table(scene.status["host"]) if scene.status is not None else None
     if host is not None:
         capacity_bytes = whole(host["capacity_bytes"])
@@ -47,8 +47,9 @@ def look_at_machine(scene: Scene) -> Iterator[Finding]:
             "clock",
             "slow_clock",
             f"the kernel's clock source is {clock}",
-            "each look at the clock is a microsecond or more, and tierd looks at every call",
-            "dmesg says why tsc was not trusted; on a virtual machine use the paravirtual clock",
+            "reading the clock takes a microsecond or more, and tierd reads it at every call",
+            "dmesg says why the kernel rejected tsc; on a virtual machine use the paravirtual "
+            "clock",
         )
 
 
@@ -59,10 +60,10 @@ def _pressure(host: dict[str, object]) -> Iterator[Finding]:
             Level.WARNING,
             "memory",
             "pressure",
-            f"memory is short: host memory is held to {size(limit_bytes)} of "
+            f"memory pressure: tierd limits host memory to {size(limit_bytes)} of "
             f"{size(host['capacity_bytes'])}",
-            "fewer prefixes stay",
-            "see who takes the memory (ps, systemd-cgtop), or lower host.capacity",
+            "host memory keeps fewer prefixes",
+            "find the process that uses the memory (ps, systemd-cgtop), or lower host.capacity",
         )
 
 
@@ -76,16 +77,17 @@ def _room(scene: Scene, capacity_bytes: int, allocated_bytes: int) -> Iterator[F
             "memory",
             "capacity",
             f"host.capacity is {size(capacity_bytes)}, and {limit.by} is {size(limit.size_bytes)}",
-            "tierd does not start with it, or is killed for it",
-            "lower host.capacity, and leave room for the engine",
+            "tierd does not start, or the kernel kills it",
+            "lower host.capacity and leave memory for the engine",
         )
     elif free_bytes is not None and missing_bytes > free_bytes:
         yield Finding(
             Level.WARNING,
             "memory",
             "free_memory",
-            f"host memory may grow by {size(missing_bytes)}, and {size(free_bytes)} are available",
-            "before it is full the machine is short of memory",
+            f"host memory may grow by {size(missing_bytes)}, but only {size(free_bytes)} are "
+            "available",
+            "the machine runs out of memory before host memory is full",
             "lower host.capacity, or free memory",
         )
     else:
@@ -113,24 +115,23 @@ def _huge_pages(scene: Scene, host: dict[str, object] | None) -> Iterator[Findin
             Level.NOTE,
             "memory",
             "huge_pages",
-            "host memory has 4 KiB pages: the kernel's shmem_enabled is "
-            + (mode or "not to be read"),
-            "with huge ones it is pinned sooner, and copies are a little faster",
+            "host memory has 4 KiB pages: the kernel's shmem_enabled is " + (mode or "unreadable"),
+            "with huge pages, pinning is faster and copies are slightly faster",
             f"echo advise > /{switch.relative_to(scene.root)}, and restart tierd",
         )
 
 
 def _device(scene: Scene, capacity_bytes: int) -> Iterator[Finding]:
-    """What matters only where a GPU is."""
+    """Check what matters only on a machine with a GPU."""
     if not (scene.root / "proc/driver/nvidia").is_dir():
         return
     yield Finding(
         Level.NOTE,
         "gpu",
         "gpu",
-        "an NVIDIA driver is here",
-        "copies by the daemon (cuda_ipc) need one /dev/shm, and process ids that both sides see",
-        "in containers: --ipc=host and --pid=host for the engine and for tierd",
+        "this machine has an NVIDIA driver",
+        "for copies by the daemon (cuda_ipc), engine and tierd must share /dev/shm and process ids",
+        "in containers, start the engine and tierd with --ipc=host and --pid=host",
     )
     limit_bytes = _memlock_bytes(scene)
     if limit_bytes is not None and limit_bytes < capacity_bytes:
@@ -138,15 +139,15 @@ def _device(scene: Scene, capacity_bytes: int) -> Iterator[Finding]:
             Level.WARNING,
             "gpu",
             "memlock",
-            f"RLIMIT_MEMLOCK is {size(limit_bytes)}, host.capacity {size(capacity_bytes)}",
-            "host memory beyond it may not be pinned, and copies to and from it are slower",
-            "LimitMEMLOCK=infinity in the unit (the GPU drop-in has it), --ulimit memlock=-1 of a "
-            "container",
+            f"RLIMIT_MEMLOCK is {size(limit_bytes)}, below host.capacity {size(capacity_bytes)}",
+            "host memory beyond the limit cannot be pinned, so copies to and from it are slower",
+            "set LimitMEMLOCK=infinity in the unit (the GPU drop-in does), or --ulimit memlock=-1 "
+            "for a container",
         )
 
 
 def _memlock_bytes(scene: Scene) -> int | None:
-    """The running daemon's limit if it may be seen, else this process's; None: there is none."""
+    """Return the daemon's limit, or this process's if that is unreadable; None: unlimited."""
     found = _MEMLOCK.search(_text(scene.root / f"proc/{scene.pid}/limits")) if scene.pid else None
     if found is not None:
         return None if found[1] == "unlimited" else int(found[1])
@@ -166,9 +167,9 @@ def _shm(scene: Scene) -> Iterator[Finding]:
             Level.NOTE,
             "memory",
             "dev_shm",
-            f"/dev/shm has {size(found_bytes)}",
-            "tierd needs none of it, but the processes of a vLLM with several ranks do",
-            "--shm-size or --ipc=host for the engine's container",
+            f"/dev/shm has only {size(found_bytes)}",
+            "tierd does not use it, but a vLLM with several ranks does",
+            "start the engine's container with --shm-size or --ipc=host",
         )
 
 

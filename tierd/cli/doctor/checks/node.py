@@ -1,4 +1,4 @@
-"""The daemon as this user meets it: configuration, socket, answer, versions, service, tiers."""
+"""Checks of the daemon: configuration, socket, answer, versions, service and tiers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from tierd.config import Config, load
 from tierd.errors import ConfigError, RefusedError, TierdError
 
 SLOW_ANSWER_S: Final = 0.1
-"""A STATUS takes some milliseconds; an engine's call waits behind the same loop."""
+"""A slower STATUS is a warning: it takes a few milliseconds, and engines wait for the same loop."""
 
 SYSTEMCTL_S: Final = 3.0
 
 _CLIENT: Final = re.compile(r"(?P<name>.*) \(tierd (?P<version>[^()]+)\)")
-"""What a client of tierd's own calls itself."""
+"""How tierd's own clients name themselves."""
 
 _MUST_AGREE: Final = ("hash_root", "block_tokens", "block_bytes", "groups", "layout")
 _TOLD: Final = ("hash_root", "block_tokens")
-"""Fields in which two engines of one model should not differ; the others follow from them."""
+"""Fields in which two engines of one model should not differ. The rest of `_MUST_AGREE`
+follows from them."""
 
 
 @dataclass
 class Scene:
-    """What is known of the node while it is looked at."""
+    """What the checks know about the node so far."""
 
     config_path: Path
     socket: str
@@ -46,12 +47,12 @@ class Scene:
     config: Config | None = None
     status: dict[str, object] | None = None
     pid: int = 0
-    """The daemon's process, 0 if it is not known."""
+    """Process id of the daemon, 0 if unknown."""
     root: Path = Path("/")
 
     @property
     def daemon_uid(self) -> int | None:
-        """Whose process the daemon is, None if that is not known."""
+        """User id of the daemon's process, None if unknown."""
         try:
             return (self.root / f"proc/{self.pid}").stat().st_uid if self.pid else None
         except OSError:
@@ -59,7 +60,7 @@ class Scene:
 
 
 def read_config(scene: Scene) -> ConfigError | None:
-    """Load the configuration into the scene, or say why that cannot be done."""
+    """Load the configuration into the scene; return the error if that fails."""
     try:
         scene.config = load(scene.config_path, os.environ)
     except ConfigError as error:
@@ -68,9 +69,9 @@ def read_config(scene: Scene) -> ConfigError | None:
 
 
 def look_at_config(scene: Scene, error: ConfigError | None) -> Finding:
-    """What there is to say of it, once it is known whether a daemon runs."""
+    """Return the finding about the configuration. Call it after `look_at_daemon`."""
     if error is None:
-        return Finding(Level.OK, "configuration", "config", f"{scene.config_path} is sound")
+        return Finding(Level.OK, "configuration", "config", f"{scene.config_path} is valid")
     away = isinstance(error.__cause__, FileNotFoundError)
     if isinstance(error.__cause__, PermissionError) or (away and scene.status is not None):
         return Finding(
@@ -78,21 +79,21 @@ def look_at_config(scene: Scene, error: ConfigError | None) -> Finding:
             "configuration",
             "config_unseen",
             str(error),
-            "the tiers cannot be looked at",
-            "name the daemon's file by --config; run this as root or as tierd's user",
+            "the tiers cannot be checked",
+            "pass the daemon's file with --config; run this as root or as tierd's user",
         )
     return Finding(
         Level.FAULT,
         "configuration",
         "config",
         str(error),
-        "tierd does not start with it, and a reload changes nothing",
-        "mend the file, or name another by --config; `tierd config check` tells more",
+        "tierd does not start with this file, and a reload has no effect",
+        "correct the file, or pass another with --config; `tierd config check` lists all problems",
     )
 
 
 def look_at_daemon(scene: Scene) -> Iterator[Finding]:
-    """Reach the daemon, and keep its status in the scene."""
+    """Connect to the daemon and keep its status in the scene."""
     path = Path(scene.socket)
     try:
         found = path.stat()
@@ -101,22 +102,22 @@ def look_at_daemon(scene: Scene) -> Iterator[Finding]:
             Level.FAULT,
             "daemon",
             "no_socket",
-            f"there is no {path}",
-            "engines find no tierd and compute everything themselves",
-            "start it: systemctl start tierd; or name its socket by --socket",
+            f"no socket at {path}",
+            "engines run without tierd and recompute every prefix",
+            "start tierd: systemctl start tierd; or pass its socket with --socket",
         )
         return
     except PermissionError as error:
-        yield _denied(path, f"{path} cannot be seen: {error.strerror}")
+        yield _denied(path, f"cannot access {path}: {error.strerror}")
         return
     if not stat.S_ISSOCK(found.st_mode):
         yield Finding(
             Level.FAULT,
             "daemon",
             "not_a_socket",
-            f"{path} is no socket",
-            "tierd does not start while something else has this name",
-            "remove it, or set another `socket`",
+            f"{path} is not a socket",
+            "tierd does not start while another file has this name",
+            "remove the file, or set another path in `socket`",
         )
         return
     yield from _connect(scene, path)
@@ -131,16 +132,16 @@ def _connect(scene: Scene, path: Path) -> Iterator[Finding]:
             status = operator.status()
             took_s = time.perf_counter() - began_s
     except PermissionError as error:
-        yield _denied(path, f"{path} lets this user not connect: {error.strerror}")
+        yield _denied(path, f"this user may not connect to {path}: {error.strerror}")
         return
     except ConnectionRefusedError:
         yield Finding(
             Level.FAULT,
             "daemon",
             "nobody_listens",
-            f"nobody listens on {path}: a daemon left it when it was killed",
-            "engines compute everything themselves until tierd runs again",
-            "systemctl start tierd; then journalctl -u tierd tells how the last one ended",
+            f"no process listens on {path}: the daemon was killed and left the socket behind",
+            "engines recompute every prefix until tierd runs again",
+            "systemctl start tierd; journalctl -u tierd shows how the previous daemon ended",
         )
         return
     except (OSError, RefusedError, TierdError) as error:
@@ -150,12 +151,12 @@ def _connect(scene: Scene, path: Path) -> Iterator[Finding]:
             "daemon",
             "refused" if uid_refused else "bad_answer",
             str(error),
-            "this user's engines and commands are turned away"
+            "tierd refuses this user's engines and commands"
             if uid_refused
-            else "what answers is no tierd of this protocol, or one that is in trouble",
-            "add the uid to allow_uids (with root's, 0, and tierd's own), then reload tierd"
+            else "the server is not a tierd of this protocol version, or tierd has failed",
+            "add the uid to allow_uids (keep root's, 0, and tierd's own), then reload tierd"
             if uid_refused
-            else "compare `tierd --version` with the daemon's; journalctl -u tierd",
+            else "compare `tierd --version` with the daemon's version; journalctl -u tierd",
         )
         return
     scene.status = status
@@ -166,8 +167,8 @@ def _connect(scene: Scene, path: Path) -> Iterator[Finding]:
         "daemon",
         "answers",
         f"tierd {version} answers in {latency(took_s)}",
-        "every call of an engine waits behind the same loop" if slow else "",
-        "see whether the machine has cores and memory to spare: top, /proc/pressure"
+        "every call from an engine waits for the same event loop" if slow else "",
+        "check that the machine has idle cores and free memory: top, /proc/pressure"
         if slow
         else "",
     )
@@ -176,9 +177,10 @@ def _connect(scene: Scene, path: Path) -> Iterator[Finding]:
             Level.WARNING,
             "daemon",
             "version_skew",
-            f"the daemon is tierd {version}, this command {__version__}",
-            "one of them has not been upgraded, or the daemon not been restarted since",
-            "systemctl restart tierd keeps host memory; or run this from the same installation",
+            f"the daemon is tierd {version}, this command is tierd {__version__}",
+            "one of them was not upgraded, or the daemon was not restarted after an upgrade",
+            "systemctl restart tierd (host memory is kept), or run the command from the daemon's "
+            "installation",
         )
     yield from _clients(status, version)
 
@@ -192,10 +194,9 @@ def _clients(status: Mapping[str, object], version: str) -> Iterator[Finding]:
                 Level.WARNING,
                 "engine",
                 "connector_skew",
-                f"{named['name']} runs tierd {named['version']}, the daemon {version}",
-                "they understand each other, or the session would have ended; neither was tried "
-                "with the other",
-                f"pip install tierd=={version} in the engine's environment, and restart it",
+                f"{named['name']} runs tierd {named['version']}, the daemon runs {version}",
+                "their protocols are compatible, but this pair of versions is not tested",
+                f"pip install tierd=={version} in the engine's environment, and restart the engine",
             )
     refused = whole(table(status["counters"]).get("clients_refused_total", 0))
     if refused:
@@ -203,9 +204,10 @@ def _clients(status: Mapping[str, object], version: str) -> Iterator[Finding]:
             Level.WARNING,
             "daemon",
             "clients_refused",
-            f"{refused} clients were turned away since the daemon started",
-            "an engine of a user who is not in allow_uids runs without tierd",
-            "journalctl -u tierd names their processes; add their uids to allow_uids, and reload",
+            f"tierd has refused {refused} clients since it started",
+            "engines of users who are not in allow_uids run without tierd",
+            "journalctl -u tierd names the refused processes; add their uids to allow_uids and "
+            "reload tierd",
         )
 
 
@@ -216,13 +218,13 @@ def _denied(path: Path, what: str) -> Finding:
         "denied",
         what,
         "engines of this user run without tierd",
-        f"add the user to the group of {path.parent} and of the socket (`ls -ld`), and its uid to "
-        "allow_uids",
+        f"add the user to the group of {path.parent} and of the socket (`ls -ld`), and add the "
+        "uid to allow_uids",
     )
 
 
 def _listener_pid(path: Path) -> int:
-    """Who listens: of a socket that the service manager made, that is process 1. OSError."""
+    """Return the listener's process id, 0 for a socket that systemd made. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(1.0)
         sock.connect(os.fspath(path))
@@ -234,7 +236,7 @@ def _listener_pid(path: Path) -> int:
 
 
 def _user(scene: Scene, found: os.stat_result) -> Iterator[Finding]:
-    """Whether `--user` may connect, by the socket's mode and allow_uids."""
+    """Check by the socket's mode and allow_uids whether `--user` may connect."""
     if scene.user is None:
         return
     uid, groups = user_of(scene.user)
@@ -245,11 +247,11 @@ def _user(scene: Scene, found: os.stat_result) -> Iterator[Finding]:
             Level.FAULT,
             "daemon",
             "user_denied",
-            f"user {scene.user} may not reach {path}: see the mode of {(closed or [path])[-1]}",
-            "an engine of this user runs without tierd",
-            "let the user into that directory: chmod o+x"
+            f"user {scene.user} cannot reach {path}: check the mode of {(closed or [path])[-1]}",
+            "engines of this user run without tierd",
+            "give the user access to that directory: chmod o+x"
             if closed
-            else "add its uid to allow_uids, and reload tierd: that opens the socket",
+            else "add the uid to allow_uids and reload tierd: this opens the socket to the user",
         )
     daemon_uid = scene.daemon_uid
     allowed = set(scene.config.allow_uids if scene.config else [])
@@ -260,14 +262,14 @@ def _user(scene: Scene, found: os.stat_result) -> Iterator[Finding]:
             "daemon",
             "user_not_allowed",
             f"user {scene.user} has uid {uid}, which is not in allow_uids",
-            "tierd turns this user's engines away",
-            f"set allow_uids to {sorted((allowed or own) | {uid})}, and reload tierd",
+            "tierd refuses this user's engines",
+            f"set allow_uids to {sorted((allowed or own) | {uid})} and reload tierd",
         )
 
 
 def user_of(text: str) -> tuple[int, set[int]]:
-    """The id and groups of a user given by name or number, which may be one that only a container
-    knows. Raises KeyError."""
+    """Return the uid and groups of a user given by name or uid. Raises KeyError for an unknown
+    name; an unknown uid is accepted, since it may exist only in a container."""
     try:
         who = pwd.getpwuid(int(text)) if text.isdecimal() else pwd.getpwnam(text)
     except KeyError:
@@ -278,7 +280,7 @@ def user_of(text: str) -> tuple[int, set[int]]:
 
 
 def _may(found: os.stat_result, uid: int, groups: set[int], bit: int) -> bool:
-    """Whether a user has a permission, 1 to search or 2 to write, by the mode alone."""
+    """Return whether the mode gives a user a permission: 1 to search, 2 to write."""
     if uid == 0:
         return True
     if found.st_uid == uid:
@@ -287,7 +289,7 @@ def _may(found: os.stat_result, uid: int, groups: set[int], bit: int) -> bool:
 
 
 def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
-    """What the daemon itself says of its tiers."""
+    """Check the tiers by the daemon's status."""
     for tier in tables(status["storage"]):
         subject = f"tier {tier['name']}"
         if tier["state"] in ("failing", "unavailable"):
@@ -300,9 +302,10 @@ def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
                 Level.WARNING,
                 subject,
                 "tier_away",
-                f"the daemon does not use it: {tier['why'] or '; '.join(shut) or tier['state']}",
-                "its blocks are computed again, and it gets no new ones",
-                "mend what the reason names; tierd tries again by itself (probe_ms)",
+                "the daemon does not use this tier: "
+                f"{tier['why'] or '; '.join(shut) or tier['state']}",
+                "engines recompute its blocks, and it receives no new ones",
+                "fix the stated cause; tierd retries by itself (probe_ms)",
             )
         corrupt = table(tier["counters"]).get("corrupt_total", 0)
         if corrupt:
@@ -310,9 +313,9 @@ def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
                 Level.WARNING,
                 subject,
                 "tier_corrupt",
-                f"{corrupt} blocks were damaged when they were read; none was served",
-                "a disk, cable or memory that damages bytes will do so again",
-                "tierd scrub; smartctl -a and the kernel's log for the disk",
+                f"{corrupt} blocks were corrupt when read; tierd served none of them",
+                "a faulty disk, cable or memory will corrupt more blocks",
+                "run tierd scrub; check the disk with smartctl -a and the kernel's log",
             )
         transit = table(tier["counters"]).get("damaged_in_transit_total", 0)
         if transit:
@@ -320,18 +323,19 @@ def look_at_tiers(status: Mapping[str, object]) -> Iterator[Finding]:
                 Level.WARNING,
                 subject,
                 "tier_transit",
-                f"{transit} reads were damaged on their way, but not twice alike; none was served",
-                "the blocks are sound and kept; what damages them here will do so again",
-                "look at this node's network, cables, disk controller and memory",
+                f"{transit} reads were corrupted in transit and differed on a second read; tierd "
+                "served none of them",
+                "the stored blocks are intact and kept, but this node will corrupt more reads",
+                "check this node's network, cables, disk controller and memory",
             )
 
 
 _NO_FIELDS: Final = frozenset({"digest", "blocks", "memory_bytes", "sessions"})
-"""What a status has of a namespace besides its fields."""
+"""Entries of a namespace in the status that are not fields of the namespace."""
 
 
 def look_at_namespaces(status: Mapping[str, object]) -> Iterator[Finding]:
-    """Engines that could share blocks, and do not for one field."""
+    """Report pairs of engines that could share blocks but differ in one setting."""
     used = [space for space in tables(status["namespaces"]) if space["sessions"]]
     for at, one in enumerate(used):
         for other in used[at + 1 :]:
@@ -340,8 +344,8 @@ def look_at_namespaces(status: Mapping[str, object]) -> Iterator[Finding]:
             if not told or differ - set(_MUST_AGREE):
                 continue
             remedy = {
-                "hash_root": "give all engines one PYTHONHASHSEED, or none",
-                "block_tokens": "give all engines one --block-size",
+                "hash_root": "set the same PYTHONHASHSEED for all engines, or leave it unset",
+                "block_tokens": "set the same --block-size for all engines",
             }[told[0]]
             yield Finding(
                 Level.WARNING,
@@ -349,13 +353,13 @@ def look_at_namespaces(status: Mapping[str, object]) -> Iterator[Finding]:
                 "cannot_share",
                 f"two engines of {one['model']} differ in {told[0]}: {one[told[0]]} and "
                 f"{other[told[0]]}",
-                "neither finds what the other has stored",
+                "neither engine finds the other's blocks",
                 remedy,
             )
 
 
 def read_service() -> dict[str, str]:
-    """What systemd says of tierd.service; empty where there is no systemd that answers."""
+    """Return systemd's properties of tierd.service; empty if no systemd answers."""
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
         return {}
     names = "LoadState,ActiveState,Result,NRestarts,MainPID,NFileDescriptorStore,WatchdogUSec"
@@ -375,16 +379,16 @@ def read_service() -> dict[str, str]:
 def look_at_service(
     service: Mapping[str, str], status: Mapping[str, object] | None
 ) -> Iterator[Finding]:
-    """The unit, as far as there is one."""
+    """Check the systemd unit."""
     if service.get("LoadState") != "loaded":
         if status is not None:
             yield Finding(
                 Level.NOTE,
                 "service",
                 "no_unit",
-                "tierd is no service of systemd's here",
-                "host memory is lost when it stops, and nobody starts it again",
-                "sudo tierd install-units, unless something else runs it",
+                "tierd does not run as a systemd service",
+                "when it stops, host memory is lost and systemd does not restart it",
+                "sudo tierd install-units, unless another service manager runs tierd",
             )
         return
     state = service.get("ActiveState", "")
@@ -394,8 +398,9 @@ def look_at_service(
             "service",
             "unit_failed",
             f"tierd.service has failed: {service.get('Result', '')}",
-            "systemd has given up starting it",
-            "journalctl -u tierd says why; then systemctl reset-failed tierd, and start it",
+            "systemd no longer tries to start it",
+            "journalctl -u tierd shows the cause; then systemctl reset-failed tierd and "
+            "systemctl start tierd",
         )
     elif state != "active" and status is not None:
         yield Finding(
@@ -403,8 +408,8 @@ def look_at_service(
             "service",
             "unit_inactive",
             f"a tierd answers, but tierd.service is {state}",
-            "host memory is lost when that one stops, and nobody starts it again",
-            "stop it, and systemctl start tierd",
+            "when that tierd stops, host memory is lost and systemd does not restart it",
+            "stop that tierd, then systemctl start tierd",
         )
     restarts = service.get("NRestarts", "0")
     if state == "active" and restarts not in ("", "0"):
@@ -413,8 +418,8 @@ def look_at_service(
             "service",
             "restarts",
             f"systemd has restarted tierd {restarts} times",
-            "it ended by itself, or by its watchdog",
-            "journalctl -u tierd -p warning; `systemctl restart tierd` counts from 0 again",
+            "tierd exited by itself, or the watchdog killed it",
+            "journalctl -u tierd -p warning; `systemctl restart tierd` resets this count",
         )
     if state == "active" and status is not None:
         yield from _kept(service, status)
@@ -427,9 +432,10 @@ def _kept(service: Mapping[str, str], status: Mapping[str, object]) -> Iterator[
             Level.WARNING,
             "service",
             "nothing_kept",
-            "systemd keeps no descriptor of host memory",
-            "a restart starts cold",
-            "tierd install-units writes a unit with FileDescriptorStoreMax=; restart tierd once",
+            "systemd keeps no file descriptor of host memory",
+            "host memory is empty after a restart",
+            "tierd install-units writes a unit with FileDescriptorStoreMax=; then restart tierd "
+            "once",
         )
     if service.get("WatchdogUSec") in ("0", "infinity"):
         yield Finding(
@@ -437,7 +443,7 @@ def _kept(service: Mapping[str, str], status: Mapping[str, object]) -> Iterator[
             "service",
             "no_watchdog",
             "the unit has no WatchdogSec=",
-            "a daemon that hangs is not restarted",
+            "systemd does not restart a daemon that hangs",
             "tierd install-units",
         )
     else:
@@ -445,5 +451,6 @@ def _kept(service: Mapping[str, str], status: Mapping[str, object]) -> Iterator[
             Level.OK,
             "service",
             "unit",
-            f"tierd.service is active; systemd keeps {kept or 'no'} descriptors of host memory",
+            f"tierd.service is active; systemd keeps {kept or 'no'} file descriptors of host "
+            "memory",
         )

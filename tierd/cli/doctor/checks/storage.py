@@ -1,4 +1,4 @@
-"""Each configured tier, beside the daemon: can it be reached, and is it fast enough to pay."""
+"""Checks of each configured tier, without the daemon: is it reachable and fast enough to pay?"""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from tierd.sizes import parse_size, parse_size_of
 from tierd.types import SCOPE_BYTES
 
 CALL_S: Final = 5.0
-"""Longest that a server may take for opening, or for the round trip."""
+"""Longest wait for a server to open, and for its round trip."""
 
 SPEED_S: Final = 0.5
-"""How long a disk is written, and read."""
+"""How long a disk is written, and then read."""
 
 SPEED_BYTES: Final = 256 << 20
 SPEED_IO_BYTES: Final = 2 << 20
-"""A disk's probe: calls as a tier makes them for blocks of common models."""
+"""Size of the calls of a disk's test: as a tier makes them for blocks of common models."""
 
 PROBE_BYTES: Final = 64 << 10
 
 SKEW_S: Final = 300.0
-"""From here on S3 refuses a signature is 15 min; a third of that is already a clock nobody sets."""
+"""Reported from a third of the 15 min at which S3 refuses a signature: such a clock is not
+synchronized."""
 
 
 def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Finding]:
-    """The findings of one tier. Nothing of what it holds is touched."""
+    """Check one tier. The tier's own blocks are not touched."""
     subject = f"tier {entry.name}"
     try:
         cls, options = backend_class(entry), options_of(entry)
@@ -56,7 +57,7 @@ def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Findi
                 subject,
                 "tier_config",
                 str(error),
-                "tierd does not start with it",
+                "tierd does not start with this configuration",
                 "correct the key in the configuration",
             )
         ]
@@ -67,8 +68,8 @@ def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Findi
                 subject,
                 "tier_package",
                 f"its backend cannot be loaded: {error}",
-                "tierd does not start with it",
-                "install what it needs in tierd's environment",
+                "tierd does not start with this tier",
+                "install the missing package in tierd's environment",
             )
         ]
     if cls.checks_offline:
@@ -76,7 +77,7 @@ def look_at_tier(entry: StorageConfig, load: PrefillDemand | None) -> list[Findi
     return [*_round_trip(entry, subject, backend), *_server_clock(subject, options)]
 
 
-# --- a tier in a directory ---------------------------------------------------------------
+# --- tiers in a directory ----------------------------------------------------------------
 
 
 def _directory(
@@ -89,9 +90,9 @@ def _directory(
             Level.FAULT,
             subject,
             "tier_path",
-            f"{there} is no directory",
+            f"{there} is not a directory",
             "the tier cannot be opened",
-            "set path to a directory on the disk that is meant",
+            "set path to a directory on the intended disk",
         )
         return
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
@@ -99,9 +100,10 @@ def _directory(
             Level.FAULT if there.stat().st_uid == os.geteuid() else Level.NOTE,
             subject,
             "tier_denied",
-            f"this user (uid {os.geteuid()}) may not write into {there}",
-            "if it is tierd's user, the tier takes no blocks; else nothing can be said",
-            "run this as root or as tierd's user; chown the directory to that user",
+            f"this user (uid {os.geteuid()}) may not write to {there}",
+            "if this is tierd's user, the tier stores no blocks; if not, the tier was not checked",
+            "run this as root or as tierd's user; if tierd's user may not write, chown the "
+            "directory to it",
         )
         return
     if there != path:
@@ -109,8 +111,8 @@ def _directory(
             Level.NOTE,
             subject,
             "tier_missing",
-            f"{path} is not there yet; tierd makes it in {there}",
-            "if a disk should be mounted here, it is not",
+            f"{path} does not exist yet; tierd will create it in {there}",
+            "if a disk should be mounted there, it is not mounted",
             "findmnt --target " + str(path),
         )
     yield from _free_space(subject, there, path, options)
@@ -127,7 +129,7 @@ def _free_space(
         capacity_bytes = parse_size(getattr(options, "capacity", 0))
         reserve_bytes = parse_size_of(getattr(options, "reserve_free", 0), total_bytes)
     except ConfigError:
-        return  # The backend has said so.
+        return  # The check of the options reports it.
     used_bytes = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.slab"))
     wanted_bytes = capacity_bytes - used_bytes + reserve_bytes
     if total_bytes and wanted_bytes > free_bytes:
@@ -135,11 +137,11 @@ def _free_space(
             Level.WARNING,
             subject,
             "tier_space",
-            f"it may grow by {size(max(0, capacity_bytes - used_bytes))}, and "
-            f"{size(reserve_bytes)} stay free (reserve_free), but {there} has "
+            f"the tier may grow by {size(max(0, capacity_bytes - used_bytes))} and must leave "
+            f"{size(reserve_bytes)} free (reserve_free), but {there} has only "
             f"{size(free_bytes)} left",
-            "it holds fewer blocks than its capacity says",
-            "lower its capacity, or free space on that disk",
+            "the tier holds less than its capacity",
+            "lower the tier's capacity, or free space on that disk",
         )
 
 
@@ -162,9 +164,9 @@ def _disk_speed(
             Level.FAULT,
             subject,
             "tier_io",
-            f"{there} takes no file: {error}",
-            "the tier takes no blocks",
-            "df and df -i for space and inodes; mount for read-only; dmesg for the disk",
+            f"cannot write a file in {there}: {error}",
+            "the tier stores no blocks",
+            "check space and inodes (df, df -i), a read-only mount (mount) and the disk (dmesg)",
         )
         return
     if not speed.direct:
@@ -172,7 +174,7 @@ def _disk_speed(
             Level.NOTE,
             subject,
             "tier_buffered",
-            f"the file system of {there} takes no O_DIRECT",
+            f"the file system of {there} does not support O_DIRECT",
             "blocks go through the page cache, which costs memory and a copy",
             "use ext4 or xfs on a local disk",
         )
@@ -184,13 +186,13 @@ def _disk_speed(
 
 
 def _pays(subject: str, told: str, bytes_per_s: float, load: PrefillDemand | None) -> Finding:
-    """Whether a load at this speed beats computing."""
+    """Report whether loading at this speed is faster than computing."""
     if load is None:
-        told += "; whether that beats computing, `tierd bench` tells for a model"
+        told += "; `tierd bench` shows for a model whether that is faster than recomputing"
         return Finding(Level.OK, subject, "tier_speed", told)
     paying = first_paying(TierSpeed(0.0, bytes_per_s), load.model, load.prefill_tokens_per_s)
     needed = load.model.bytes_per_token * load.prefill_tokens_per_s
-    told += f"; the engine computes as fast as {size(needed)}/s of KV"
+    told += f"; the engine computes {size(needed)}/s of KV"
     if paying is not None:
         return Finding(Level.OK, subject, "tier_speed", told)
     return Finding(
@@ -198,13 +200,13 @@ def _pays(subject: str, told: str, bytes_per_s: float, load: PrefillDemand | Non
         subject,
         "tier_slow",
         told,
-        f"its engine computes {number(load.prefill_tokens_per_s)} tokens/s, faster than this tier "
-        "brings them: tierd leaves its blocks aside (prefetch.break_even)",
-        "use a faster disk, or several; keep the tier only for what L2 gets from it when idle",
+        f"the engine computes {number(load.prefill_tokens_per_s)} tokens/s, faster than this tier "
+        "loads them: tierd does not load its blocks for requests (prefetch.break_even)",
+        "use a faster disk or several disks; else the tier only helps to fill host memory at idle",
     )
 
 
-# --- a tier behind a server --------------------------------------------------------------
+# --- tiers on a server -------------------------------------------------------------------
 
 
 def _round_trip(entry: StorageConfig, subject: str, backend: Backend) -> Iterator[Finding]:
@@ -216,8 +218,8 @@ def _round_trip(entry: StorageConfig, subject: str, backend: Backend) -> Iterato
             subject,
             "tier_unreachable",
             str(error),
-            "its blocks are computed again, and it gets no new ones",
-            "mend what the text names: address, credentials, bucket, region or prefix",
+            "engines recompute its blocks, and it receives no new ones",
+            "correct what the error names: address, credentials, bucket, region or prefix",
         )
         return
     except TimeoutError:
@@ -226,8 +228,8 @@ def _round_trip(entry: StorageConfig, subject: str, backend: Backend) -> Iterato
             subject,
             "tier_hangs",
             f"no answer within {CALL_S:g} s",
-            "every batch waits for its deadline until the breaker opens",
-            "see whether its server is up and its name resolves; ping, firewall",
+            "every batch waits until its deadline, until the breaker opens",
+            "check that its server is up, its name resolves and no firewall blocks it: ping",
         )
         return
     slow = max(took_s.values()) > entry.slow_ms / 1000
@@ -240,12 +242,12 @@ def _round_trip(entry: StorageConfig, subject: str, backend: Backend) -> Iterato
         f"a batch that takes longer than slow_ms ({entry.slow_ms}) counts as a failure"
         if slow
         else "",
-        "use a server that is nearer, or raise slow_ms and deadline_ms" if slow else "",
+        "use a nearer server, or raise slow_ms and deadline_ms" if slow else "",
     )
 
 
 async def _trip(backend: Backend) -> dict[str, float]:
-    """Seconds of a block's way there and back, under a namespace that nobody else has.
+    """Store, read and delete one block in a random namespace; return the seconds of each call.
 
     Raises BackendError, ConfigError, TimeoutError.
     """
@@ -258,7 +260,7 @@ async def _trip(backend: Backend) -> dict[str, float]:
             await backend.open()
         try:
             async with asyncio.timeout(CALL_S):
-                # What is asked of a tier before anything else, and needs rights of its own.
+                # The daemon's first call; it needs permissions that put and get do not.
                 await backend.marks()
                 began_s = time.perf_counter()
                 await put_all(backend, namespace, blocks.puts(hashes), 1)
@@ -280,7 +282,7 @@ async def _trip(backend: Backend) -> dict[str, float]:
 
 
 def _server_clock(subject: str, options: msgspec.Struct) -> Iterator[Finding]:
-    """Whether this clock and that of a server whose requests are signed agree."""
+    """Report a clock that differs too much from an S3 server's, whose requests are signed."""
     if not hasattr(options, "bucket"):
         return
     endpoint = getattr(options, "endpoint", "") or "https://s3.amazonaws.com"
@@ -291,14 +293,14 @@ def _server_clock(subject: str, options: msgspec.Struct) -> Iterator[Finding]:
             "clock",
             "clock_skew",
             f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} "
-            f"that of {subject}",
-            "S3 refuses requests whose time is 15 min off",
-            "set the clock: timedatectl, chronyc sources",
+            f"the clock of {subject}",
+            "S3 refuses requests whose time is off by more than 15 min",
+            "synchronize the clock: timedatectl, chronyc sources",
         )
 
 
 def _skew_s(endpoint: str) -> float | None:
-    """How far this clock is ahead of a server's, by its Date header; None if it says none."""
+    """Return by how many seconds this clock is ahead of a server's Date header; None: no Date."""
     url = urlsplit(endpoint)
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
     connection = kind(url.hostname or "", url.port, timeout=2.0)
