@@ -94,12 +94,12 @@ def _commands() -> list[str]:
 
 
 def _layers() -> list[str]:
-    """The import contract of pyproject.toml, the top layer first."""
+    """The import contract of all packages in pyproject.toml, the top layer first."""
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     [layers] = [
         contract["layers"]
         for contract in tool["importlinter"]["contracts"]
-        if contract["type"] == "layers"
+        if contract["name"] == "Dependencies point down"
     ]
     return [
         f"{number}. " + ", ".join(f"`{part.strip()}`" for part in layer.split("|"))
