@@ -36,7 +36,7 @@ from tierd.errors import BackendError, ConfigError
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
-    Slots,
+    CanarySlots,
     contains,
     damaged,
     get,
@@ -375,7 +375,7 @@ async def test_cancel_while_connecting(server, monkeypatch):
 
     async with running(server.options(), prefix="stuck") as backend:
         blocks = make_chain("stuck", 8, 512 << 10)
-        slots = Slots(8, slot_bytes_for(512 << 10))
+        slots = CanarySlots(8, slot_bytes_for(512 << 10))
         await put(backend, blocks)
         backend._nodes.of(b"").drop_idle()
         monkeypatch.setattr(Connector, "connect", stuck)

@@ -15,7 +15,7 @@ from tierd.backend import GetRequest, Outcome, pack_header
 from tierd.errors import BackendError
 from tierd.testing.suite import (
     NAMESPACE,
-    Slots,
+    CanarySlots,
     contains,
     get,
     indexed,
@@ -650,7 +650,7 @@ async def test_thousand_bad_gets(fake):
     async with running(fake) as backend:
         await put(backend, good)
         fake.script = on("GET", head_of() + bytes(5000), 0.001, bytes(TOTAL - 5000))
-        slots = Slots(4, 4 * 4096)
+        slots = CanarySlots(4, 4 * 4096)
         requests = [
             GetRequest(block.key.block_hash, slots.view(slot), LENGTH)
             for slot, block in enumerate(bad)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tierd.core.evictions import Evictions
-from tierd.core.finding import Finding
+from tierd.core.finding import BlockFinder
 from tierd.core.hints import Hints
 from tierd.core.host import HostTier
 from tierd.core.leases import Leases
@@ -29,7 +29,7 @@ from tierd.core.tier_bits import TierBits
 ROOT = Path(__file__).parents[2] / "tierd"
 CLASSES = (
     Evictions,
-    Finding,
+    BlockFinder,
     Hints,
     HostTier,
     Leases,

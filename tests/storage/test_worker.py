@@ -23,7 +23,7 @@ from tierd.storage.worker import backend as worker
 from tierd.storage.worker import life
 from tierd.storage.worker import wire as wire_module
 from tierd.storage.worker.backend import BackendBugError, WorkerBackend
-from tierd.testing.suite import Slots, scanned
+from tierd.testing.suite import CanarySlots, scanned
 from tierd.types import PAGE_BYTES
 from tierd.wire.frames import FRAME_BYTES_MAX, encode_frame
 from tierd_backends.file import FileBackend
@@ -295,7 +295,7 @@ async def test_cancelled():
 async def test_cancel_waits():
     """A slot would be given away while the worker still receives into it."""
     async with running() as backend:
-        slots = Slots(1, PAGE_BYTES)
+        slots = CanarySlots(1, PAGE_BYTES)
         call = asyncio.create_task(backend.get_into(b"linger", gets(slots)))
         # It is sent first, so it has begun there when the other one is answered.
         await asyncio.sleep(0)
@@ -315,7 +315,7 @@ async def test_cancel_not_honoured(monkeypatch):
     monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         pid = pid_of(backend)
-        slots = Slots(2, PAGE_BYTES)
+        slots = CanarySlots(2, PAGE_BYTES)
         call = asyncio.create_task(backend.get_into(b"stubborn", gets(slots)))
         await until(lambda: slots.view(0)[0] == SCRIBBLE)
         other = begin(backend)
@@ -367,7 +367,7 @@ async def test_much_for_a_stopped_worker(monkeypatch):
         pid = pid_of(backend)
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: stopped(pid))
-        many, slots = HASHES * 12_500, Slots(2, PAGE_BYTES)
+        many, slots = HASHES * 12_500, CanarySlots(2, PAGE_BYTES)
         calls = [asyncio.create_task(backend.contains_many(b"", many)) for _ in range(12)]
         calls += [asyncio.create_task(backend.get_into(b"", gets(slots))) for _ in calls]
         await asyncio.sleep(0.05)
@@ -542,7 +542,7 @@ async def test_yields_to_the_loop():
 
 async def test_leaves_nothing():
     """Opening a tier again and again would use up the daemon's descriptors."""
-    slots = Slots(2, PAGE_BYTES)
+    slots = CanarySlots(2, PAGE_BYTES)
     counts = []
     for _ in range(4):
         async with running() as backend:
@@ -558,7 +558,7 @@ async def test_leaves_nothing():
 async def test_views():
     """A block would land in another slot than its own."""
     async with running() as backend:
-        first, second = Slots(8, 2 * PAGE_BYTES), Slots(3, PAGE_BYTES)
+        first, second = CanarySlots(8, 2 * PAGE_BYTES), CanarySlots(3, PAGE_BYTES)
         requests = [*gets(first, 100), *gets(second, PAGE_BYTES)]
         results = await backend.get_into(b"", requests)
         assert [result.outcome for result in results] == [Outcome.MISS] * 11
@@ -572,7 +572,7 @@ async def test_views():
 async def test_outcomes():
     """A block's outcome would be reported for its neighbour, or as another outcome."""
     async with running() as backend:
-        slots, outcomes = Slots(7, PAGE_BYTES), list(Outcome)
+        slots, outcomes = CanarySlots(7, PAGE_BYTES), list(Outcome)
         for slot in range(7):
             slots.view(slot)[0] = slot
         puts = [PutRequest(HASHES[i], HASHES[0], bytes(16), slots.view(i), 1) for i in range(7)]
@@ -586,7 +586,7 @@ async def test_large_batches(monkeypatch):
         assert await backend.contains_many(b"", HASHES * 12_500) == ANSWERS * 12_500
         assert await backend.contains_many(b"", HASHES * 37_500) == ANSWERS * 37_500
         assert await backend.delete_many(b"", HASHES * 37_500) == 300_000
-        slots = Slots(8, PAGE_BYTES)
+        slots = CanarySlots(8, PAGE_BYTES)
         assert len(await backend.get_into(b"", gets(slots))) == 8
         assert [slots.view(slot)[0] for slot in range(8)] == list(range(8))
 
@@ -605,13 +605,13 @@ async def test_mapped_once():
         def mapped():
             return proc(pid_of(backend), "maps").count(b"memfd:tierd-suite")
 
-        slots = Slots(4, PAGE_BYTES)
+        slots = CanarySlots(4, PAGE_BYTES)
         for _ in range(5):
             await backend.get_into(b"", gets(slots))
         assert mapped() == 1
         del slots
         gc.collect()
-        other = Slots(1, PAGE_BYTES)
+        other = CanarySlots(1, PAGE_BYTES)
         await backend.get_into(b"", gets(other))
         assert mapped() == 1
 
@@ -619,7 +619,7 @@ async def test_mapped_once():
 async def test_bugs(caplog):
     """A bug in a client would look like a server's trouble, or end the process."""
     async with running() as backend:
-        pid, slots = pid_of(backend), Slots(1, PAGE_BYTES)
+        pid, slots = pid_of(backend), CanarySlots(1, PAGE_BYTES)
         with pytest.raises(BackendBugError, match="KeyError: 'contains_many'"):
             await backend.contains_many(b"bug", HASHES)
         with pytest.raises(BackendBugError, match="daemon had not cancelled"):

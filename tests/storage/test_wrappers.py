@@ -23,9 +23,9 @@ from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulatio
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
+    CanarySlots,
     Damage,
     SelfNamingBlock,
-    Slots,
     check_result,
     contains,
     get,
@@ -448,7 +448,7 @@ async def test_failed_blocks_leave_their_neighbours() -> None:
 async def test_torn_reads_leave_noise() -> None:
     """A caller that publishes a slot before the outcome would never be caught."""
     backend = await faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}))
-    slots = Slots(1, SLOT_BYTES)
+    slots = CanarySlots(1, SLOT_BYTES)
     request = GetRequest(CHAIN[0].key.block_hash, slots.view(0), BLOCK_BYTES)
     assert await backend.get_into(NAMESPACE, [request]) == [GetResult(Outcome.ERROR)]
     assert not slots.is_blank(0)
@@ -525,7 +525,7 @@ def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
         backend = await faulty(
             FaultPlan({InjectedFault.HANG: 1.0, InjectedFault.LINGER: 1.0}, latency_s=0.01)
         )
-        slots = Slots(2, SLOT_BYTES)
+        slots = CanarySlots(2, SLOT_BYTES)
         slots.view(1)[:BLOCK_BYTES] = CHAIN[0].payload
         key, parent, checksum = CHAIN[0].key, CHAIN[0].parent, CHAIN[0].checksum
         read = GetRequest(key.block_hash, slots.view(0), BLOCK_BYTES)
@@ -567,7 +567,7 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
     await backend.open()
     chains = [make_chain(f"chain {number}", 8, BLOCK_BYTES) for number in range(8)]
 
-    async def read(slots: Slots, chain: list[SelfNamingBlock]) -> None:
+    async def read(slots: CanarySlots, chain: list[SelfNamingBlock]) -> None:
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), BLOCK_BYTES)
             for position, block in enumerate(chain)
@@ -578,7 +578,7 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
         slots.check()
 
     async def caller() -> None:
-        slots = Slots(8, SLOT_BYTES)
+        slots = CanarySlots(8, SLOT_BYTES)
         for _ in range(40):
             chain = loop.random.choice(chains)[: loop.random.randint(1, 8)]
             match loop.random.randrange(3):

@@ -32,8 +32,8 @@ from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulatio
 from tierd.testing.suite import (
     NAMESPACE,
     ROOT,
+    CanarySlots,
     SelfNamingBlock,
-    Slots,
     check_result,
     contains,
     get,
@@ -115,7 +115,7 @@ def test_close_waits_for_calls_in_flight() -> None:
 
     async def scenario(loop: SimulationLoop) -> None:
         [block] = chain_of(1)
-        slots = Slots(1, SLOT_BYTES)
+        slots = CanarySlots(1, SLOT_BYTES)
         async with faulty(FaultPlan(latency_s=1.0), [block]) as backend:
             request = GetRequest(block.key.block_hash, slots.view(0), BLOCK_BYTES)
             call = asyncio.create_task(backend.get_into(NAMESPACE, [request]))
@@ -133,7 +133,7 @@ async def test_a_truncated_block_is_corrupt_in_a_slot_that_held_it_before() -> N
     async with faulty(NO_FAULTS, [block]) as backend:
         header, payload = backend.blocks[block.key]
         backend.blocks[block.key] = StoredBlock(header, payload[:-1])
-        slots = Slots(1, SLOT_BYTES)
+        slots = CanarySlots(1, SLOT_BYTES)
         slots.view(0)[:BLOCK_BYTES] = block.payload
         request = GetRequest(block.key.block_hash, slots.view(0), BLOCK_BYTES)
         [result] = await backend.get_into(NAMESPACE, [request])
@@ -227,12 +227,12 @@ async def test_a_torn_read_leaves_noise_and_says_error() -> None:
     """A caller that publishes a slot before the outcome would never be caught."""
     chain = chain_of(1)
     async with faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}), chain) as backend:
-        slots = Slots(1, SLOT_BYTES)
+        slots = CanarySlots(1, SLOT_BYTES)
         request = GetRequest(chain[0].key.block_hash, slots.view(0), BLOCK_BYTES)
         [result] = await backend.get_into(NAMESPACE, [request])
         assert result.outcome is Outcome.ERROR
         assert slots.view(0)[:8] != chain[0].payload[:8]
-        assert slots.view(0)[:8] != Slots(1, SLOT_BYTES).view(0)[:8]
+        assert slots.view(0)[:8] != CanarySlots(1, SLOT_BYTES).view(0)[:8]
         slots.check()
 
 
@@ -301,7 +301,7 @@ def test_a_cancelled_read_may_write_until_it_returns_and_not_after() -> None:
     """A caller that reuses a slot when it gives up, not when the call ended, would pass."""
 
     async def scenario(loop: SimulationLoop) -> bool:
-        slots = Slots(1, SLOT_BYTES)
+        slots = CanarySlots(1, SLOT_BYTES)
         plan = FaultPlan({InjectedFault.HANG: 1.0, InjectedFault.LINGER: 1.0}, latency_s=0.01)
         async with faulty(plan, chain_of(1)) as backend:
             request = GetRequest(chain_of(1)[0].key.block_hash, slots.view(0), BLOCK_BYTES)
@@ -328,7 +328,7 @@ def test_a_slot_reused_during_a_write_is_counted(wait_s: float) -> None:
 
     async def scenario(loop: SimulationLoop) -> tuple[int, list[Outcome]]:
         [block] = chain_of(1)
-        slots = Slots(1, SLOT_BYTES)
+        slots = CanarySlots(1, SLOT_BYTES)
         slots.view(0)[:BLOCK_BYTES] = block.payload
         backend = MemoryBackend(plan=FaultPlan(latency_s=0.02), seed=1)
         await backend.open()
@@ -358,7 +358,7 @@ async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
     chains = [make_chain(f"chain {number}", 8, BLOCK_BYTES) for number in range(8)]
 
     async def caller() -> None:
-        slots = Slots(8, SLOT_BYTES)
+        slots = CanarySlots(8, SLOT_BYTES)
         for _ in range(20):
             chain = loop.random.choice(chains)[: loop.random.randint(1, 8)]
             match loop.random.randrange(5):
@@ -378,7 +378,7 @@ async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
                 await asyncio.sleep(0.1)
                 assert all(slots.is_blank(slot) for slot in range(8))
 
-    async def read(slots: Slots, chain: list[SelfNamingBlock]) -> None:
+    async def read(slots: CanarySlots, chain: list[SelfNamingBlock]) -> None:
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), BLOCK_BYTES)
             for position, block in enumerate(chain)

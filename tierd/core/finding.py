@@ -22,7 +22,7 @@ class Taken(NamedTuple):
     """Whether the owner has too much leased already."""
 
 
-class Finding:
+class BlockFinder:
     """Looks blocks up by their hashes."""
 
     __slots__ = ("_evictions", "_leases")

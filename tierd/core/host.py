@@ -15,7 +15,7 @@ from typing import Final
 from tierd.chain import ChainIndex
 from tierd.core.effects import Effect, EndSpace
 from tierd.core.evictions import Claim, Evictions
-from tierd.core.finding import Finding, Taken
+from tierd.core.finding import BlockFinder, Taken
 from tierd.core.hints import PIN_SHARE, HintedNamespace, Hints, PrefixHint
 from tierd.core.leases import Leases, SlotLease
 from tierd.core.reasons import Dropped, Evicted
@@ -70,7 +70,7 @@ class HostTier:
         self._evictions = Evictions()
         self._room = Room(self._spaces, self._segments, self._evictions, self.hints)
         self._leases = Leases()
-        self._finding = Finding(self._evictions, self._leases)
+        self._finding = BlockFinder(self._evictions, self._leases)
         self._reservations = Reservations()
         self._storing = Storing(self._reservations, self._segments, self._room)
         self._now_s = 0

@@ -10,9 +10,9 @@ from tierd.testing.backend import MemoryBackend, MemoryOptions, StoredBlock  # n
 from tierd.testing.faulty import FaultPlan, FaultyBackend, InjectedFault  # noqa: E402
 from tierd.testing.suite import (  # noqa: E402
     BackendSuite,
+    CanarySlots,
     Damage,
     SelfNamingBlock,
-    Slots,
     damaged,
     make_block,
     make_chain,
@@ -20,6 +20,7 @@ from tierd.testing.suite import (  # noqa: E402
 
 __all__ = [
     "BackendSuite",
+    "CanarySlots",
     "Damage",
     "FaultPlan",
     "FaultyBackend",
@@ -27,7 +28,6 @@ __all__ = [
     "MemoryBackend",
     "MemoryOptions",
     "SelfNamingBlock",
-    "Slots",
     "StoredBlock",
     "damaged",
     "make_block",

@@ -14,7 +14,7 @@ from tierd.errors import BackendError
 from tierd.storage.breaker import PROBE_NAMESPACE, BreakerBackend
 from tierd.testing.backend import MemoryBackend
 from tierd.testing.loop import SimulationLoop, run_simulation
-from tierd.testing.suite import NAMESPACE, Slots, make_chain
+from tierd.testing.suite import NAMESPACE, CanarySlots, make_chain
 from tierd.types import PAGE_BYTES
 
 DEADLINE_S, SLOW_S, PROBE_S = 2.0, 1.0, 5.0
@@ -111,7 +111,7 @@ class Rig:
         self.breaker = BreakerBackend(
             self.tier, name="nvme", deadline_s=DEADLINE_S, slow_s=SLOW_S, probe_s=PROBE_S
         )
-        self.slots = Slots(len(BLOCKS), PAGE_BYTES)
+        self.slots = CanarySlots(len(BLOCKS), PAGE_BYTES)
 
     @property
     def time(self) -> float:

@@ -16,9 +16,9 @@ from tierd.testing.suite.blocks import (
     NAMESPACE,
     OTHER_NAMESPACE,
     ROOT,
+    CanarySlots,
     Damage,
     SelfNamingBlock,
-    Slots,
     check_result,
     contains,
     damaged,
@@ -35,10 +35,10 @@ from tierd.testing.suite.bounds import Bounds
 from tierd.testing.suite.concurrency import Concurrency
 from tierd.testing.suite.damage import Damaging
 from tierd.testing.suite.keeping import Keeping
-from tierd.testing.suite.storing import Storing
+from tierd.testing.suite.storing import StoringTests
 
 
-class BackendSuite(Storing, Damaging, Keeping, Concurrency, Bounds, abstract=True):
+class BackendSuite(StoringTests, Damaging, Keeping, Concurrency, Bounds, abstract=True):
     """Checks of one backend. Hooks that a subclass lacks are refused when it is defined,
     since pytest would skip the class in silence."""
 
@@ -49,9 +49,9 @@ __all__ = [
     "OTHER_NAMESPACE",
     "ROOT",
     "BackendSuite",
+    "CanarySlots",
     "Damage",
     "SelfNamingBlock",
-    "Slots",
     "check_result",
     "contains",
     "damaged",

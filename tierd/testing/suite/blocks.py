@@ -115,7 +115,7 @@ def damaged(raw: bytes, how: Damage, offset: int) -> bytes:
     return bytes(changed)
 
 
-class Slots:
+class CanarySlots:
     """Page-aligned slots with a canary page before, between and after them."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
@@ -217,9 +217,9 @@ async def contains(backend: Backend, blocks: Sequence[SelfNamingBlock]) -> list[
     return held
 
 
-def _slots_for(blocks: Sequence[SelfNamingBlock], slot_bytes: int) -> Slots:
+def _slots_for(blocks: Sequence[SelfNamingBlock], slot_bytes: int) -> CanarySlots:
     longest = max(len(block.payload) for block in blocks)
-    return Slots(len(blocks), slot_bytes or slot_bytes_for(longest))
+    return CanarySlots(len(blocks), slot_bytes or slot_bytes_for(longest))
 
 
 @contextlib.asynccontextmanager

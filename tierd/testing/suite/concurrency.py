@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tierd.backend import Backend, GetRequest, Outcome, PutRequest
-from tierd.testing.suite.blocks import NAMESPACE, Slots, contains, get, put, take_turns
+from tierd.testing.suite.blocks import NAMESPACE, CanarySlots, contains, get, put, take_turns
 from tierd.testing.suite.hooks import Hooks
 from tierd.types import slot_bytes_for
 
@@ -49,7 +49,7 @@ class Concurrency(Hooks, abstract=True):
         chance = random.Random(seed)
         blocks = self.chain("cancelled get", 16)
         await put(backend, blocks)
-        slots = Slots(16, slot_bytes_for(self.block_bytes))
+        slots = CanarySlots(16, slot_bytes_for(self.block_bytes))
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), self.block_bytes)
             for position, block in enumerate(blocks)
@@ -70,7 +70,7 @@ class Concurrency(Hooks, abstract=True):
     async def test_cancelled_put(self, backend: Backend, seed: int) -> None:
         """A backup called off would store what the slot holds next, or leave half a block."""
         chance = random.Random(seed)
-        slots = Slots(8, slot_bytes_for(self.block_bytes))
+        slots = CanarySlots(8, slot_bytes_for(self.block_bytes))
         everything = []
         for turn in range(20):
             blocks = self.chain(f"cancelled put {turn}", 8)

@@ -10,8 +10,8 @@ from tierd.testing.suite.blocks import (
     NAMESPACE,
     OTHER_NAMESPACE,
     ROOT,
+    CanarySlots,
     Damage,
-    Slots,
     check_result,
     contains,
     get,
@@ -156,7 +156,7 @@ class Keeping(Hooks, abstract=True):
         """Closing would tear memory or files away from calls in flight."""
         blocks = self.chain("close in flight", 20)
         await put(backend, blocks[:10])
-        slots = Slots(10, slot_bytes_for(self.block_bytes))
+        slots = CanarySlots(10, slot_bytes_for(self.block_bytes))
         requests = [
             GetRequest(block.key.block_hash, slots.view(position), self.block_bytes)
             for position, block in enumerate(blocks[:10])

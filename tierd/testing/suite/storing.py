@@ -20,7 +20,7 @@ from tierd.testing.suite.hooks import Hooks
 from tierd.types import PAGE_BYTES
 
 
-class Storing(Hooks, abstract=True):
+class StoringTests(Hooks, abstract=True):
     """Blocks that are stored are found, whole, and under their own keys only."""
 
     @pytest.mark.parametrize(
