@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Final, Literal, get_args, get_origin
+from typing import Annotated, Final, Literal, get_args, get_origin
 
 import msgspec
 
@@ -121,9 +121,12 @@ def _plain_types(kind: object) -> Iterator[object]:
         yield kind
         yield str
         return
-    inner = get_args(kind)
-    yield getattr(kind, "__origin__", kind)
-    for part in inner:
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+        yield from _plain_types(kind)
+        return
+    yield get_origin(kind) or kind
+    for part in get_args(kind):
         yield from _plain_types(part)
 
 

@@ -119,7 +119,11 @@ WRONG = {
     "memory": ("64MiB", "900TiB", "host.capacity is 900 TiB, but "),
     "node": ("[host]", '[host]\nnuma_node = "999"', "host.numa_node is 999"),
     "case": ("[host]", '[host]\neviction = "LRU"', 'case-sensitive: write "lru"'),
-    "choice": ("[host]", '[host]\neviction = "hazzard"', 'did you mean "hazard"?'),
+    "choice": (
+        "[host]",
+        '[host]\neviction = "hazzard"',
+        'is not one of hazard, credit, lru, lfu, s3fifo, arc; did you mean "hazard"?',
+    ),
     "option case": ('type = "s3"', 'type = "s3"\nsse = "aes256"', 'case-sensitive: write "AES256"'),
     "unit": ("64MiB", "1G", 'write "1GiB" for units of 1,073,741,824 bytes'),
     "one path": ("[[storage]]", DISK + DISK.replace("disk", "other") + "[[storage]]", "at {at}/kv"),

@@ -39,6 +39,7 @@ from tierd.wire.session import encode
 pytestmark = pytest.mark.slow
 
 SOON_S = 10.0
+WAIT_MS = 60_000
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -492,10 +493,17 @@ def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
     storage = f'[[storage]]\ntype = "file"\npath = "{tmp_path}/f"\ncapacity = "64MiB"\n'
     storage += 'reserve_free = "0"\nwrite_policy = "write_through"\n'
     with (
-        small(tmp_path, extra_host=storage) as process,
+        DaemonProcess(
+            tmp_path / "small",
+            capacity="16MiB",
+            storage=storage,
+            # However busy the machine is.
+            prefetch={"policy": "wait_complete", "timeout_max_ms": 60_000},
+        ) as process,
         connected(process) as first,
         connected(process) as second,
     ):
+        process.wait_tier("file", "ready")
         one = first.register(blocks.namespace(60_000, model="one"))
         chains = []
         for n in range(40):
@@ -512,8 +520,9 @@ def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
         assert counter(first, "moved_blocks_total") > 0
         assert host_status(first)["allocated_bytes"] <= 16 * MIB
         # From L2 or the file tier: what was backed up after a move must be right as well.
-        assert [served(first, one, chain) for chain in chains] == [len(chain) for chain in chains]
-        assert [served(second, two, chain) for chain in others] == [7] * 20
+        found = [served(first, one, chain, WAIT_MS) for chain in chains]
+        assert found == [len(chain) for chain in chains]
+        assert [served(second, two, chain, WAIT_MS) for chain in others] == [7] * 20
         assert counter(first, "internal_errors_total") == 0
 
 

@@ -337,8 +337,9 @@ async def test_blocked_loop(monkeypatch):
     monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         for _ in range(2):
+            pid = pid_of(backend)
             call = begin(backend, b"block")
-            await asyncio.sleep(0.01)
+            await until(lambda pid=pid: proc(pid, "comm") == b"blocked\n")
             call.cancel()
             await asyncio.wait([call])
             await died(backend)

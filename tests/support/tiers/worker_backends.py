@@ -91,6 +91,7 @@ class OddBackend(Backend):
             case b"hang":
                 await asyncio.sleep(3600)
             case b"block":
+                Path("/proc/self/comm").write_text("blocked")  # noqa: ASYNC240  # to be seen
                 time.sleep(3600)  # noqa: ASYNC251  # as a client that blocks the loop does
             case b"bug":
                 raise KeyError("contains_many")
