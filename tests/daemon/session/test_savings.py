@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.support import blocks
@@ -12,10 +10,9 @@ from tests.support.engines.connector_bench import BLOCK_TOKENS, Bench, FakeReque
 from tests.support.engines.fake_client import FakeDaemon
 from tests.support.tiers.bench import Bench as NodeBench
 from tests.support.tiers.bench import run
+from tests.support.tiers.line import Line
 from tierd.client import by_source
-from tierd.daemon.session.server import Session
 from tierd.wire import messages as m
-from tierd.wire.session import Role, WireSession, encode
 
 
 def admitted(bench: Bench, request: FakeRequest, computed: int) -> None:
@@ -166,39 +163,6 @@ def test_time_is_saved_at_the_speed_that_is_found_out_later(
 
 
 # --- the daemon ---------------------------------------------------------------------------
-
-
-class Line:
-    """A session on a bench's node, and what the daemon answers."""
-
-    def __init__(self, bench: NodeBench) -> None:
-        self.got: list[m.Message] = []
-        self._wire = WireSession(Role.CLIENT, lambda message, _: self.got.append(message))
-        self._session = Session(7, bench.node, "test")
-        self._session.transport = self
-        self.say(m.Hello(m.PROTOCOL_VERSION, "test"))
-        self.say(m.Register(1, bench.space.namespace.to_fields(), False))
-
-    def say(self, message: m.Message) -> None:
-        self._session.data(memoryview(encode(message)))
-
-    async def acquired(self, hashes: list[bytes], own: int) -> m.Acquired:
-        self.say(m.Acquire(2, [0], b"".join(hashes), 5000, 0, 0, 0, own))
-        while not isinstance(self.got[-1], m.Acquired):
-            await asyncio.sleep(0.01)
-        return self.got[-1]
-
-    def send(self, data: bytes, fd: int | None = None) -> None:
-        self._wire.receive(memoryview(data), () if fd is None else (fd,))
-
-    def finish(self) -> None:
-        """The daemon ends the session."""
-
-    def close(self) -> None:
-        """The daemon knows that the client is gone."""
-
-    def closed(self) -> None:
-        self._session.closed()
 
 
 @pytest.mark.parametrize("own", [0, 5, 8, 9, 1 << 40])
