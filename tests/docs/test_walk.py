@@ -85,7 +85,8 @@ def test_a_store_and_a_hit_go_the_documented_way() -> None:
         acquired = line.got[-1]
         assert isinstance(acquired, m.Acquired)
         assert acquired.blocks == 4
-        walk(lambda: line.say(m.Release(acquired.lease)), release)
+        ended = m.Release(acquired.lease)
+        walk(lambda: line.say(ended), release)
         bench.forget()
         line.got.clear()
         with recorded() as calls:
