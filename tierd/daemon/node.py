@@ -154,7 +154,7 @@ class Node:
     def _workers(self) -> dict[str, Work]:
         house = (self.memory, self.lives, self.endings, self.copies, self.backups)
         workers: dict[str, Work] = {
-            "checksum": self.backups.sum_up,
+            "checksum": self.backups.compute_checksums,
             "populate": self.memory.populate,
             "verify": self.verification.run,
             "learning": self.learning.run,

@@ -104,7 +104,9 @@ class RedisBackend(Backend):
         self._options = options
         self._target = parse_target(options)
         self._silence_s = options.timeout_ms / 1000
-        self._lid = SharedCapacity(options.capacity, f"the Redis tier at {self._target.host}")
+        self._shared_capacity = SharedCapacity(
+            options.capacity, f"the Redis tier at {self._target.host}"
+        )
         self.counters = {
             **COUNTERS,
             "connects_total": 0,
@@ -289,7 +291,9 @@ class RedisBackend(Backend):
                         PutJob(keys[position], blocks[position], requests[position], position)
                     )
             sizes_bytes = [HEADER_BYTES + job.request.length for job in jobs]
-            with self._lid.admit(self._census.stats().used_bytes, sizes_bytes) as admitted:
+            with self._shared_capacity.admit(
+                self._census.stats().used_bytes, sizes_bytes
+            ) as admitted:
                 beyond, jobs = jobs[admitted:], jobs[:admitted]
                 try:
                     await self._threads.run(self._work.put, self._work.runs(jobs))
@@ -401,7 +405,9 @@ class RedisBackend(Backend):
     def stats(self) -> BackendStats:
         """Return this node's estimate; see census.py. Lookups never rely on it."""
         return replace(
-            self._census.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+            self._census.stats(),
+            capacity_bytes=self._shared_capacity.capacity_bytes,
+            trouble=self._trouble,
         )
 
     async def _each(
@@ -448,7 +454,7 @@ class RedisBackend(Backend):
                 pause_s = RECOUNT_S
             else:
                 self._census.end()
-                pause_s = self._lid.pause_s(loop.time() - began_s)
+                pause_s = self._shared_capacity.pause_s(loop.time() - began_s)
 
     @contextmanager
     def _in_call(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class S3Backend(Backend):
             "unreadable_total": 0,
         }
         self._tally = LockedCounters(self.counters)
-        self._lid = SharedCapacity(options.capacity, self._where)
+        self._shared_capacity = SharedCapacity(options.capacity, self._where)
         self._usage = Usage()
         self._trouble = ""
         self._logged: dict[FailureKind | DamageSite, float] = {}
@@ -237,7 +237,10 @@ class S3Backend(Backend):
         batch = Batch(self._options.connections)
         sizes_bytes = [HEADER_BYTES + len(change.payload) for change in changes]
         used_bytes = self._usage.stats().used_bytes
-        with self._call_in_flight(), self._lid.admit(used_bytes, sizes_bytes) as admitted:
+        with (
+            self._call_in_flight(),
+            self._shared_capacity.admit(used_bytes, sizes_bytes) as admitted,
+        ):
             await self._change(changes[:admitted], batch)
             outcomes = [change.outcome for change in changes[:admitted]]
             batch.raise_if_shut_out(self._where, outcomes)
@@ -321,7 +324,9 @@ class S3Backend(Backend):
     def stats(self) -> BackendStats:
         """Return this node's estimate: the last listing, and its own changes since."""
         return replace(
-            self._usage.stats(), capacity_bytes=self._lid.capacity_bytes, trouble=self._trouble
+            self._usage.stats(),
+            capacity_bytes=self._shared_capacity.capacity_bytes,
+            trouble=self._trouble,
         )
 
     def _name(self, namespace: bytes, block_hash: bytes) -> str:
@@ -391,7 +396,7 @@ class S3Backend(Backend):
             began_s = self._loop.time()
             self._usage.begin()
             await self._list()
-            pause_s = self._lid.pause_s(self._loop.time() - began_s)
+            pause_s = self._shared_capacity.pause_s(self._loop.time() - began_s)
 
     async def _list(self) -> None:
         """Count the bucket's objects once, page by page."""

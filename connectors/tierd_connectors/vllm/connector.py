@@ -465,7 +465,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         planned = self._plan_load(request.request_id, blocks, num_external_tokens)
         if num_external_tokens and not planned:
             table = blocks.get_block_ids()[0]
-            self._scheduler.doom(request.request_id, table, num_external_tokens)
+            self._scheduler.fail_load(request.request_id, table, num_external_tokens)
 
     @guarded(lambda: False)
     def _plan_load(self, request_id: str, blocks: KVCacheBlocks, external_tokens: int) -> bool:

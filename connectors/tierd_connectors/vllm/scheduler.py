@@ -252,7 +252,7 @@ class SchedulerSide:
         into = list(blocks[wanted.start : wanted.stop])
         lease = tracked.lease if tracked is not None else None
         if tracked is None or lease is None or len(into) != len(wanted):
-            self.doom(request_id, blocks, external_tokens)
+            self.fail_load(request_id, blocks, external_tokens)
             return
         leased = slice(wanted.start - tracked.own, wanted.stop - tracked.own)
         slots = [list(rank[leased]) for rank in lease.slots]
@@ -262,7 +262,7 @@ class SchedulerSide:
         tracked.loaded, tracked.sources = wanted, lease.sources[leased]
         self._planned[request_id] = load
 
-    def doom(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
+    def fail_load(self, request_id: str, blocks: Sequence[int], external_tokens: int) -> None:
         """Have the workers report failure: the engine waits for a load that cannot be planned."""
         count = -(-external_tokens // self._block_tokens)
         # Leave out the leading blocks: they are the engine's own hits, and may be shared.
@@ -362,7 +362,7 @@ class SchedulerSide:
         for request_id in request_ids:
             done = self._loading.pop(request_id, None)
             if done is None:
-                # No lease: `doom` planned this load as failed.
+                # No lease: `fail_load` planned this load as failed.
                 self._load_failed(request_id)
                 continue
             if request_id in self._finishing:

@@ -376,7 +376,7 @@ class Backups:
 
     # --- work ------------------------------------------------------------------------
 
-    async def sum_up(self) -> None:
+    async def compute_checksums(self) -> None:
         """Compute missing checksums and pass the blocks on to the tiers, for ever."""
         while True:
             await self._fresh_ready.wait()
