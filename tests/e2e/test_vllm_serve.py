@@ -87,7 +87,7 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str, str], Server
         assert server.complete(one) == (gold[0][0], 192)
         # Weights may be replaced after the reset, and before the next request.
         server.get("/reset_prefix_cache?reset_external=true", b"")
-        server.get("/collective_rpc", json.dumps({"method": "get_model_inspection"}).encode())
+        server.get("/collective_rpc", json.dumps({"method": "check_health"}).encode())
         assert server.complete(one) == (gold[0][0], 0)
         assert server.metric("vllm:tierd_errors_total") == 0
         assert server.stop() == 0

@@ -456,7 +456,7 @@ def test_hung_storage_calls_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_backup_that_failed_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block whose write failed once would never be offered to that tier again."""
-    monkeypatch.setattr(Backups, "_unmark", lambda self, space, slots, queue: None)
+    monkeypatch.setattr(Backups, "_not_written", lambda self, space, slots, queue: None)
     assert "said to have" in caught()
 
 

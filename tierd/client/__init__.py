@@ -23,10 +23,11 @@ from tierd.client.values import (
     request_number,
 )
 from tierd.errors import NamespaceError, RefusedError
-from tierd.types import HASH_BYTES, Namespace
+from tierd.types import FORMAT_VERSION, HASH_BYTES, Namespace
 
 __all__ = [
     "DEFAULT_SOCKET",
+    "FORMAT_VERSION",
     "HASH_BYTES",
     "HINT_MS_MAX",
     "Attachment",
