@@ -40,6 +40,10 @@ T = TypeVar("T")
 LOAD_S_MAX = 60.0
 """Virtual time after which a load counts as one that never ends."""
 
+RESETS_PER_TOUCH = 5
+"""Resets per call of the workers from outside. Such a call begins another namespace, in which
+nothing can be loaded yet: with many of them no world would load anything."""
+
 
 @dataclass
 class Ways:
@@ -444,7 +448,7 @@ class EngineProcess:
         """Schedule, compute, and take what came of it; whether any token was computed."""
         if self._resets.random() < self._reset_chance:
             self.reset()
-        if self._resets.random() < self._reset_chance:
+        if self._resets.random() < self._reset_chance / RESETS_PER_TOUCH:
             self.touch()
         step = self._schedule()
         tables = {name: request.table for name, request in self._requests.items()}
