@@ -41,7 +41,7 @@ _COMMON = {
     "initializer_range": 0.02,
 }
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, object]] = {
     # 16 KiB of KV a token and layer pair: 128 KiB a block of 32, starts fastest.
     "tiny": {
         "hidden_size": 256,
@@ -57,6 +57,20 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_hidden_layers": 16,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
+    },
+    # Five layers of each six attend to the last 96 tokens only: several KV cache groups.
+    "windows": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 64,
+        "sliding_window": 96,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
     },
 }
 
@@ -127,7 +141,25 @@ def register() -> None:
             """Nothing to fetch."""
 
         def load_weights(self, model, model_config):
-            model.load_weights(_weights(model_config.hf_config))
+            if model_config.hf_config.model_type == "llama":
+                model.load_weights(_weights(model_config.hf_config))
+            else:
+                _fill(model)
+
+
+def _fill(model):
+    """Fill the parameters of a model that is whole in this process, each by its name."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            # Weights of norms, to which Gemma adds 1.
+            parameter.data.zero_()
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        gain = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
+        values = torch.randn(parameter.shape, generator=generator) * gain
+        parameter.data.copy_(values)
 
 
 def _weights(config):

@@ -36,11 +36,13 @@ def whole_blocks(length: int) -> int:
 
 
 class Engine(EngineProcess):
-    """An engine with the tiny model; files in `directory`, no tierd if `socket` is empty."""
+    """An engine with a model of `shape`; files in `directory`, no tierd if `socket` is empty."""
 
-    def __init__(self, directory: Path, socket: str, **settings: object) -> None:
+    def __init__(
+        self, directory: Path, socket: str, *, shape: str = "tiny", **settings: object
+    ) -> None:
         model = directory / "model"
-        write_config(model, "tiny")
+        write_config(model, shape)
         environment = {**THREADS, **settings.pop("env", {})}  # type: ignore[dict-item]  # a dict
         extra = settings.get("extra", {})
         assert isinstance(extra, dict)

@@ -50,6 +50,9 @@ HASH_SCHEME_UNTAGGED = "vllm-sha256-cbor-untagged"
 _PLAIN_SPECS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 """Specs whose blocks are kept until their request ends; windows and states drop them earlier."""
 
+_WINDOW_SPECS = frozenset({"SlidingWindowSpec"})
+"""Specs that vLLM can treat as full attention, so that all layers form one group."""
+
 
 class UnsupportedEngineError(ValueError):
     """This engine cannot use tierd; the message says why, and which setting to change, if any."""
@@ -68,10 +71,7 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
             f"cannot reproduce: start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}"
         )
     if len(kv.kv_cache_groups) != 1:
-        raise UnsupportedEngineError(
-            f"the model has {len(kv.kv_cache_groups)} KV cache groups (hybrid attention); "
-            "this connector supports one"
-        )
+        raise UnsupportedEngineError(_too_many_groups(kv))
     spec = kv.kv_cache_groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in _PLAIN_SPECS:
@@ -89,6 +89,21 @@ def check_engine(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise UnsupportedEngineError(
             f"block hashes cover {hash_tokens} tokens, but blocks have {spec.block_size}"
         )
+
+
+def _too_many_groups(kv: KVCacheConfig) -> str:
+    groups = kv.kv_cache_groups
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    refused = (
+        f"the model has {len(groups)} KV cache groups ({', '.join(sorted(kinds))}); "
+        "this connector supports one"
+    )
+    if kinds <= {*_PLAIN_SPECS, *_WINDOW_SPECS}:
+        return (
+            f"{refused}: start vLLM with --disable-hybrid-kv-cache-manager, which keeps the KV of "
+            "all tokens in every layer and therefore needs more GPU memory per token"
+        )
+    return refused
 
 
 def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[TensorView]:
