@@ -160,7 +160,8 @@ def test_files_and_sections_that_are_named_exist(page: str) -> None:
             assert not anchor or anchor in anchors(str(whole)), target
     for name in re.findall(r"`((?:[\w.-]+/)*[\w.*-]+\.py)`", plain):
         assert list(ROOT.glob(name)), name
-    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir())
+    # `make` fills build/: whether a file is there yet depends on what ran before.
+    folders = "|".join(p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "build")
     for name in re.findall(rf"`((?:{folders})/[\w./*-]*)`", plain):
         assert list(ROOT.glob(name)), name
 
