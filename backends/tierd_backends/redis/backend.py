@@ -4,13 +4,14 @@ This module takes a batch through the tier. wire.py decides how a value travels,
 server keeps a key, connect.py how a server is reached. Modules that need redis-py are imported
 when the tier is opened, so options can be checked without it.
 
-Making room is up to the server: `maxmemory` with a `maxmemory-policy` that evicts. With volatile-lru
-and `ttl_s` it evicts blocks and never the marks of flushes, which have no TTL; with allkeys-lru it
-may evict marks, and what it has is then not served any longer. With `noeviction` a full server
-refuses blocks. `capacity` only decides when to stop storing; see common/shared_capacity.py. The server's LRU sees reads, and TOUCH reports uses in host memory to it.
-With `ttl_s`, PEXPIRE renews a block's time at each use that the daemon reports. Reads do not renew
-it: they stay reads, which replicas and append-only files never see. A use is reported at most once
-per quarter of `ttl_s`, or once per minute if that is shorter.
+Making room is up to the server: `maxmemory` with a `maxmemory-policy` that evicts. With volatile-
+lru and `ttl_s` it evicts blocks and never the marks of flushes, which have no TTL; with allkeys-lru
+it may evict marks, and what it has is then not served any longer. With `noeviction` a full server
+refuses blocks. `capacity` only decides when to stop storing; see common/shared_capacity.py. The
+server's LRU sees reads, and TOUCH reports uses in host memory to it. With `ttl_s`, PEXPIRE renews a
+block's time at each use that the daemon reports. Reads do not renew it: they stay reads, which
+replicas and append-only files never see. A use is reported at most once per quarter of `ttl_s`, or
+once per minute if that is shorter.
 
 The address must lead to a master. If a server replies that it is another one (READONLY, for
 example), its links are closed and the address is resolved again. Marks are read and written only
