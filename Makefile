@@ -46,7 +46,7 @@ docs: .venv/.complete ## Build the pages of docs/ into build/site, without the n
 	$(build_site)
 
 .PHONY: tables
-tables: .venv/.complete ## Write the pages' tables and charts anew, from the code and bench/results
+tables: .venv/.complete ## Write the pages' tables and charts again, from the code and bench/results
 	$(python) -m pages.tables
 
 .PHONY: test

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,12 +22,19 @@ from tierd.cli.common.break_even import Model
 from tierd.config import backend_options, parse
 from tierd.core.sharing import segment_bytes
 from tierd.daemon.http.metrics import METRICS
+from tierd.daemon.jobs.hotset import STOP_S
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX
+from tierd.daemon.lifecycle.serve import EXIT_GRACE_S
 from tierd.sizes import parse_size
 from tierd.types import slot_bytes_for
 from tierd.wire import messages as m
 from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd_backends.file.slab import slab_bytes
+from tierd_connectors.vllm.identity.namespace import (
+    HASH_ALGORITHM,
+    UnsupportedEngineError,
+    check_engine,
+)
 from tierd_connectors.vllm.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +174,27 @@ def test_numbers_of_the_readme_were_measured() -> None:
         f"output throughput was {overhead['median_of_pair_ratios']:.3f} of vLLM alone",
     ):
         assert claim in plain
+
+
+def test_hybrid_models_are_refused_as_the_readme_says() -> None:
+    """A model with two kinds of attention would be attached, and load KV of one kind only."""
+    assert "more than one KV cache group" in " ".join(text("README.md").split())
+    cache = SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo=HASH_ALGORITHM)
+    config: Any = SimpleNamespace(cache_config=cache)
+    kv: Any = SimpleNamespace(kv_cache_groups=[object(), object()])
+    with pytest.raises(UnsupportedEngineError, match="2 KV cache groups"):
+        check_engine(config, kv)
+
+
+def test_a_stop_takes_as_long_as_documented() -> None:
+    """An operator would set TimeoutStopSec= too short and lose the hot set."""
+    hot_set, grace = f"{STOP_S:g} s", f"{EXIT_GRACE_S:g} s"
+    for page in ("docs/operations.md", "docs/runbook.md", "systemd/tierd.service"):
+        plain = " ".join(re.sub(r"^#", "", text(page), flags=re.MULTILINE).split())
+        assert hot_set in plain, page
+        assert grace in plain, page
+    for page in ("docs/configuration.md", "systemd/tierd.toml"):
+        assert hot_set in text(page), page
 
 
 def test_numbers_of_the_comparison_were_measured() -> None:

@@ -70,14 +70,14 @@ QUOTING = tuple(
     for page in ("README.md", *SITE)
     if not page.startswith("docs/architecture/")
     and page not in ("docs/backend.md", "docs/benchmarks.md", "docs/comparison.md")
-    and page not in ("docs/configuration.md", "docs/runbook.md")
+    and page != "docs/configuration.md"
 )
-"""Pages whose quotations are lines of tierd's. test_runbook.py has the runbook's."""
+"""Pages whose quotations are lines of tierd's. test_runbook.py runs the runbook's commands."""
 
 
 def quotes(page: str) -> list[str]:
-    """What a page quotes as said by tierd."""
-    plain = prose(page)
+    """What a page quotes as said by tierd, outside of indented commands."""
+    plain = re.sub(r"^    \S.*$", "", prose(page), flags=re.MULTILINE)
     quoted = re.findall(r'"([^"\n|`{}]+(?:\n[^"\n|`{}]+)?)"', plain)
     spans = [span for part in re.split(r"\n\n|\n[*|]", plain) for span in part.split("`")[1::2]]
     lines = [span for span in spans if "..." in span]

@@ -16,8 +16,10 @@ from tests.support.admin import ADMIN, metrics, port_of
 from tests.support.daemon_process import DaemonProcess
 from tests.support.promql import Labels, Scrape, Vector, World, grouped, matches, selectors
 from tests.support.tiers.scene import table
+from tierd.cli.main import COMMANDS
 
 OPS = Path(__file__).parents[2] / "ops"
+RUNBOOK = OPS.parent / "docs" / "runbook.md"
 RULES = yaml.safe_load((OPS / "prometheus" / "tierd.rules.yml").read_text())
 BOARD = json.loads((OPS / "grafana" / "tierd.json").read_text())
 
@@ -147,16 +149,38 @@ def test_each_alert_fires(exposed: Scrape, name: str) -> None:
             assert all(label in dict(key) for key in found[name]), label
 
 
-def test_every_alert_says_what_to_do() -> None:
+def test_every_alert_has_a_first_command_and_a_runbook_section() -> None:
     """At three in the morning a name and a number are not enough."""
     assert set(TROUBLE) <= set(ALERTS)
-    for rule in ALERTS.values():
+    sections = runbook_sections()
+    for name, rule in ALERTS.items():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
         assert "instance" in rule["annotations"]["summary"]
-        assert len(rule["annotations"]["description"]) > 60
+        first = re.search(r"First: `([\w-]+) ([^`]+)`", rule["annotations"]["description"])
+        assert first is not None, name
+        assert first[1] in ("tierd", "systemctl", "journalctl", "cat", "nvidia-smi"), name
+        assert first[1] != "tierd" or first[2].split()[0] in COMMANDS, name
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert page == "docs/runbook.md"
+        assert re.search(rf"\b{name}\b", sections[anchor]), f"{name} is not in {anchor}"
         assert re.fullmatch(r"\d+[mh]", rule.get("for", "0m"))
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+
+
+def test_the_runbook_names_only_alerts_that_exist() -> None:
+    """A reader would search Prometheus for an alert that it does not have."""
+    named = re.findall(r"\bTierd[A-Z]\w+", "".join(runbook_sections().values()))
+    assert set(named) == set(ALERTS)
+
+
+def runbook_sections() -> dict[str, str]:
+    """The text below each heading of the runbook, by the heading's anchor."""
+    parts = re.split(r"^#+ (.+)\n", RUNBOOK.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        title.lower().replace(" ", "-"): body
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 # --- the dashboard ----------------------------------------------------------------------

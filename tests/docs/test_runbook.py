@@ -51,12 +51,13 @@ class Line(NamedTuple):
 
 
 def runbook() -> dict[str, list[list[Line]]]:
-    """The blocks of lines below each title."""
+    """The blocks of lines below each title that has any."""
     found = {}
     for part in re.split(r"^#+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0]
         chunks = re.findall(r"(?:^    .+\n)+", part, re.MULTILINE)
-        found[title] = [[_line(row) for row in chunk.splitlines()] for chunk in chunks]
+        if chunks:
+            found[title] = [[_line(row) for row in chunk.splitlines()] for chunk in chunks]
     return found
 
 

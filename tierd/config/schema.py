@@ -422,7 +422,8 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=600_000,
-            description="Longest time that the daemon writes pending backups after SIGTERM.",
+            description="Longest time that the daemon writes pending backups after SIGTERM. It "
+            "writes the hot set meanwhile, for at most 20 s, so a stop can take that long.",
         ),
     ] = 10_000
     state_dir: Annotated[
