@@ -181,7 +181,8 @@ def test_hybrid_models_are_refused_as_the_readme_says() -> None:
     assert "more than one KV cache group" in " ".join(text("README.md").split())
     cache = SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo=HASH_ALGORITHM)
     config: Any = SimpleNamespace(cache_config=cache)
-    kv: Any = SimpleNamespace(kv_cache_groups=[object(), object()])
+    groups = [SimpleNamespace(kv_cache_spec=object()) for _ in range(2)]
+    kv: Any = SimpleNamespace(kv_cache_groups=groups)
     with pytest.raises(UnsupportedEngineError, match="2 KV cache groups"):
         check_engine(config, kv)
 
