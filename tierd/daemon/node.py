@@ -28,11 +28,11 @@ from tierd.core.writes import WriteMoment
 from tierd.daemon.copies.copying import Copies, SessionCopies
 from tierd.daemon.copies.copying import Send as SendCopied
 from tierd.daemon.jobs.explain import Explainer
-from tierd.daemon.jobs.flush import Flushes
+from tierd.daemon.jobs.flush import Flushes, FlushJob
 from tierd.daemon.jobs.hotset import Snapshots
 from tierd.daemon.jobs.inventory import InventoryListings
-from tierd.daemon.jobs.scrub import Scrubs
-from tierd.daemon.jobs.warming import Warmings
+from tierd.daemon.jobs.scrub import ScrubJob, Scrubs
+from tierd.daemon.jobs.warming import Warming, Warmings
 from tierd.daemon.l2.ending import SPACES_MAX, Endings
 from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory, SegmentListener
@@ -94,7 +94,8 @@ class Node:
         self.memory = HostMemory(
             self.host, clock, self.counters, executor, options.placement, manager
         )
-        self.lives = Incarnations(self.memory, [tier.config for tier in tiers], self.epoch, clock)
+        configs = [tier.config for tier in tiers]
+        self.incarnations = Incarnations(self.memory, configs, self.epoch, clock)
         self.verification = Verification(self.memory)
         self.endings = Endings(self.memory)
         self.refusals = Refusals(self.counters)
@@ -127,7 +128,7 @@ class Node:
             self.counters,
             bandwidth_max=options.copy.bandwidth_max,
             job_timeout_ms=options.copy.job_timeout_ms,
-            hold=self.lives.copying,
+            hold=self.incarnations.copying,
         )
         self.snapshots: Snapshots | None = None
         """What keeps the hot set, where there is a directory for it."""
@@ -135,7 +136,7 @@ class Node:
             self.memory,
             self.promotions,
             self.verification,
-            self.lives,
+            self.incarnations,
             self.refusals,
             self.unserveds,
             self.tiers,
@@ -152,7 +153,7 @@ class Node:
         await self.tasks.run(self._workers(), ready, self.copies.close)
 
     def _workers(self) -> dict[str, Work]:
-        house = (self.memory, self.lives, self.endings, self.copies, self.backups)
+        house = (self.memory, self.incarnations, self.endings, self.copies, self.backups)
         workers: dict[str, Work] = {
             "checksum": self.backups.compute_checksums,
             "populate": self.memory.populate,
@@ -173,7 +174,7 @@ class Node:
 
     def close(self) -> None:
         """Give back descriptors and memory, once `run` has ended; idempotent."""
-        self.lives.close()
+        self.incarnations.close()
         self.memory.arena.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -246,7 +247,7 @@ class Node:
 
     def writer_guard(self) -> int | None:
         """See `Incarnations.guard`. Raises OSError."""
-        return self.lives.guard()
+        return self.incarnations.guard()
 
     def copies_of(self, owner: int, send: SendCopied) -> SessionCopies:
         """What copies the daemon makes for a session."""
@@ -288,6 +289,10 @@ class Node:
         """
         until_s = self._clock.monotonic_ns() // NS + known_s + KNOWN_MORE_S if known_s else 0
         self.host.unregister(space, until_s, worthless=worthless)
+
+    def namespace_of(self, digest: bytes) -> Namespace | None:
+        """The namespace of a digest; None if it is unknown. See `Endings.named`."""
+        return self.endings.named(digest)
 
     def live_segments(self, space: Space) -> Iterator[tuple[int, Segment]]:
         """The segments of a space that hold memory, by number."""
@@ -399,7 +404,7 @@ class Node:
         if self.tiers:
             self.backups.offer(space, ready, WriteMoment.STORED)
         # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
-        if self.lives.kept:
+        if self.incarnations.kept:
             self.backups.sum_soon(space, ready)
         return len(ready)
 
@@ -426,7 +431,39 @@ class Node:
         """A session's peer has closed: its reservations are free; its leases end at their time."""
         self.counters["reservations_dropped_total"] += self.host.drop_owner(owner)
 
+    # --- operators' orders ----------------------------------------------------------
+
+    def flush(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> FlushJob:
+        """Start a flush, which runs until it is done or the daemon stops. Raises RefusedError."""
+        flush = self.flushes.begin(prefix, host=host, numbers=numbers)
+        self.spawn(partial(self.flushes.run, flush), "flush")
+        return flush
+
+    def scrub(self, numbers: Sequence[int], bytes_per_s: int) -> ScrubJob:
+        """Start a scrub, which runs until it is done or the daemon stops. Raises RefusedError."""
+        scrub = self.scrubs.begin(numbers, bytes_per_s)
+        self.spawn(partial(self.scrubs.run, scrub), "scrub")
+        return scrub
+
+    @property
+    def current_scrub(self) -> ScrubJob | None:
+        """The scrub that is running."""
+        return self.scrubs.current
+
+    async def warm(self, warming: Warming, deadline_s: float) -> None:
+        """See `Warmings.run`."""
+        await self.warmings.run(warming, deadline_s)
+
+    async def explain(self, digest: bytes, hashes: Sequence[bytes]) -> dict[str, object]:
+        """See `Explainer.explain`."""
+        return await self.explainer.explain(digest, hashes)
+
     # --- what is shown --------------------------------------------------------------
+
+    @property
+    def tier_count(self) -> int:
+        """Number of storage tiers; a tier's number is below it."""
+        return len(self.tiers)
 
     def status(self) -> dict[str, object]:
         """What `tierd status` shows; plain values only."""

@@ -22,7 +22,7 @@ NS: Final = 1_000_000_000
 
 async def keep_house(
     memory: HostMemory,
-    lives: Incarnations,
+    incarnations: Incarnations,
     endings: Endings,
     copies: Copies,
     backups: Backups,
@@ -38,7 +38,7 @@ async def keep_house(
         while host.expire_hints(clock.monotonic_ns()):
             await asyncio.sleep(0)
         memory.keep_decommitted()
-        lives.tick()
+        incarnations.tick()
         await endings.tick()
         memory.manager.flush()
         copies.watch()

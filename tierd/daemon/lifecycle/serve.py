@@ -165,7 +165,7 @@ class _Life:
                 executor=executor,
                 machine=machine,
             )
-            node.lives.begin()
+            node.incarnations.begin()
             for shortfall in shortfalls(
                 config.host.capacity,
                 segment_bytes(config.host.capacity),

@@ -71,7 +71,7 @@ class Acquiring:
         memory: HostMemory,
         promotions: Promotions,
         verification: Verification,
-        lives: Incarnations,
+        incarnations: Incarnations,
         refusals: Refusals,
         unserveds: Unserveds,
         tiers: Sequence[StorageTier],
@@ -82,7 +82,7 @@ class Acquiring:
         self._counters: Counter[str] = memory.counters
         self._promotions = promotions
         self._verification = verification
-        self._lives = lives
+        self._incarnations = incarnations
         self._refusals = refusals
         self._unserveds = unserveds
         self._tiers = tiers
@@ -107,7 +107,7 @@ class Acquiring:
             self._refusals.leased(spaces[0], client, self._host.now_s)
         if taken.lease is not None:
             self._counters["acquired_blocks_total"] += taken.resident
-            self._lives.leased(taken.lease)
+            self._incarnations.leased(taken.lease)
         return AcquiredNow(taken.settled, taken.lease, 0 if taken.refused else taken.resident)
 
     def deadline_ns(
@@ -169,7 +169,7 @@ class Acquiring:
             expires_ns = self._clock.monotonic_ns() + lease_ttl_ns
             lease = waiter.conclude(self._host, owner, hashes, expires_ns)
             if lease is not None:
-                self._lives.leased(lease)
+                self._incarnations.leased(lease)
                 count = len(lease.parts[0][1])
                 self._counters["promoted_blocks_acquired_total"] += max(0, count - resident)
                 self._counters["acquired_blocks_total"] += count

@@ -49,32 +49,28 @@ class Orders:
         if not _HEX.issuperset(message.prefix):
             raise RemoteProtocolError("FLUSH has a prefix that is not in hex")
         self._check_numbers(message.tiers)
-        flushes = self._node.flushes
         try:
             self._check_free()
-            flush = flushes.begin(message.prefix, host=message.host, numbers=message.tiers)
+            flush = self._node.flush(message.prefix, host=message.host, numbers=message.tiers)
         except RefusedError as error:
             self._send(m.Error(message.call, str(error)))
             return
-        self._node.spawn(partial(flushes.run, flush), "flush")
         self._follow(message.call, flush)
 
     def scrub(self, message: m.Scrub) -> None:
         """Begin a scrub and follow it."""
         self._check_numbers(message.tiers)
-        scrubs = self._node.scrubs
         try:
             self._check_free()
-            scrub = scrubs.begin(message.tiers, max(RATE_MIN, message.bytes_per_s))
+            scrub = self._node.scrub(message.tiers, max(RATE_MIN, message.bytes_per_s))
         except RefusedError as error:
             self._send(m.Error(message.call, str(error)))
             return
-        self._node.spawn(partial(scrubs.run, scrub), "scrub")
         self._follow(message.call, scrub)
 
     def stop_scrub(self, message: m.StopScrub) -> None:
         """Have the scrub that is going on end, and follow it to there."""
-        scrub = self._node.scrubs.current
+        scrub = self._node.current_scrub
         if scrub is None:
             self._send(m.Error(message.call, "no scrub is going on"))
             return
@@ -86,7 +82,7 @@ class Orders:
 
     def describe(self, message: m.Describe) -> None:
         """Tell a namespace's fields, whole."""
-        namespace = self._node.endings.named(message.digest)
+        namespace = self._node.namespace_of(message.digest)
         if namespace is None:
             self._send(m.Error(message.call, "this tierd does not know that namespace"))
         else:
@@ -94,8 +90,8 @@ class Orders:
 
     def warm(self, message: m.Warm, space: Space) -> None:
         """Warm blocks of a namespace of this session; ends with it."""
-        if message.target > len(self._node.tiers):
-            raise RemoteProtocolError(f"there are {len(self._node.tiers)} storage tiers")
+        if message.target > self._node.tier_count:
+            raise RemoteProtocolError(f"there are {self._node.tier_count} storage tiers")
         if message.call in self._warmings:
             raise RemoteProtocolError(f"call {message.call} is in flight already")
         if len(self._warmings) >= WARMINGS_MAX:
@@ -109,7 +105,7 @@ class Orders:
         task.add_done_callback(lambda _: self._warmings.pop(message.call))
 
     async def _warm(self, call: int, warming: Warming, deadline_s: float) -> None:
-        await self._node.warmings.run(warming, deadline_s)
+        await self._node.warm(warming, deadline_s)
         self._send(m.Warmed(call, warming.outcomes, warming.status()))
 
     def cancel(self, call: int) -> None:
@@ -133,7 +129,7 @@ class Orders:
         self._explaining.add_done_callback(self._explained)
 
     async def _explain(self, call: int, digest: bytes, hashes: Sequence[bytes]) -> None:
-        body = await self._node.explainer.explain(digest, hashes)
+        body = await self._node.explain(digest, hashes)
         # Before the answer: whoever has it may ask again before this task is done.
         self._explaining = None
         self._send(m.Explained(call, body))
@@ -156,8 +152,8 @@ class Orders:
             raise RefusedError("this session follows another order already")
 
     def _check_numbers(self, numbers: Sequence[int]) -> None:
-        if any(number >= len(self._node.tiers) for number in numbers):
-            raise RemoteProtocolError(f"there are {len(self._node.tiers)} storage tiers")
+        if any(number >= self._node.tier_count for number in numbers):
+            raise RemoteProtocolError(f"there are {self._node.tier_count} storage tiers")
 
     def _follow(self, call: int, work: FlushJob | ScrubJob) -> None:
         task = self._node.spawn(partial(self._tell, call, work), "order")

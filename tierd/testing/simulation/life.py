@@ -84,7 +84,7 @@ class DaemonIncarnation:
         self._note_withheld()
         if faulty:
             self._have_segments_fail()
-        self.node.lives.begin()
+        self.node.incarnations.begin()
         self.accepting = False
         self.dead = False
         self.leases: dict[int, GrantedLease] = {}
@@ -132,7 +132,7 @@ class DaemonIncarnation:
         finally:
             for referee in self._referees:
                 referee.forget()
-            self.node.lives.close()
+            self.node.incarnations.close()
             self.node.memory.arena.close()
             self._count()
 
