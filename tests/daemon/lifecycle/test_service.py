@@ -190,7 +190,7 @@ async def test_a_slow_start_asks_for_time_again_and_again(
     for pause in ("HURRY_S", "STATUS_S"):
         monkeypatch.setattr(telling, pause, 0.005)
     made = node()
-    admin, health = Admin(made), Health(made.memory)
+    admin, health = Admin(made), Health(made.threads)
     with heard(tmp_path) as (manager, ear):
         ear.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -223,7 +223,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
         ear.setblocking(False)
         watch = Watch()
         made = node(executor, watch)
-        health = Health(made.memory, limit_s=30)
+        health = Health(made.threads, limit_s=30)
         admin = Admin(made, health)
         teller = Teller(manager, made, admin, health)
         hung, go_on, loop = threading.Semaphore(0), threading.Event(), asyncio.get_running_loop()
@@ -253,7 +253,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                     loop.run_in_executor(executor, hang)
                 for _ in range(2):
                     await until(lambda: hung.acquire(blocking=False))
-                await until(lambda: made.memory._in_thread)
+                await until(lambda: made.threads._began_ns)
                 watch.now_s += 30
                 assert not health.trouble
                 watch.now_s += 1
@@ -280,7 +280,7 @@ def test_a_hung_tier_is_no_reason_to_end_the_daemon() -> None:
     async def test(bench: tier_bench.Bench) -> None:
         bench.raw[0].hangs = {"get", "put", "contains"}
         bench.store(8, "hangs")
-        health = Health(bench.node.memory)
+        health = Health(bench.node.threads)
         probing = asyncio.create_task(health.probe())
         for _ in range(100):
             await asyncio.sleep(1)
@@ -401,4 +401,4 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
             finally:
                 server.resume()
                 with_client.close()
-        assert "4 blocks that were not backed up" in daemon.log.read_text()
+        assert "4 blocks were not backed up" in daemon.log.read_text()

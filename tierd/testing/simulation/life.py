@@ -22,7 +22,7 @@ from tierd.daemon.l3.renewal import USED_AGAIN
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.memory.arena import Segment
 from tierd.testing.faulty import NO_FAULTS, InjectedFault
 from tierd.testing.loop import VirtualClock
