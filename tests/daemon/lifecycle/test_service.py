@@ -28,11 +28,10 @@ from tierd.clock import Clock, SystemClock
 from tierd.daemon.http.admin import Admin, Phase
 from tierd.daemon.http.health import Health
 from tierd.daemon.jobs.hotset import FILE, STOP_S
-from tierd.daemon.lifecycle import telling
 from tierd.daemon.lifecycle.listening import engine_socket
+from tierd.daemon.lifecycle.notifier import LINE_CHARS_MAX, Notifier, status_line
 from tierd.daemon.lifecycle.serve import EXIT_GRACE_S, Signals
 from tierd.daemon.lifecycle.service import ServiceManager
-from tierd.daemon.lifecycle.telling import LINE_CHARS_MAX, Teller, status_line
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.errors import ConfigError
@@ -77,7 +76,7 @@ def test_what_a_busy_manager_does_not_take_is_sent_later(tmp_path: Path) -> None
     with heard(tmp_path) as (manager, ear):
         count = 2000
         for number in range(count):
-            manager.tell(f"STATUS={number}")
+            manager.notify(f"STATUS={number}")
         got: list[bytes] = []
         while len(got) < count:
             got.append(ear.recv(4096))
@@ -188,7 +187,7 @@ async def test_a_slow_start_asks_for_time_again_and_again(
 ) -> None:
     """A start that takes longer than TimeoutStartSec would be killed, and tried again for ever."""
     for pause in ("HURRY_S", "STATUS_S"):
-        monkeypatch.setattr(telling, pause, 0.005)
+        monkeypatch.setattr(f"tierd.daemon.lifecycle.notifier.{pause}", 0.005)
     made = node()
     admin, health = Admin(made), Health(made.threads)
     with heard(tmp_path) as (manager, ear):
@@ -198,7 +197,7 @@ async def test_a_slow_start_asks_for_time_again_and_again(
         async def asked() -> bool:
             return b"EXTEND_TIMEOUT_USEC=" in await loop.sock_recv(ear, 4096)
 
-        async with asyncio.timeout(WAIT_S), Teller(manager, made, admin, health).telling():
+        async with asyncio.timeout(WAIT_S), Notifier(manager, made, admin, health).notifying():
             assert all([await asked() for _ in range(5)])
             admin.phase = Phase.SERVING
             while await asked():
@@ -225,7 +224,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
         made = node(executor, watch)
         health = Health(made.threads, limit_s=30)
         admin = Admin(made, health)
-        teller = Teller(manager, made, admin, health)
+        notifier = Notifier(manager, made, admin, health)
         hung, go_on, loop = threading.Semaphore(0), threading.Event(), asyncio.get_running_loop()
 
         def hang() -> None:
@@ -246,7 +245,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                     await asyncio.sleep(0.005)
 
         try:
-            async with teller.telling():
+            async with notifier.notifying():
                 await until(pings)
                 assert b" 200 " in admin.answer(b"GET /healthz HTTP/1.1")
                 for _ in range(2):
@@ -262,7 +261,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                 await until(lambda: caplog.records)
                 pings()
                 for _ in range(3):
-                    teller.feed()
+                    notifier.feed()
                 assert not pings()
                 go_on.set()
                 await until(pings)

@@ -51,7 +51,7 @@ class PinProgress:
         self._logged_s = 0.0
 
     def note(self, report: Reply, now_s: float) -> None:
-        """Take over a report, and log it now and then."""
+        """Take over a report, and log it at most every PIN_LOG_S."""
         self.pinned_bytes, self.mapped_bytes = report.pinned_bytes, report.mapped_bytes
         if report.problem and report.problem != self.problem:
             log.warning(

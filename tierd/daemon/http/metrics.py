@@ -622,7 +622,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier(
         "blocks",
         "blocks",
-        "Blocks held by the tier; for a shared tier, as far as this node has counted.",
+        "Blocks held by the tier; for a shared tier, as many as this node has counted.",
     ),
     _tier("used_bytes", "used_bytes", "Bytes that the blocks held by the tier occupy."),
     _tier(

@@ -69,7 +69,7 @@ class HostMemory:
         # at most 128 KiB.
         self._names = 0
         self._segments_fail = False
-        self._life = bytes(LIFE_BYTES)
+        self._epoch = bytes(LIFE_BYTES)
 
     def reserve(
         self,
@@ -185,12 +185,12 @@ class HostMemory:
                 self._names = max(self._names, int(segment.kept_as, 16) + 1)
                 self.population.add(space, index)
 
-    def use(self, life: bytes) -> None:
+    def use(self, epoch: bytes) -> None:
         """Note in all ledgers that this incarnation leases the slots from now on."""
-        self._life = life
+        self._epoch = epoch
         for space in self.host.spaces.values():
             for segment in self.arena.segments(space):
-                segment.ledger.life = life
+                segment.ledger.life = epoch
 
     def mark(self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0) -> None:
         """Set or clear the bits of storage tiers that have blocks, in core and ledger."""
@@ -265,7 +265,7 @@ class HostMemory:
             log.info("memory segments can be made again")
         segment.kept_as = f"{self._names:x}"
         self._names += 1
-        segment.ledger.life = self._life
+        segment.ledger.life = self._epoch
         self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
         self.population.add(space, index)
         # A copy: a send to a client that has gone ends its session, which stops listening.

@@ -27,9 +27,9 @@ from tierd.daemon.jobs.hotset import state_directory
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.lifecycle.assembly import assembled, make_tiers
 from tierd.daemon.lifecycle.listening import EngineSocket, admin_socket, engine_socket
+from tierd.daemon.lifecycle.notifier import Notifier, extension
 from tierd.daemon.lifecycle.reload import Reloader
 from tierd.daemon.lifecycle.service import ServiceManager
-from tierd.daemon.lifecycle.telling import Teller, extension
 from tierd.daemon.node import Node
 from tierd.daemon.session.server import Server, default_allow_uids
 from tierd.errors import ConfigError
@@ -73,7 +73,7 @@ def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
     """
     signals = Signals()
     manager = ServiceManager.from_environ(environ)
-    manager.tell("STATUS=starting", extension())
+    manager.notify("STATUS=starting", extension())
     # Prints the stacks of all threads when the watchdog ends the process with SIGABRT.
     faulthandler.enable()
     try:
@@ -81,7 +81,7 @@ def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
         state = state_directory(config.state_dir, environ)
         return _serve(config, signals, manager, load, state)
     except ConfigError as error:
-        manager.tell(f"STATUS=refused to start: {error}")
+        manager.notify(f"STATUS=refused to start: {error}")
         raise
 
 
@@ -126,7 +126,7 @@ class _Incarnation:
         self._node: Node
         self._server: Server
         self._admin: Admin
-        self._teller: Teller
+        self._notifier: Notifier
 
     async def run(
         self,
@@ -144,10 +144,10 @@ class _Incarnation:
             where.open_to(allowed)
             health = Health(node.threads, _thread_limit_s(self._manager.watchdog_us))
             self._admin = Admin(node, health)
-            self._teller = Teller(self._manager, node, self._admin, health)
+            self._notifier = Notifier(self._manager, node, self._admin, health)
             try:
                 async with (
-                    self._teller.telling(),
+                    self._notifier.notifying(),
                     self._admin.serving(admin_listener),
                     opened(tiers),
                 ):
@@ -170,7 +170,7 @@ class _Incarnation:
             about(config.host.capacity),
             ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
         )
-        self._teller.ready()
+        self._notifier.ready()
         if node.snapshots is not None:
             node.spawn(node.snapshots.run, "hotset")
         reloading = asyncio.create_task(self._reload_on_request(), name="reload")
@@ -190,11 +190,11 @@ class _Incarnation:
             await asyncio.wait([task])
 
     async def _reload(self, reloader: Reloader) -> None:
-        self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            self._teller.refused = await reloader.reload()
+            self._notifier.refused = await reloader.reload()
         finally:
-            self._teller.ready()
+            self._notifier.ready()
 
     async def _stop(self) -> None:
         node, budget_s = self._node, self._config.drain_timeout_ms / 1000
@@ -202,7 +202,7 @@ class _Incarnation:
         snapshots, loop = node.snapshots, asyncio.get_running_loop()
         drained_s = loop.time() + budget_s
         leave_s = max(budget_s, snapshots.stop_s if snapshots else 0.0) + EXIT_GRACE_S
-        self._teller.stopping(leave_s)
+        self._notifier.stopping(leave_s)
         log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
         _exit_after(leave_s)
         self._server.stop_listening()

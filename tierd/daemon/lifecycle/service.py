@@ -101,7 +101,7 @@ class ServiceManager:
         kept, self._passed = self._passed, []
         return kept
 
-    def tell(self, *assignments: str) -> None:
+    def notify(self, *assignments: str) -> None:
         """Send a state, such as "READY=1", or several at once."""
         self._send("\n".join(assignments).encode(), ())
 

@@ -18,7 +18,7 @@ LINES_MAX: Final = 20
 LINES_S: Final = 60
 """Period in seconds with at most LINES_MAX lines; a line left out is logged at the next event."""
 
-TOLD_MAX: Final = 4096
+LOGGED_MAX: Final = 4096
 """Remembered pairs of namespace and reason; beyond this number all are forgotten."""
 
 _WHY: Final = {
@@ -37,7 +37,7 @@ class Refusals:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         counters.update({store_counter(why): 0 for why in NoRoom})
-        self._told: set[tuple[bytes, str]] = set()
+        self._logged: set[tuple[bytes, str]] = set()
         self._lines = 0
         self._since_s = 0
 
@@ -48,7 +48,7 @@ class Refusals:
             return
         refused = reservation.slots.count(Refusal.NO_ROOM)
         self._counters[store_counter(why)] += refused
-        if self._tell(space, why.value, now_s):
+        if self._may_log(space, why.value, now_s):
             log.warning(
                 "namespace %s of %s: %d blocks are not stored: %s",
                 space.digest.hex(),
@@ -60,7 +60,7 @@ class Refusals:
     def leased(self, space: Space, client: str, now_s: int) -> None:
         """Note that a session has too many blocks leased to get more."""
         self._counters["leases_refused_total"] += 1
-        if self._tell(space, "leases", now_s):
+        if self._may_log(space, "leases", now_s):
             log.warning(
                 "namespace %s of %s: lookups by %s miss, because it does not release its leases; "
                 "they end after host.lease_ttl_ms",
@@ -69,17 +69,17 @@ class Refusals:
                 client or "a client",
             )
 
-    def _tell(self, space: Space, why: str, now_s: int) -> bool:
-        if (space.digest, why) in self._told:
+    def _may_log(self, space: Space, why: str, now_s: int) -> bool:
+        if (space.digest, why) in self._logged:
             return False
         if now_s - self._since_s >= LINES_S:
             self._since_s, self._lines = now_s, 0
         if self._lines >= LINES_MAX:
             return False
-        if len(self._told) >= TOLD_MAX:
-            self._told.clear()
+        if len(self._logged) >= LOGGED_MAX:
+            self._logged.clear()
         self._lines += 1
-        self._told.add((space.digest, why))
+        self._logged.add((space.digest, why))
         return True
 
 

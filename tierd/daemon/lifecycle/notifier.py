@@ -40,7 +40,7 @@ def extension() -> str:
     return f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}"
 
 
-class Teller:
+class Notifier:
     """Notifies one service manager about the node."""
 
     def __init__(self, manager: ServiceManager, node: Node, admin: Admin, health: Health) -> None:
@@ -54,15 +54,15 @@ class Teller:
         self._unwell = False
 
     @contextlib.asynccontextmanager
-    async def telling(self) -> AsyncIterator[None]:
+    async def notifying(self) -> AsyncIterator[None]:
         """Send notifications until the block ends."""
         tasks = [asyncio.create_task(self._health.probe(), name="health")]
         if self._manager.present:
-            tasks.append(asyncio.create_task(self._tell_status(), name="status"))
+            tasks.append(asyncio.create_task(self._report_status(), name="status"))
         if self._manager.watchdog_us:
             tasks.append(asyncio.create_task(self._feed(), name="watchdog"))
         for task in tasks:
-            task.add_done_callback(_tell_bug)
+            task.add_done_callback(_log_bug)
         try:
             yield
         finally:
@@ -73,18 +73,20 @@ class Teller:
     def ready(self) -> None:
         """Report that the daemon serves, after its start or a reload."""
         if self._admin.phase is not Phase.STOPPING:
-            self._manager.tell("READY=1", self._line())
+            self._manager.notify("READY=1", self._line())
 
     def stopping(self, budget_s: float) -> None:
         """Report that the daemon stops, which may take `budget_s`."""
-        self._manager.tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", self._line())
+        self._manager.notify(
+            "STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", self._line()
+        )
 
     def _line(self) -> str:
         backlog = self._node.left()
         self._said = status_line(self._admin.phase, self._node.status(), backlog, self.refused)
         return f"STATUS={self._said}"
 
-    async def _tell_status(self) -> None:
+    async def _report_status(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = 0.0
         while True:
@@ -96,7 +98,7 @@ class Teller:
                 if phase is Phase.STARTING:
                     news.append(extension())
                 if news:
-                    self._manager.tell(*news)
+                    self._manager.notify(*news)
             self._manager.flush()
             await asyncio.sleep(HURRY_S)
 
@@ -110,7 +112,7 @@ class Teller:
         """Send WATCHDOG=1 unless the daemon is in trouble."""
         trouble = self._health.trouble
         if not trouble:
-            self._manager.tell("WATCHDOG=1")
+            self._manager.notify("WATCHDOG=1")
             if self._unwell:
                 log.warning("the daemon is healthy again, and sends WATCHDOG=1 again")
         elif not self._unwell:
@@ -141,7 +143,7 @@ def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refuse
     return f"{phase.value}: {', '.join(parts)}".replace("\n", " ")[:LINE_CHARS_MAX]
 
 
-def _tell_bug(task: asyncio.Task[None]) -> None:
+def _log_bug(task: asyncio.Task[None]) -> None:
     """Log a bug. Engines are still served; without WATCHDOG=1 the manager restarts tierd."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the task %s ended by a bug of tierd", task.get_name(), exc_info=error)
