@@ -270,7 +270,7 @@ class Node:
 
         Raises RefusedError.
         """
-        if namespace.digest not in self.host.spaces and not self.endings.make_way():
+        if namespace.digest not in self.host.spaces and not self.endings.make_room():
             raise RefusedError(f"this tierd holds {SPACES_MAX} namespaces already")
         space = self.host.open_space(namespace)
         if space is None:

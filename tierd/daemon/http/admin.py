@@ -98,9 +98,9 @@ class Admin:
 
         self._pages: dict[str, Callable[[], _Reply]] = {
             "/healthz": self._healthz,
-            "/metrics": _Sparing(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
+            "/metrics": _CachedPage(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
             "/readyz": self._readyz,
-            "/v1/status": _Sparing(lambda: _Reply(_json(status()), kind=_JSON)),
+            "/v1/status": _CachedPage(lambda: _Reply(_json(status()), kind=_JSON)),
             HOTSET: self._no_stream,
         }
 
@@ -150,7 +150,7 @@ class Admin:
         self._streaming = True
         try:
             yield _head(HTTPStatus.OK, _JSON_LINES)
-            pause = _Sparingly()
+            pause = _Pacer()
             gathered = await gather(self._node.host, SystemClock(), pause)
             for piece in pieces(
                 gathered.families(), written_s=int(time.time()), version=__version__
@@ -181,7 +181,7 @@ class Admin:
         return _Reply("ok\n")
 
 
-class _Sparing:
+class _CachedPage:
     """A page that is made at most as often as BUSY_SHARE_MAX allows."""
 
     def __init__(self, make: Callable[[], _Reply]) -> None:
@@ -198,7 +198,7 @@ class _Sparing:
         return self._made
 
 
-class _Sparingly:
+class _Pacer:
     """Pauses between pieces of work, which together take BUSY_SHARE_MAX of the loop's time."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Health:
 
     @property
     def trouble(self) -> str:
-        """What is wrong; empty while all is well."""
+        """Description of a hang; empty while the daemon progresses."""
         away_s = self._threads.oldest_s
         if away_s <= self._limit_s:
             return ""

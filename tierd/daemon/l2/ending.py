@@ -73,7 +73,7 @@ class Endings:
             if len(self.names) > NAMES_MAX:
                 del self.names[next(iter(self.names))]
 
-    def make_way(self) -> bool:
+    def make_room(self) -> bool:
         """Make room for one more namespace; returns False if all namespaces are in use.
 
         At SPACES_MAX, the least recently used namespace without sessions loses its blocks.
