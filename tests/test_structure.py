@@ -150,8 +150,6 @@ FILES: Final = {
     "tierd/wire/messages.py": "the table of messages",
     "tierd/daemon/http/metrics.py": "the table of metrics",
     "tierd/device/cuda.py": "the calls of CUDA, not to be split before they have run on a GPU",
-    "tierd/daemon/copies/copying.py": "rules of copies and their bookkeeping: two ideas",
-    "tierd/daemon/session/server.py": "the session and the listener: two ideas",
     "tierd/hotset.py": "what is worth having and the file format: two ideas",
     "tierd_backends/file/backend.py": "options, opening, reading and writing",
     "tierd_backends/redis/backend.py": "opening, reading and writing",
@@ -179,10 +177,7 @@ CLASSES: Final = {
     "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
     "tierd/cli/warm/run.py:Warmer": "one more than the budget",
     "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",
-    "tierd/daemon/copies/copy_process.py:CopyProcess": "one more than the budget",
-    "tierd/daemon/l2/memory.py:HostMemory": "one more than the budget",
     "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",
-    "tierd/daemon/session/server.py:Session": "handlers of several kinds of messages",
     "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
     "tierd/storage/circuit.py:Circuit": "one more than the budget",
     "tierd_backends/file/space.py:DiskSpace": "the shelves and the free space: two ideas",
@@ -195,7 +190,6 @@ CLASSES: Final = {
 
 MODULES: Final = {
     "tierd/core/host.py": "the facade of the core",
-    "tierd/daemon/lifecycle/serve.py": "it starts and stops all parts",
     "tierd/daemon/node.py": "it composes the daemon",
     "tierd/testing/simulation/life.py": "it composes the daemon for a simulation",
     "tierd/testing/simulation/run.py": "it composes a world",

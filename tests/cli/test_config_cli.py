@@ -105,7 +105,7 @@ WRONG = {
     "key": ("capacity", "capacty", "did you mean host.capacity?"),
     "bucket": ("kv-blocks", "Not A Bucket", "storage (s3): bucket is"),
     "option": ("bucket =", "bukket =", "did you mean storage (s3).bucket?"),
-    "open port": ("[host]", 'admin.listen = "0.0.0.0:9464"\n[host]', "other machines may reach"),
+    "open port": ("[host]", 'admin.listen = "0.0.0.0:9464"\n[host]', "other machines can reach"),
     "port": (
         "[host]",
         'admin.listen = "192.0.2.1:9464"\nadmin.allow_remote = true\n[host]',

@@ -21,7 +21,7 @@ from tierd.cli.common.operator import Operator
 from tierd.cli.main import main
 from tierd.client import Client
 from tierd.daemon.http.admin import HOTSET
-from tierd.daemon.session.server import HANDLES_MAX
+from tierd.daemon.session.handles import HANDLES_MAX
 from tierd.hotset import Hot, HotRun, HotSet, pieces
 from tierd.lines import sealed
 from tierd.types import Namespace

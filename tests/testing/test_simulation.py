@@ -41,7 +41,7 @@ from tierd.daemon.l3.tier import StorageTier
 from tierd.daemon.l3.write_queue import WriteQueue
 from tierd.daemon.node import Node
 from tierd.daemon.session.acquiring import Acquiring, Patience
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.eviction import L2_DEFAULT
 from tierd.memory.arena import Arena
 from tierd.storage.breaker import BreakerBackend

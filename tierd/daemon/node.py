@@ -1,7 +1,7 @@
-"""One node's daemon, as sessions see it: what they may ask for, and who carries it out.
+"""The node: composes the parts of the daemon, and is the only interface that sessions use.
 
-Composes the parts, and hands each call on to one of them. It knows nothing of sockets; the
-server and the simulation drive the same code.
+Each method passes a call to one part. The node is independent of sockets: the server and the
+simulation drive the same code.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tierd.core.space import Space
 from tierd.core.storing import WRITING_SHARE_MAX
 from tierd.core.unserved import Unserveds
 from tierd.core.writes import WriteMoment
-from tierd.daemon.copies.copying import Copies, SessionCopies
 from tierd.daemon.copies.copying import Send as SendCopied
+from tierd.daemon.copies.copying import SessionCopies
+from tierd.daemon.copies.processes import CopyProcesses
 from tierd.daemon.jobs.explain import Explainer
-from tierd.daemon.jobs.flush import Flushes
+from tierd.daemon.jobs.flush import Flushes, FlushJob
 from tierd.daemon.jobs.hotset import Snapshots
 from tierd.daemon.jobs.inventory import InventoryListings
-from tierd.daemon.jobs.scrub import Scrubs
-from tierd.daemon.jobs.warming import Warmings
+from tierd.daemon.jobs.scrub import ScrubJob, Scrubs
+from tierd.daemon.jobs.warming import Warming, Warmings
 from tierd.daemon.l2.ending import SPACES_MAX, Endings
 from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory, SegmentListener
@@ -59,11 +60,12 @@ from tierd.wire import messages as m
 NS: Final = 1_000_000_000
 
 KNOWN_MORE_S: Final = 2
-"""Added to how long a client may remember what it has mapped: clocks are told every second."""
+"""Margin of the time for which a client may remember its segments: the core's clock advances once a
+second."""
 
 
 class Node:
-    """L2, its storage tiers, and the work between them."""
+    """Host memory, the storage tiers, and the work between them."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Node:
         executor: Executor | None = None,
         machine: Machine | None = None,
     ) -> None:
-        """L2 keeps within what `machine` has for it, if that is given."""
+        """Host memory shrinks when `machine`, if given, is short of memory."""
         capacity_bytes = options.capacity_bytes
         self.epoch = options.epoch
         self.prefetch = options.prefetch
@@ -90,11 +92,13 @@ class Node:
         self.spawn = self.tasks.spawn
         self.demand = Demand()
         self.clients: dict[int, str] = {}
-        """What each session's client calls itself, by its owner."""
+        """The name that each client gave in HELLO, by the session's owner number."""
         self.memory = HostMemory(
             self.host, clock, self.counters, executor, options.placement, manager
         )
-        self.lives = Incarnations(self.memory, [tier.config for tier in tiers], self.epoch, clock)
+        configs = [tier.config for tier in tiers]
+        self.threads = self.memory.threads
+        self.incarnations = Incarnations(self.memory, configs, self.epoch, clock)
         self.verification = Verification(self.memory)
         self.endings = Endings(self.memory)
         self.refusals = Refusals(self.counters)
@@ -121,21 +125,21 @@ class Node:
             self.spawn,
         )
         self.watch = MemoryWatch(self.memory, Pressure(capacity_bytes, options.min_bytes), machine)
-        self.copies = Copies(
+        self.copies = CopyProcesses(
             self.memory,
             clock,
             self.counters,
             bandwidth_max=options.copy.bandwidth_max,
             job_timeout_ms=options.copy.job_timeout_ms,
-            hold=self.lives.copying,
+            hold=self.incarnations.copying,
         )
         self.snapshots: Snapshots | None = None
-        """What keeps the hot set, where there is a directory for it."""
+        """Writes the hot set; None without a state directory."""
         self._acquiring = Acquiring(
             self.memory,
             self.promotions,
             self.verification,
-            self.lives,
+            self.incarnations,
             self.refusals,
             self.unserveds,
             self.tiers,
@@ -145,17 +149,17 @@ class Node:
         self._clock = clock
         self._started_ns = clock.monotonic_ns()
 
-    # --- life -----------------------------------------------------------------------
+    # --- lifecycle ------------------------------------------------------------------
 
     async def run(self, ready: Callable[[], Awaitable[None]]) -> None:
-        """Run the background work around `ready()`, and end it when `ready` returns."""
+        """Run the background work until `ready()` returns."""
         await self.tasks.run(self._workers(), ready, self.copies.close)
 
     def _workers(self) -> dict[str, Work]:
-        house = (self.memory, self.lives, self.endings, self.copies, self.backups)
+        house = (self.memory, self.incarnations, self.endings, self.copies, self.backups)
         workers: dict[str, Work] = {
             "checksum": self.backups.compute_checksums,
-            "populate": self.memory.populate,
+            "populate": self.memory.population.run,
             "verify": self.verification.run,
             "learning": self.learning.run,
             "flushes of other nodes": self.flushes.follow,
@@ -172,15 +176,14 @@ class Node:
         return workers
 
     def close(self) -> None:
-        """Give back descriptors and memory, once `run` has ended; idempotent."""
-        self.lives.close()
+        """Release descriptors and memory, after `run`; idempotent."""
+        self.incarnations.close()
         self.memory.arena.close()
         if self.snapshots is not None:
             self.snapshots.close()
 
     def configure(self, host: HostConfig, prefetch: PrefetchConfig) -> None:
-        """Go by these from now on, but for what only a new daemon reads. Leases, and what is kept
-        for engines within the quota, end when they were to."""
+        """Apply the live keys of a configuration; leases, and pins within the quota, stay."""
         self.prefetch = prefetch
         self.lease_ttl_ns = host.lease_ttl_ms * 1_000_000
         self.host.set_pin_max(host.pin_max_s)
@@ -188,9 +191,9 @@ class Node:
         self.set_capacity(host.capacity, host.min_bytes)
 
     def set_capacity(self, capacity_bytes: int, min_bytes: int) -> None:
-        """Have another capacity from now on; what is too much is given back within seconds.
+        """Change the capacity; excess memory is given back within seconds.
 
-        Not followed: the sizes of what is remembered of blocks, which cost little.
+        The records of evicted blocks, which are small, keep the size of the first capacity.
         """
         self.watch.pressure.resize(capacity_bytes, min_bytes)
         self.host.set_capacity(capacity_bytes, self._pin_share)
@@ -199,15 +202,14 @@ class Node:
         self.backups.resize()
 
     def _in_flight_bytes(self, capacity_bytes: int) -> int:
-        # Beyond it a batch would find no slots, and cut the prefix, rather than wait for its turn.
+        # Beyond this a batch would find no slots and shorten the prefix, instead of waiting.
         return min(self.prefetch.bytes_in_flight, int(capacity_bytes * WRITING_SHARE_MAX))
 
     async def drain(self, budget_s: float, enough: asyncio.Event | None = None) -> int:
-        """Write what tiers are to get and lack, at most `budget_s`, and not once there is
-        `enough`; the count left undone.
+        """Write the blocks that tiers still lack, for at most `budget_s` or until `enough` is set.
 
-        A tier that takes no writes is not waited for, but a flush that keeps blocks from being
-        written is.
+        Returns the number of blocks left. Does not wait for a tier that accepts no writes, but
+        waits for a flush that withholds blocks.
         """
         end_s = asyncio.get_running_loop().time() + budget_s
         if self.tiers:
@@ -215,11 +217,11 @@ class Node:
         return await self.backups.drain(end_s, enough or asyncio.Event())
 
     def left(self) -> int:
-        """Blocks that a drain is still to write, once a tier."""
+        """Blocks that a drain still has to write, counted once per tier."""
         return self.backups.left
 
     def backlog(self) -> int:
-        """Blocks that wait for a checksum or a backup, in flight included, once a tier."""
+        """Blocks that wait for a checksum or a backup, or are in flight, counted once per tier."""
         return self.backups.blocks
 
     # --- sessions -------------------------------------------------------------------
@@ -229,15 +231,15 @@ class Node:
         self.counters[counter] += 1
 
     def name_client(self, owner: int, client: str) -> None:
-        """A session's client has said what it calls itself."""
+        """Note the name of a session's client."""
         self.clients[owner] = client
 
     def forget_client(self, owner: int) -> None:
-        """A session's client is gone; see also `drop_owner`."""
+        """Forget the name of a session's client; see also `drop_owner`."""
         self.clients.pop(owner, None)
 
     def listen(self, listener: SegmentListener) -> None:
-        """Tell `listener` of each segment that is made or filled again, until `unlisten`."""
+        """Call `listener` for each segment that is created or filled again, until `unlisten`."""
         self.memory.listeners.append(listener)
 
     def unlisten(self, listener: SegmentListener) -> None:
@@ -246,14 +248,14 @@ class Node:
 
     def writer_guard(self) -> int | None:
         """See `Incarnations.guard`. Raises OSError."""
-        return self.lives.guard()
+        return self.incarnations.guard()
 
     def copies_of(self, owner: int, send: SendCopied) -> SessionCopies:
-        """What copies the daemon makes for a session."""
+        """Return the copies of a new session."""
         return SessionCopies(owner, self.copies, send)
 
     def inventory_of(self, send: Callable[[m.FromDaemon], None]) -> InventoryListings:
-        """The listings of a session."""
+        """Return the inventory listings of a new session."""
         return InventoryListings(self.host, self.tiers, self._clock, self.spawn, send)
 
     @property
@@ -264,8 +266,11 @@ class Node:
     # --- namespaces -----------------------------------------------------------------
 
     def register(self, namespace: Namespace, *, to_store: bool = True) -> Space:
-        """The space of a namespace, with memory ready for its first blocks if it is to store."""
-        if namespace.digest not in self.host.spaces and not self.endings.make_way():
+        """Return the space of a namespace, with room for its first blocks if it will store.
+
+        Raises RefusedError.
+        """
+        if namespace.digest not in self.host.spaces and not self.endings.make_room():
             raise RefusedError(f"this tierd holds {SPACES_MAX} namespaces already")
         space = self.host.open_space(namespace)
         if space is None:
@@ -281,16 +286,20 @@ class Node:
         return space
 
     def unregister(self, space: Space, known_s: int = 0, *, worthless: bool = False) -> None:
-        """One session less uses the space; its blocks stay, unless they are worthless.
+        """End one session's registration; the blocks stay unless they are `worthless`.
 
-        For `known_s` its client may come back with what it has mapped. `worthless` says that
-        nobody will ask for its blocks any more.
+        The client may come back within `known_s` with the segments that it has mapped. `worthless`
+        means that no request will ask for the blocks again.
         """
         until_s = self._clock.monotonic_ns() // NS + known_s + KNOWN_MORE_S if known_s else 0
         self.host.unregister(space, until_s, worthless=worthless)
 
+    def namespace_of(self, digest: bytes) -> Namespace | None:
+        """The namespace of a digest; None if it is unknown. See `Endings.named`."""
+        return self.endings.named(digest)
+
     def live_segments(self, space: Space) -> Iterator[tuple[int, Segment]]:
-        """The segments of a space that hold memory, by number."""
+        """Return the segments of a space that are not decommitted, with their numbers."""
         segments = self.memory.arena.segments(space)
         return ((index, segments[index]) for index, live in enumerate(space.live) if live)
 
@@ -314,7 +323,7 @@ class Node:
     def acquire_deadline_ns(
         self, space: Space, missing_blocks: int, *, waited_ms: int, client_ms: int
     ) -> int:
-        """When an ACQUIRE that came just now is answered at the latest, CLOCK_MONOTONIC."""
+        """Return the deadline of an ACQUIRE that arrives now, in CLOCK_MONOTONIC."""
         return self._acquiring.deadline_ns(
             self.prefetch, space, missing_blocks, waited_ms=waited_ms, client_ms=client_ms
         )
@@ -330,11 +339,11 @@ class Node:
         waited_ms: int = 0,
         prefill_tokens_per_s: int = 0,
     ) -> SlotLease | None:
-        """Promote what tiers have, verify, and lease the longest prefix by the deadline.
+        """Verify and promote blocks until the deadline, and lease the longest readable prefix.
 
         `deadline_ns` is CLOCK_MONOTONIC; `patience` can end the wait sooner. With the engine's
-        speed of computing prompts, what would be computed sooner is not promoted. Cancelling
-        gives up the wait and leases nothing.
+        prefill speed given, blocks that the engine would compute faster are not promoted. A
+        cancelled call leases nothing.
         """
         return await self._acquiring.run(
             owner,
@@ -350,13 +359,13 @@ class Node:
         )
 
     def release(self, lease_id: int, owner: int) -> None:
-        """End a lease before its time; nothing if it is not, or no longer, the owner's."""
+        """End a lease before its time; does nothing unless the owner holds it."""
         self.host.release(lease_id, owner)
 
     def note_request(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int, own: int
     ) -> None:
-        """A request asks for a prefix: its use is counted later; see `Learning.note`."""
+        """Note a request for a prefix, to count its uses later; see `Learning.note`."""
         self.learning.note(spaces, hashes, request, own)
 
     def loaded(
@@ -371,7 +380,7 @@ class Node:
     def reserve(
         self, owner: int, space: Space, hashes: Sequence[bytes], parents: Sequence[bytes]
     ) -> SlotReservation:
-        """Slots for new blocks. Blocks that are there and that a tier lacks are offered again."""
+        """Reserve slots for new blocks, and offer present blocks again to tiers that lack them."""
         reservation = self.memory.reserve(owner, space, hashes, parents)
         self.refusals.stored(space, reservation, self.host.now_s)
         if self.tiers:
@@ -379,15 +388,18 @@ class Node:
         return reservation
 
     def make_room_ahead(self, space: Space, count: int) -> None:
-        """Have slots for the next `count` blocks before they are asked for."""
+        """Make room for the next `count` blocks before they are reserved."""
         self.memory.make_room_ahead(space, count)
 
     def commit_count(self, owner: int, reservation_id: int, count: int) -> int:
-        """How many blocks a `commit` with these arguments would make readable."""
+        """Return how many blocks `commit` with these arguments will make readable."""
         return self.host.commit_count(owner, reservation_id, count)
 
     def commit(self, owner: int, reservation_id: int, count: int) -> int | None:
-        """Make the first `count` slots readable; how many became so, None if not the owner's."""
+        """Make the first `count` slots readable; returns how many became so.
+
+        None if the reservation is not the owner's.
+        """
         reservation = self.host.reservations.get(reservation_id)
         now_s = self._clock.monotonic_ns() / NS
         ready = self.host.commit(owner, reservation_id, count, now_s)
@@ -398,17 +410,17 @@ class Node:
         self.counters["stored_bytes_total"] += len(ready) * space.namespace.block_bytes
         if self.tiers:
             self.backups.offer(space, ready, WriteMoment.STORED)
-        # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
-        if self.lives.kept:
+        # Only the next incarnation needs checksums in the ledger; a backup computes its own.
+        if self.incarnations.kept:
             self.backups.sum_soon(space, ready)
         return len(ready)
 
     def abort(self, owner: int, reservation_id: int) -> None:
-        """Free the slots of a reservation, which its owner no longer touches."""
+        """Free the slots of a reservation, which its owner no longer writes."""
         self.host.abort(owner, reservation_id)
 
     def hint(self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint) -> None:
-        """An engine says how a prefix will be used."""
+        """Note an engine's hint about a prefix."""
         self.host.hint(spaces, hashes, hint, self._clock.monotonic_ns())
 
     def teach(
@@ -418,18 +430,50 @@ class Node:
         uses: Sequence[int],
         ages_s: Sequence[int],
     ) -> None:
-        """Learn of uses that somebody else has counted; NEVER is the age where none is known."""
+        """Add uses that another node has counted; the age NEVER stands for an unknown one."""
         now_ms = self._clock.monotonic_ns() // MS
         self.host.teach(namespace, hashes, uses, ages_s, now_ms)
 
     def drop_owner(self, owner: int) -> None:
-        """A session's peer has closed: its reservations are free; its leases end at their time."""
+        """Free the reservations of a session that has ended; its leases end at their time."""
         self.counters["reservations_dropped_total"] += self.host.drop_owner(owner)
 
-    # --- what is shown --------------------------------------------------------------
+    # --- operators' orders ----------------------------------------------------------
+
+    def flush(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> FlushJob:
+        """Start a flush, which runs until it is done or the daemon stops. Raises RefusedError."""
+        flush = self.flushes.begin(prefix, host=host, numbers=numbers)
+        self.spawn(partial(self.flushes.run, flush), "flush")
+        return flush
+
+    def scrub(self, numbers: Sequence[int], bytes_per_s: int) -> ScrubJob:
+        """Start a scrub, which runs until it is done or the daemon stops. Raises RefusedError."""
+        scrub = self.scrubs.begin(numbers, bytes_per_s)
+        self.spawn(partial(self.scrubs.run, scrub), "scrub")
+        return scrub
+
+    @property
+    def current_scrub(self) -> ScrubJob | None:
+        """The scrub that is running."""
+        return self.scrubs.current
+
+    async def warm(self, warming: Warming, deadline_s: float) -> None:
+        """See `Warmings.run`."""
+        await self.warmings.run(warming, deadline_s)
+
+    async def explain(self, digest: bytes, hashes: Sequence[bytes]) -> dict[str, object]:
+        """See `Explainer.explain`."""
+        return await self.explainer.explain(digest, hashes)
+
+    # --- status ---------------------------------------------------------------------
+
+    @property
+    def tier_count(self) -> int:
+        """Number of storage tiers; a tier's number is below it."""
+        return len(self.tiers)
 
     def status(self) -> dict[str, object]:
-        """What `tierd status` shows; plain values only."""
+        """Return the status document; plain values only."""
         return status_of(self, (self._clock.monotonic_ns() - self._started_ns) / 1e9)
 
     def check(self) -> None:

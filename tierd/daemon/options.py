@@ -1,4 +1,4 @@
-"""What a node is made with; which of it a reload can change, `Node.configure` takes."""
+"""The options of a node; `Node.configure` changes those that a reload can change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierd.memory.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """The settings of one node. Under memory pressure host memory keeps `min_bytes`."""
+    """The options of one node. Host memory keeps at least `min_bytes` under memory pressure."""
 
     capacity_bytes: int
     lease_ttl_ms: int
@@ -23,14 +23,14 @@ class NodeOptions:
     pin_max_s: int = PIN_MAX_S
     eviction: str = L2_DEFAULT
     segment_bytes: int | None = None
-    """Bytes of every segment; None: by the capacity and the number of namespaces."""
+    """Size of each segment; None: derived from the capacity and the number of namespaces."""
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
     placement: Placement | None = None
 
     @classmethod
     def of(cls, config: Config, epoch: bytes, placement: Placement) -> NodeOptions:
-        """What a configuration says."""
+        """Take the options from a configuration."""
         host = config.host
         return cls(
             capacity_bytes=host.capacity,

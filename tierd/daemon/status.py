@@ -1,4 +1,4 @@
-"""The status document: what STATUS answers and the metrics are read from. Plain values only."""
+"""The status document: the answer to STATUS, and the source of all metrics. Plain values only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tierd.daemon.node import Node
 
 CLIENTS_SHOWN_MAX: Final = 64
-"""Names of clients in a status, with how many have each; a node has tens of engine processes."""
+"""Names of clients in a status, each with its count; a node has tens of engine processes."""
 
 
 def status_of(node: Node, uptime_s: float) -> dict[str, object]:
-    """What `tierd status` shows of a node."""
+    """Return the status of a node."""
     counters = _counters(node)
     asked = counters["requested_blocks_total"]
     return {
@@ -61,7 +61,7 @@ def _host(node: Node, counters: Counter[str]) -> dict[str, object]:
     host, arena = node.host, node.memory.arena
     spaces = list(host.spaces.values())
     asked = counters["requested_blocks_total"]
-    here = counters["host_loaded_blocks_total"]
+    hits = counters["host_loaded_blocks_total"]
     return {
         "capacity_bytes": host.capacity_bytes,
         "limit_bytes": host.limit_bytes,
@@ -72,8 +72,8 @@ def _host(node: Node, counters: Counter[str]) -> dict[str, object]:
         "blocks": sum(len(s.items) for s in spaces),
         **arena.placement.status(),
         "eviction": host.eviction,
-        "hit_ratio": _ratio(here, asked),
-        "hit_ratio_at_twice": _ratio(min(here + counters["ghost_blocks_total"], asked), asked),
+        "hit_ratio": _ratio(hits, asked),
+        "hit_ratio_at_twice": _ratio(min(hits + counters["ghost_blocks_total"], asked), asked),
         "writing_blocks": sum(len(s.writing) for s in spaces),
         "leaving_blocks": sum(len(s.evicting) for s in spaces),
         "proven_blocks": sum(s.verified_blocks for s in spaces),
@@ -100,12 +100,12 @@ def _namespaces(node: Node) -> list[dict[str, object]]:
     nothing = {"blocks": 0, "memory_bytes": 0, "sessions": 0}
     for digest, namespace in node.endings.names.items():
         shown.append({"digest": digest.hex(), **_fields(namespace), **nothing})
-    # The frame has room for as many.
+    # More would not fit a frame.
     return sorted(shown, key=lambda entry: not entry["sessions"])[:SPACES_MAX]
 
 
 def _fields(namespace: Namespace) -> dict[str, object]:
-    """A namespace's fields, cut so that SPACES_MAX of them fit one frame."""
+    """Return a namespace's fields, shortened so that SPACES_MAX namespaces fit one frame."""
     shown = {**namespace.to_fields(), "hash_root": namespace.hash_root.hex()}
     shown["groups"] = " ".join(namespace.groups)
     return {

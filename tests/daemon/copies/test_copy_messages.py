@@ -16,7 +16,8 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.page_engine import PageEngine, chain, descriptors
 from tests.support.raw_peer import RawPeer
 from tests.support.traffic import wait_until
-from tierd.daemon.copies.copying import COPIES_MAX, EXPORTS_MAX
+from tierd.daemon.copies.copying import COPIES_MAX
+from tierd.daemon.copies.exports import EXPORTS_MAX
 from tierd.shared_memory.exports import counter_handle
 from tierd.wire import messages as m
 from tierd.wire.session import encode
@@ -314,7 +315,7 @@ def test_what_is_not_there_is_not_copied(node: DaemonProcess, witness: PageEngin
         peer.say(m.Acquire(peer.call(), [handle], b"".join(hashes), 0, 0, 0, 0))
         slot, _ = m.unpack_slots(peer.hear(m.Acquired).slots)
         peer.load(attachment, [slot], [1], expires_ns=time.monotonic_ns())
-        assert copied() == (0, "its lease is over")
+        assert copied() == (0, "the lease has expired")
         peer.load(attachment + 99, [slot], [1])
         assert copied() == (0, "nothing is attached")
         peer.load(attachment, [slot], [1], event=8)

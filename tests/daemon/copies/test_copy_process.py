@@ -17,7 +17,8 @@ import pytest
 
 from tests.support import blocks
 from tierd.daemon.copies.copy_process import CopyProcess
-from tierd.daemon.copies.copying import SessionCopies, _Attachment
+from tierd.daemon.copies.copying import SessionCopies
+from tierd.daemon.copies.processes import AttachedLayout
 from tierd.device import frames
 from tierd.device.engine_host import HostExport
 from tierd.device.frames import Reply
@@ -29,7 +30,7 @@ from tierd.wire import messages as m
 
 if TYPE_CHECKING:
     from tierd.core.space import Space
-    from tierd.daemon.copies.copying import Copies
+    from tierd.daemon.copies.processes import CopyProcesses
 
 pytestmark = [pytest.mark.slow]
 
@@ -133,14 +134,14 @@ def test_memory_that_is_hollow_by_then_is_not_pinned_when_the_device_is_open() -
         rig.process.unpin(hollow)
         await rig.until(lambda: not hollow.pins)
         assert (await rig.attach(1)).ok
-        await rig.until(lambda: rig.process.pinned_bytes == SEGMENT_BYTES)
+        await rig.until(lambda: rig.process.pinning.pinned_bytes == SEGMENT_BYTES)
         # A call that is answered after all that was to be pinned.
         rig.process.unpin(live)
         await rig.until(lambda: not live.pins)
-        assert rig.process.pinned_bytes == 0
+        assert rig.process.pinning.pinned_bytes == 0
         # Filled again, it is pinned again.
         rig.process.share(hollow)
-        await rig.until(lambda: rig.process.pinned_bytes == SEGMENT_BYTES)
+        await rig.until(lambda: rig.process.pinning.pinned_bytes == SEGMENT_BYTES)
         rig.process.kill("the test is over")
         await rig.ended.wait()
         assert not hollow.pins
@@ -162,9 +163,9 @@ def test_session_that_ends_while_it_is_told_of_the_end() -> None:
         # The client has gone: that is how the session learns of it.
         session.close(lambda: None)
 
-    session = SessionCopies(1, cast("Copies", copies), send)
+    session = SessionCopies(1, cast("CopyProcesses", copies), send)
     for number in (1, 2):
-        session.attachments[number] = _Attachment(
+        session.attachments[number] = AttachedLayout(
             number, cast("Space", None), 8, cast("CopyProcess", process)
         )
     session.process_ended(cast("CopyProcess", process))

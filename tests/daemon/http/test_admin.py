@@ -129,7 +129,7 @@ def test_ready_and_healthy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     admin.phase = Phase.STOPPING
     assert ask(admin, "/readyz") == (503, "stopping\n")
     assert ask(admin, "/healthz") == (200, "ok\n")
-    monkeypatch.setattr(type(node.memory), "in_thread_s", 31.0)
+    monkeypatch.setattr(type(node.threads), "oldest_s", 31.0)
     status, why = ask(admin, "/healthz")
     assert status == 503
     assert "31 s" in why

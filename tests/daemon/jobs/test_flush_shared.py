@@ -132,9 +132,9 @@ def fleet(
                     tiers=tiers,
                     clock=VirtualClock(loop),
                 )
-                node.lives.begin()
+                node.incarnations.begin()
                 stack.callback(node.memory.arena.close)
-                stack.callback(node.lives.close)
+                stack.callback(node.incarnations.close)
                 async with opened(tiers):
 
                     async def begun() -> None:

@@ -292,7 +292,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         capsys.readouterr()
 
         assert command("--stop") == 1
-        assert "no scrub is going on" in capsys.readouterr().err
+        assert "no scrub is running" in capsys.readouterr().err
         follow = Operator._follow
 
         def interrupted(self, order, timeout_s):

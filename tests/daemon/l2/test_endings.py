@@ -12,7 +12,7 @@ from tests.support import blocks
 from tests.support.tiers.bench import PAGE, Bench, Tier, config, run
 from tierd.core.space import Space
 from tierd.daemon.lifecycle.housekeeping import HOUSEKEEPING_S
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.testing.simulation.keeper import Keeper
 from tierd.types import Namespace
 from tierd.wire import messages as m

@@ -196,7 +196,7 @@ def test_leases_of_a_session_are_bounded(tmp_path: Path) -> None:
         other = patient(daemon, "other")
         assert found(other, other.register(handle.namespace), hashes) == 1000
         assert status(looks)[1]["leases_refused_total"] == 80 - granted
-        assert warnings(daemon, "does not give leases back") == 1
+        assert warnings(daemon, "does not release its leases") == 1
         for lease in leases:
             if lease is not None:
                 client.release(lease)

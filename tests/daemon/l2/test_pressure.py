@@ -507,7 +507,7 @@ def test_a_shortage_that_changes_nothing_is_said_so(caplog: pytest.LogCaptureFix
     node.reserve(1, space, hashes, parents)
     node.watch.look(0.0)
     assert "(512 MiB of 64 GiB available" in caplog.text
-    assert "host memory stays at 2 MiB, as host.min (32 MiB) says" in caplog.text
+    assert "host memory stays at 2 MiB, because of host.min (32 MiB)" in caplog.text
     node.memory.arena.close()
 
 

@@ -18,7 +18,7 @@ from tierd.config import PrefetchConfig, PrefetchPolicy
 from tierd.core.prefetch import deadline_ns
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX
 from tierd.daemon.session.acquiring import Patience
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.errors import BackendError
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode

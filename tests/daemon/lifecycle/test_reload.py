@@ -329,7 +329,7 @@ def test_a_reload_says_what_has_changed(caplog: pytest.LogCaptureFixture) -> Non
     assert ("INFO", f"configuration: {policy}") in lines
     assert lines[-1] == (
         "WARNING",
-        "reloaded; this needs a restart of tierd: socket, storage (upper).write_policy, "
+        "reloaded; these keys need a restart of tierd: socket, storage (upper).write_policy, "
         "storage (lower).write_policy",
     )
     # It is said again until it is done, and what was live is not.

@@ -28,11 +28,10 @@ from tierd.clock import Clock, SystemClock
 from tierd.daemon.http.admin import Admin, Phase
 from tierd.daemon.http.health import Health
 from tierd.daemon.jobs.hotset import FILE, STOP_S
-from tierd.daemon.lifecycle import telling
 from tierd.daemon.lifecycle.listening import engine_socket
+from tierd.daemon.lifecycle.notifier import LINE_CHARS_MAX, Notifier, status_line
 from tierd.daemon.lifecycle.serve import EXIT_GRACE_S, Signals
 from tierd.daemon.lifecycle.service import ServiceManager
-from tierd.daemon.lifecycle.telling import LINE_CHARS_MAX, Teller, status_line
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.errors import ConfigError
@@ -77,7 +76,7 @@ def test_what_a_busy_manager_does_not_take_is_sent_later(tmp_path: Path) -> None
     with heard(tmp_path) as (manager, ear):
         count = 2000
         for number in range(count):
-            manager.tell(f"STATUS={number}")
+            manager.notify(f"STATUS={number}")
         got: list[bytes] = []
         while len(got) < count:
             got.append(ear.recv(4096))
@@ -188,9 +187,9 @@ async def test_a_slow_start_asks_for_time_again_and_again(
 ) -> None:
     """A start that takes longer than TimeoutStartSec would be killed, and tried again for ever."""
     for pause in ("HURRY_S", "STATUS_S"):
-        monkeypatch.setattr(telling, pause, 0.005)
+        monkeypatch.setattr(f"tierd.daemon.lifecycle.notifier.{pause}", 0.005)
     made = node()
-    admin, health = Admin(made), Health(made.memory)
+    admin, health = Admin(made), Health(made.threads)
     with heard(tmp_path) as (manager, ear):
         ear.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -198,7 +197,7 @@ async def test_a_slow_start_asks_for_time_again_and_again(
         async def asked() -> bool:
             return b"EXTEND_TIMEOUT_USEC=" in await loop.sock_recv(ear, 4096)
 
-        async with asyncio.timeout(WAIT_S), Teller(manager, made, admin, health).telling():
+        async with asyncio.timeout(WAIT_S), Notifier(manager, made, admin, health).notifying():
             assert all([await asked() for _ in range(5)])
             admin.phase = Phase.SERVING
             while await asked():
@@ -223,9 +222,9 @@ async def test_a_hung_thread_ends_the_signs_of_life(
         ear.setblocking(False)
         watch = Watch()
         made = node(executor, watch)
-        health = Health(made.memory, limit_s=30)
+        health = Health(made.threads, limit_s=30)
         admin = Admin(made, health)
-        teller = Teller(manager, made, admin, health)
+        notifier = Notifier(manager, made, admin, health)
         hung, go_on, loop = threading.Semaphore(0), threading.Event(), asyncio.get_running_loop()
 
         def hang() -> None:
@@ -246,14 +245,14 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                     await asyncio.sleep(0.005)
 
         try:
-            async with teller.telling():
+            async with notifier.notifying():
                 await until(pings)
                 assert b" 200 " in admin.answer(b"GET /healthz HTTP/1.1")
                 for _ in range(2):
                     loop.run_in_executor(executor, hang)
                 for _ in range(2):
                     await until(lambda: hung.acquire(blocking=False))
-                await until(lambda: made.memory._in_thread)
+                await until(lambda: made.threads._began_ns)
                 watch.now_s += 30
                 assert not health.trouble
                 watch.now_s += 1
@@ -262,7 +261,7 @@ async def test_a_hung_thread_ends_the_signs_of_life(
                 await until(lambda: caplog.records)
                 pings()
                 for _ in range(3):
-                    teller.feed()
+                    notifier.feed()
                 assert not pings()
                 go_on.set()
                 await until(pings)
@@ -280,7 +279,7 @@ def test_a_hung_tier_is_no_reason_to_end_the_daemon() -> None:
     async def test(bench: tier_bench.Bench) -> None:
         bench.raw[0].hangs = {"get", "put", "contains"}
         bench.store(8, "hangs")
-        health = Health(bench.node.memory)
+        health = Health(bench.node.threads)
         probing = asyncio.create_task(health.probe())
         for _ in range(100):
             await asyncio.sleep(1)
@@ -401,4 +400,4 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
             finally:
                 server.resume()
                 with_client.close()
-        assert "4 blocks that were not backed up" in daemon.log.read_text()
+        assert "4 blocks were not backed up" in daemon.log.read_text()

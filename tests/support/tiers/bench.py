@@ -218,7 +218,7 @@ def run(
             clock=VirtualClock(loop),
             manager=manager,
         )
-        node.lives.begin()
+        node.incarnations.begin()
 
         async def ready() -> None:
             await test(Bench(loop, node, tiers, backends, node.register(SPACE)))
@@ -227,7 +227,7 @@ def run(
             async with opened(tiers):
                 await node.run(ready)
         finally:
-            node.lives.close()
+            node.incarnations.close()
             node.memory.arena.close()
 
     run_simulation(0, scenario)

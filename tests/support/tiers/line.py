@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.support.tiers.bench import Bench
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.wire import messages as m
 from tierd.wire.session import Role, WireSession, encode
 

@@ -1,8 +1,8 @@
-"""A process that copies between one device's memory and L2, as the daemon sees it.
+"""One copy process, which copies between one device's memory and host memory, seen by the daemon.
 
-A device's faults stay in it: it may crash, hang or lose its context, and is killed and started
-again while L2 lives on. A call is answered exactly once, by the process or by its end, and until
-then the process may touch the slots and pages that the call names.
+The process isolates the device's faults: it may crash, hang or lose its context, and is killed and
+started again while host memory stays. Each call is answered exactly once, by the process or by its
+end, and until then the process may access the slots and pages that the call names.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tierd.shared_memory.exports import device_text
 from tierd.sizes import about
 
 END_S: Final = 1.0
-"""How long a process that has closed its socket may take to end."""
+"""Time from the close of a process's socket to its kill."""
 
 PIN_LOG_S: Final = 5.0
-"""How often the log tells how much is pinned, while some is yet to be."""
+"""Shortest time between two log lines about pinning in progress."""
 
 _PROCESS: Final = "tierd.device.process"
 
@@ -38,8 +38,41 @@ _replies = msgspec.msgpack.Decoder(Reply)
 OnReply = Callable[[Reply], None]
 
 
+class PinProgress:
+    """How much of the mapped host memory a process has pinned, as it reported last."""
+
+    def __init__(self, name: str) -> None:
+        self.pinned_bytes = 0
+        self.mapped_bytes = 0
+        self.problem = ""
+        """Why the rest is not pinned; empty if it is about to be."""
+        self._name = name
+        # Time of the last log line about pinning in progress; 0 if all is pinned.
+        self._logged_s = 0.0
+
+    def note(self, report: Reply, now_s: float) -> None:
+        """Take over a report, and log it at most every PIN_LOG_S."""
+        self.pinned_bytes, self.mapped_bytes = report.pinned_bytes, report.mapped_bytes
+        if report.problem and report.problem != self.problem:
+            log.warning(
+                "%s: cannot pin host memory, copies are slower: %s", self._name, report.problem
+            )
+        self.problem = report.problem
+        complete = self.pinned_bytes == self.mapped_bytes
+        if complete and not self._logged_s:
+            return
+        if complete or now_s >= self._logged_s + PIN_LOG_S:
+            self._logged_s = 0.0 if complete else now_s
+            log.info(
+                "%s: %s of %s of host memory pinned",
+                self._name,
+                about(self.pinned_bytes),
+                about(self.mapped_bytes),
+            )
+
+
 class CopyProcess:
-    """One life of a copy process. All on one event loop, whose thread must outlive it."""
+    """One run of a copy process. Used on one event loop, whose thread must outlive it."""
 
     def __init__(
         self,
@@ -50,26 +83,22 @@ class CopyProcess:
         on_end: Callable[[CopyProcess], None],
         hold: int | None = None,
     ) -> None:
-        """Start a process for a device. Raises OSError if the system has no room for it.
+        """Start a process for a device. Raises OSError if the system cannot start it.
 
-        It has a copy of the descriptor `hold` until it has ended, whatever becomes of the daemon.
-        It gives copies up by itself that take over `job_limit_ms`, waiting included. `on_end`
-        hears of its end after all calls were answered.
+        The process keeps a copy of the descriptor `hold` open until it ends, even if the daemon
+        ends first. It abandons copies that take over `job_limit_ms`, waiting included. `on_end` is
+        called at its end, after all calls were answered.
         """
         self.uuid = uuid
         self.name = device_text(uuid)
         self.dying = ""
-        """Why no call can be made any more; empty while they can."""
-        self.pinned_bytes = 0
-        self.mapped_bytes = 0
-        self.problem = ""
+        """Why the process takes no more calls; empty while it takes them."""
+        self.pinning = PinProgress(self.name)
         self._on_end = on_end
         self._calls: dict[int, OnReply] = {}
         self._numbers = itertools.count(1)
         self._segments: dict[int, Segment] = {}
         self._pinned: set[int] = set()
-        # When the log was told last that some memory is yet to be pinned; 0 if there was none.
-        self._pin_told_s = 0.0
         self._loop = asyncio.get_running_loop()
         near, self._process, self._pidfd = start_child(
             _PROCESS,
@@ -84,18 +113,18 @@ class CopyProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Process ID."""
         return self._process.pid
 
     @property
     def calls(self) -> int:
-        """Calls that are not answered yet."""
+        """Number of unanswered calls."""
         return len(self._calls)
 
     def call(self, ask: Ask, on_reply: OnReply, fds: tuple[int, ...] = ()) -> None:
-        """Ask, and hear the answer later, never within this call.
+        """Send a call; `on_reply` gets the answer later, never within this method.
 
-        The descriptors go ahead of it, each in a frame of its own, and stay the caller's.
+        The descriptors precede the call, one frame each, and stay the caller's.
         """
         number = next(self._numbers)
         self._calls[number] = on_reply
@@ -110,7 +139,7 @@ class CopyProcess:
             self._loop.call_soon(self._answer, Reply(number, ok=False, text=str(error)))
 
     def share(self, segment: Segment) -> int:
-        """The number under which copies name a segment, mapped and being pinned by then.
+        """Return the number by which copies name a segment; the process maps and pins it first.
 
         Raises OSError if descriptors have run out.
         """
@@ -125,22 +154,29 @@ class CopyProcess:
             segment.pins += 1
         return serial
 
+    def share_ahead(self, segment: Segment) -> None:
+        """Share a segment before a copy needs it; a failure is logged, and a copy tries again."""
+        try:
+            self.share(segment)
+        except OSError as error:
+            log.warning("%s: cannot share memory ahead of use: %s", self.name, error)
+
     def unpin(self, segment: Segment) -> None:
-        """Have it let go of a segment that is decommitted from now on."""
+        """Have the process unpin a segment that is decommitted from now on."""
         serial = segment.mapping.serial
         if serial in self._pinned:
             self._pinned.discard(serial)
             self.call(Unpin(serial), partial(_let_go, segment))
 
     def forget(self, segment: Segment) -> None:
-        """Have it forget a segment that is no more, and that it does not have pinned."""
+        """Have the process unmap a closed segment, which must not be pinned."""
         serial = segment.mapping.serial
         if self._segments.pop(serial, None) is not None:
             assert serial not in self._pinned
             self._say(0, Unmap(serial))
 
     def kill(self, why: str) -> None:
-        """Kill the process, unless it has ended; `on_end` follows."""
+        """Kill the process unless it has ended; `on_end` follows."""
         if self._process.returncode is None:
             self.dying = self.dying or why
             self._process.kill()
@@ -153,26 +189,7 @@ class CopyProcess:
         if reply.call:
             self._answer(reply)
         else:
-            self._note_pinned(reply)
-
-    def _note_pinned(self, report: Reply) -> None:
-        self.pinned_bytes, self.mapped_bytes = report.pinned_bytes, report.mapped_bytes
-        if report.problem and report.problem != self.problem:
-            log.warning(
-                "%s: cannot pin host memory, copies are slower: %s", self.name, report.problem
-            )
-        self.problem = report.problem
-        whole = self.pinned_bytes == self.mapped_bytes
-        if whole and not self._pin_told_s:
-            return
-        if whole or self._loop.time() >= self._pin_told_s + PIN_LOG_S:
-            self._pin_told_s = 0.0 if whole else self._loop.time()
-            log.info(
-                "%s: %s of %s of host memory pinned",
-                self.name,
-                about(self.pinned_bytes),
-                about(self.mapped_bytes),
-            )
+            self.pinning.note(reply, self._loop.time())
 
     def _answer(self, reply: Reply) -> None:
         on_reply = self._calls.pop(reply.call, None)
@@ -180,7 +197,7 @@ class CopyProcess:
             on_reply(reply)
 
     def _lost(self, why: str) -> None:
-        """The process ends by itself, or has to be made to."""
+        """The socket has closed: the process ends within END_S, or is killed."""
         self.dying = self.dying or f"the copy process {why}"
         self._loop.call_later(END_S, self.kill, why)
 
@@ -191,11 +208,11 @@ class CopyProcess:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         why = f": {self.dying}" if self.dying else ""
         self.dying = f"the copy process of {self.name} has ended ({how}){why}"
-        # It may have answered before.
+        # It may have answered before its end.
         while self._stream.read():
             pass
         self._stream.close()
-        # A reply may bring about a call.
+        # A reply may cause another call.
         while self._calls:
             number = next(iter(self._calls))
             self._answer(Reply(number, ok=False, text=self.dying))
@@ -207,5 +224,5 @@ class CopyProcess:
 
 
 def _let_go(segment: Segment, _: Reply | None = None) -> None:
-    """A process has unpinned a segment; if it is decommitted, its memory is given back in time."""
+    """A process has unpinned a segment, whose memory can be given back once none has it pinned."""
     segment.pins -= 1

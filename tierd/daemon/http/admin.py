@@ -1,14 +1,14 @@
-"""Metrics and health over HTTP: read-only, local, and no burden whoever connects.
+"""Metrics and health over HTTP: read-only, local, and cheap for the daemon.
 
     GET /metrics     what STATUS reports, for Prometheus
-    GET /v1/status   the same as JSON, and the phase of the daemon's life
+    GET /v1/status   the same as JSON, with the daemon's phase
     GET /v1/hotset   the hot set of host memory, for another node's `tierd warm`
-    GET /healthz     200 while the daemon's own work goes on; 503 and why if it does not
+    GET /healthz     200 while the daemon's own work progresses, else 503 with the reason
     GET /readyz      200 while engines are served; 503 before, and from SIGTERM on
 
-A connection is one request: read into a bounded buffer, answered in one go, without a task of
-its own, and cut off if it takes long. Only a hot set comes in pieces, to one client at a time.
-Nothing here changes any state.
+A connection has one request, which is read into a bounded buffer and answered at once, without a
+task; a slow connection is closed. Only the hot set is streamed, to one client at a time. No request
+changes any state.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from tierd.hotset import pieces
 log = logging.getLogger("tierd")
 
 REQUEST_BYTES_MAX: Final = 8 << 10
-"""Longest request, headers included: what web servers take as a rule."""
+"""Longest request with its headers, as in most web servers."""
 
 DISCARD_BYTES_MAX: Final = 64 << 10
-"""What a client may send after its request before it is cut off."""
+"""Bytes that a client may send after its request before it is disconnected."""
 
 CONNECTION_S_MAX: Final = 5.0
-"""Longest life of a connection, whatever it does."""
+"""Longest duration of a connection."""
 
 CONNECTIONS_MAX: Final = 16
-"""Connections at once; there are one or two Prometheus servers, and somebody with curl."""
+"""Connections at once: one or two Prometheus servers, and an operator's curl."""
 
 BUSY_SHARE_MAX: Final = 1 / 20
-"""Of the loop's time, which engines wait for, so much at most goes into making one page: it is
-given again for a while. With 8 namespaces one takes 0.3 ms, with 1,024 it takes 11 to 25."""
+"""Largest share of the loop's time, for which engines wait, that making one page may take; until
+then the last page is served again. A page takes 0.3 ms with 8 namespaces, 11 to 25 with 1,024."""
 
 HOTSET: Final = "/v1/hotset"
 
 STREAM_S_MAX: Final = 300.0
-"""Longest life of a connection that gets a hot set: one of a million blocks takes 100 s, since it
-is made in the share of the loop's time above."""
+"""Longest duration of a connection that streams a hot set: a million blocks take 100 s within
+BUSY_SHARE_MAX of the loop's time."""
 
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,200}) HTTP/1\.[01]")
 _END: Final = b"\r\n\r\n"
@@ -70,7 +70,7 @@ _JSON_LINES: Final = "application/x-ndjson"
 
 
 class Phase(enum.Enum):
-    """Of the daemon's life, as /readyz tells it."""
+    """The daemon's phase, as /readyz reports it."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -84,29 +84,29 @@ class _Reply(NamedTuple):
 
 
 class Admin:
-    """Answers what is asked of a node."""
+    """Answers HTTP requests about a node."""
 
     def __init__(self, node: Node, health: Health | None = None) -> None:
         self.phase = Phase.STARTING
         self.open: set[_Connection] = set()
         self._node = node
         self._streaming = False
-        self._health = health or Health(node.memory)
+        self._health = health or Health(node.threads)
 
         def status() -> dict[str, object]:
             return {**node.status(), "phase": self.phase.value}
 
         self._pages: dict[str, Callable[[], _Reply]] = {
             "/healthz": self._healthz,
-            "/metrics": _Sparing(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
+            "/metrics": _CachedPage(lambda: _Reply(scrape(status()), kind=CONTENT_TYPE)),
             "/readyz": self._readyz,
-            "/v1/status": _Sparing(lambda: _Reply(_json(status()), kind=_JSON)),
+            "/v1/status": _CachedPage(lambda: _Reply(_json(status()), kind=_JSON)),
             HOTSET: self._no_stream,
         }
 
     @contextlib.asynccontextmanager
     async def serving(self, listener: socket.socket | None) -> AsyncIterator[None]:
-        """Answer who connects to `listener`, if there is one, until the block ends."""
+        """Answer requests on `listener`, if there is one, until the block ends."""
         if listener is None:
             yield
             return
@@ -124,7 +124,7 @@ class Admin:
                 connection.abort()
 
     def answer(self, head: bytes) -> bytes:
-        """The whole reply to a request, of which `head` is all up to the empty line."""
+        """Return the complete reply to a request; `head` is the request up to its empty line."""
         asked = _asked(head)
         if asked is None:
             return _packed(_Reply("not an HTTP request\n", HTTPStatus.BAD_REQUEST))
@@ -134,12 +134,12 @@ class Admin:
         page = self._pages.get(path)
         if page is None:
             known = " ".join(self._pages)
-            return _packed(_Reply(f"there are {known}\n", HTTPStatus.NOT_FOUND))
+            return _packed(_Reply(f"not found; the paths are {known}\n", HTTPStatus.NOT_FOUND))
         reply = _packed(page())
         return reply if method == b"GET" else reply[: reply.index(_END) + len(_END)]
 
     def stream(self, head: bytes) -> AsyncGenerator[bytes, None] | None:
-        """The pieces of a reply that comes in such; None if `answer` has it whole."""
+        """Return the pieces of a streamed reply; None if `answer` gives the reply."""
         if _asked(head) != (b"GET", HOTSET):
             return None
         if self._streaming or self.phase is not Phase.SERVING:
@@ -150,7 +150,7 @@ class Admin:
         self._streaming = True
         try:
             yield _head(HTTPStatus.OK, _JSON_LINES)
-            pause = _Sparingly()
+            pause = _Pacer()
             gathered = await gather(self._node.host, SystemClock(), pause)
             for piece in pieces(
                 gathered.families(), written_s=int(time.time()), version=__version__
@@ -161,7 +161,7 @@ class Admin:
             self._streaming = False
 
     def follow(self, work: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
-        """Run `work` as a task of the node's, for a reply in pieces."""
+        """Run `work`, which streams a reply, as a task of the node."""
         return self._node.spawn(work, "stream")
 
     def _no_stream(self) -> _Reply:
@@ -181,8 +181,8 @@ class Admin:
         return _Reply("ok\n")
 
 
-class _Sparing:
-    """A page that is made anew only if that has not just been done."""
+class _CachedPage:
+    """A page that is made at most as often as BUSY_SHARE_MAX allows."""
 
     def __init__(self, make: Callable[[], _Reply]) -> None:
         self._make = make
@@ -198,8 +198,8 @@ class _Sparing:
         return self._made
 
 
-class _Sparingly:
-    """Waits after a piece of work so long that all of it takes its share of the loop's time."""
+class _Pacer:
+    """Pauses between pieces of work, which together take BUSY_SHARE_MAX of the loop's time."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -246,8 +246,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answered:
-            # Closed at once, with something unread, it would reset the client before that has
-            # read the reply.
+            # A close with unread bytes would reset the connection before the client has read the
+            # reply.
             self._discarded_bytes += len(data)
             if self._discarded_bytes > DISCARD_BYTES_MAX:
                 self.abort()
@@ -283,11 +283,11 @@ class _Connection(asyncio.Protocol):
         self._answered = True
         self._request.clear()
         self._transport.write(reply)
-        # The end follows when the client has closed as well.
+        # The connection ends when the client has closed its side.
         self._transport.write_eof()
 
     def abort(self) -> None:
-        """End at once, whatever has been sent of the reply."""
+        """Close at once, even in the middle of a reply."""
         self._transport.abort()
 
 
@@ -304,7 +304,8 @@ def tcp_listener(config: AdminConfig) -> socket.socket:
 def tcp_address(config: AdminConfig) -> tuple[str, int]:
     """The address and port of a text like 127.0.0.1:9464 or [::1]:9464.
 
-    Raises ConfigError if it is no such text, or other machines may reach it unasked.
+    Raises ConfigError for another text, and for an address that other machines can reach unless
+    admin.allow_remote is set.
     """
     host, _, port = config.listen.rpartition(":")
     try:
@@ -319,14 +320,14 @@ def tcp_address(config: AdminConfig) -> tuple[str, int]:
         ) from None
     if not address.is_loopback and not config.allow_remote:
         raise ConfigError(
-            f"admin.listen is {config.listen}, which other machines may reach, and there is no "
-            "password: use 127.0.0.1, or set admin.allow_remote = true"
+            f"admin.listen is {config.listen}, which other machines can reach without a password: "
+            "use 127.0.0.1, or set admin.allow_remote = true"
         )
     return str(address), number
 
 
 def _asked(head: bytes) -> tuple[bytes, str] | None:
-    """Method and path of a request; None if it is none."""
+    """Return method and path of a request; None if it is malformed."""
     match = _REQUEST.fullmatch(head.partition(b"\r\n")[0])
     return None if match is None else (match[1], match[2].decode().partition("?")[0])
 

@@ -1,6 +1,6 @@
-"""The Prometheus text format, and metrics that are read out of a status.
+"""The Prometheus text format, and metrics that are read from a status document.
 
-Pure, and without a word on what tierd counts: metrics.py has the table.
+Pure, and independent of the metrics themselves, whose table is in metrics.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Part = Mapping[str, object]
 Labels = tuple[tuple[str, str], ...]
 
 Places = Callable[[Part], Iterable[tuple[Labels, Part]]]
-"""Finds the parts of a status that have the same fields, with the labels that tell them apart."""
+"""Finds the parts of a status with the same fields, and the labels that distinguish them."""
 
 
 class MetricKind(enum.Enum):
@@ -39,7 +39,7 @@ class MetricSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Its samples are what `read` finds in a status. What ends in `_total` is a counter."""
+    """A metric whose samples `read` finds in a status. A name in `_total` is a counter's."""
 
     name: str
     help: str
@@ -48,7 +48,7 @@ class Metric:
 
     @property
     def kind(self) -> MetricKind:
-        """Its type."""
+        """The metric's type."""
         if self.histogram:
             return MetricKind.HISTOGRAM
         return MetricKind.COUNTER if self.name.endswith("_total") else MetricKind.GAUGE
@@ -56,9 +56,9 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Reads numbers at `paths`, each with its labels, in every part that `places` finds.
+    """Reads the number at each of `paths`, with its labels, in each part that `places` finds.
 
-    A counter that is not there has not counted yet and is 0; a gauge has no sample.
+    A missing counter has not counted yet and is 0; a missing gauge has no sample.
     """
 
     places: Places
@@ -76,7 +76,7 @@ class Fields:
 
 
 def number_at(part: Part, path: str) -> float | None:
-    """The number at a path such as "host.blocks", None if there is none."""
+    """Return the number at a path such as "host.blocks"; None if there is none."""
     found: object = part
     for step in path.split("."):
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -84,7 +84,7 @@ def number_at(part: Part, path: str) -> float | None:
 
 
 def exposition(metrics: Sequence[Metric], status: Part) -> str:
-    """The text format, version 0.0.4, of what `metrics` find in a status."""
+    """Return the samples that `metrics` find in a status, in the text format 0.0.4."""
     lines: list[str] = []
     for metric in metrics:
         about = metric.help.replace("\\", r"\\").replace("\n", r"\n")

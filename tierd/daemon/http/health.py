@@ -1,8 +1,9 @@
-"""Whether the daemon's own work goes on: what /healthz and the service manager's watchdog hear.
+"""Whether the daemon's own work progresses: /healthz and the service manager's watchdog ask this.
 
-Two things must: the loop, on which all of this runs, and the threads that compute checksums and
-fault memory in, without which nothing is backed up or proven. Storage tiers have no part in it:
-one that hangs is its breaker's to deal with, and no reason to lose L2's engines.
+Two parts must progress: the event loop, on which this code runs, and the worker threads, which
+compute checksums and fault memory in, and without which no block is backed up or verified. Storage
+tiers are not part of it: the breaker isolates a tier that hangs, and a restart would only lose the
+engines' host memory.
 """
 
 from __future__ import annotations
@@ -10,34 +11,33 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from tierd.daemon.l2.memory import HostMemory
+from tierd.daemon.l2.threads import WorkerThreads
 
 STUCK_S: Final = 30.0
-"""Checksums of a batch take some ms: a thread that is away so long does not come back."""
+"""Checksums of a batch take milliseconds: a call that takes this long does not return."""
 
 PROBE_S: Final = 1.0
-"""How often the threads are asked for a sign of life, so that it shows that they hang even while
-nobody needs them. It costs about 0.1 ms."""
+"""Interval of empty calls, which show hanging threads even without work. One costs 0.1 ms."""
 
 
 class Health:
     """Judges the daemon that it runs in."""
 
-    def __init__(self, memory: HostMemory, limit_s: float = STUCK_S) -> None:
-        """`limit_s` is how long a call off the loop may take."""
-        self._memory = memory
+    def __init__(self, threads: WorkerThreads, limit_s: float = STUCK_S) -> None:
+        """`limit_s` is the longest time that a call in a thread may take."""
+        self._threads = threads
         self._limit_s = limit_s
 
     async def probe(self) -> None:
-        """Have the threads show that they live, for ever."""
+        """Make empty calls until cancelled."""
         while True:
-            await self._memory.in_thread(_nothing)
+            await self._threads.run(_nothing)
             await asyncio.sleep(min(PROBE_S, self._limit_s / 2))
 
     @property
     def trouble(self) -> str:
-        """What is wrong; empty while all is well."""
-        away_s = self._memory.in_thread_s
+        """Description of a hang; empty while the daemon progresses."""
+        away_s = self._threads.oldest_s
         if away_s <= self._limit_s:
             return ""
         return f"a thread that computes checksums or faults memory in is away for {away_s:.0f} s"

@@ -1,9 +1,8 @@
-"""What STATUS reports, as the table of metrics that Prometheus scrapes.
+"""The table of Prometheus metrics, which are read from the status document.
 
-A row has a name, where in the status its value stands, and a help text. A counter of a
-status that no row reads is not lost: `tierd_events_total` and `tierd_tier_events_total` show
-it by its own name. Labels are few: those of a tier, and of namespaces only the largest have
-their own.
+A row has a name, the place of its value in the status, and a help text. A counter that no row reads
+appears under its own name in `tierd_events_total` or `tierd_tier_events_total`. Labels are few:
+the tier, the device, and the largest namespaces.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from tierd.storage.circuit import State
 from tierd.storage.measured import BOUNDS_S
 
 NAMESPACES_SHOWN_MAX: Final = 20
-"""Namespaces with labels of their own, the largest by bytes: each ever shown is a time series
-that Prometheus keeps, and engines make new ones as they like."""
+"""Namespaces with their own labels, the largest by bytes: Prometheus keeps a time series for each
+namespace ever shown, and engines create namespaces freely."""
 
 _SAVED_US: Final = "counters.saved_us_total"
 
 _WAYS: Final = ("load", "store")
 """Directions of copies between engines and host memory."""
 
-_READ_OTHERWISE: Final = (
+_READ_BY_CODE: Final = (
     _SAVED_US,
     "counters.evicted_blocks_total",
     *(f"counters.copy_{way}_us_total" for way in _WAYS),
 )
-"""Paths that rows read by themselves, or whose parts they read."""
+"""Paths that rows read by code, or whose parts they read."""
 
 _OPERATIONS: Final = ("lookup", "get", "put", "use")
 _DIRECTIONS: Final = {"reads": "read", "writes": "write"}
-"""Of the circuits in a status."""
+"""Label of each circuit in a status."""
 
 
 def scrape(status: Part) -> str:
-    """The text for Prometheus."""
+    """Return the metrics of a status, in the text format."""
     return exposition(METRICS, status)
 
 
@@ -65,7 +64,7 @@ def _node(name: str, path: str, about: str) -> Metric:
 def _node_counts(
     name: str, label: str, pattern: str, values: tuple[str, ...], about: str
 ) -> Metric:
-    """Counters of the node, called `pattern` with a value of `label` in the place of *."""
+    """Counters of the node, named `pattern` with * replaced by each value of `label`."""
     labelled = {f"counters.{pattern.replace('*', value)}": ((label, value),) for value in values}
     return Metric(f"tierd_{name}", about, Fields(_whole, labelled, True))
 
@@ -91,12 +90,12 @@ def _tier_by(name: str, label: str, paths: Mapping[str, str], about: str) -> Met
 def _tier_counts(
     name: str, label: str, pattern: str, values: tuple[str, ...], about: str
 ) -> Metric:
-    """Counters of each tier, called `pattern` with a value of `label` in the place of *."""
+    """Counters of each tier, named `pattern` with * replaced by each value of `label`."""
     paths = {value: f"counters.{pattern.replace('*', value)}" for value in values}
     return _tier_by(name, label, paths, about)
 
 
-# --- readers for what is no plain number ------------------------------------------------
+# --- readers of values that are not plain numbers ---------------------------------------
 
 
 def _build(status: Part) -> Iterator[MetricSample]:
@@ -104,7 +103,7 @@ def _build(status: Part) -> Iterator[MetricSample]:
 
 
 def _ready(status: Part) -> Iterator[MetricSample]:
-    if "phase" in status:  # Admin knows it, and STATUS is answered in one phase only.
+    if "phase" in status:  # Set by the HTTP server; absent from the answer to STATUS.
         yield MetricSample((), status["phase"] == "serving")
 
 
@@ -128,8 +127,8 @@ def _breaker_states(status: Part) -> Iterator[MetricSample]:
     for labels, tier in _tiers(status):
         for what, circuit in _part(tier["circuits"]).items():
             for state in State:
-                told = (("direction", _DIRECTIONS[what]), ("state", state.value))
-                yield MetricSample((*labels, *told), _part(circuit)["state"] == state.value)
+                more = (("direction", _DIRECTIONS[what]), ("state", state.value))
+                yield MetricSample((*labels, *more), _part(circuit)["state"] == state.value)
 
 
 def _durations(status: Part) -> Iterator[MetricSample]:
@@ -147,7 +146,7 @@ def _durations(status: Part) -> Iterator[MetricSample]:
 
 
 def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[MetricSample]]:
-    """Reads `size` of the largest namespaces, and of all others together."""
+    """Read `size` of the largest namespaces, and the sum of all others."""
 
     def read(status: Part) -> Iterator[MetricSample]:
         spaces = sorted(_parts(status["namespaces"]), key=_bytes_of, reverse=True)
@@ -161,7 +160,7 @@ def _namespaces(size: Callable[[Part], float]) -> Callable[[Part], Iterator[Metr
 
 
 def _demand(name: str, field: str, about: str) -> Metric:
-    """One number of each namespace that is counted by itself, and of the others."""
+    """One number of each namespace that is counted separately, and of all others."""
 
     def read(status: Part) -> Iterator[MetricSample]:
         for entry in _parts(status["demand"]):
@@ -230,7 +229,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     _node(
         "host_limit_bytes",
         "host.limit_bytes",
-        "Present upper bound of host memory: below the capacity while the machine "
+        "Current upper bound of host memory: below the capacity while the machine "
         "is short of memory.",
     ),
     _node("host_min_bytes", "host.min_bytes", "Lower bound of host memory under memory pressure."),
@@ -256,7 +255,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "host.writing_blocks",
         "Slots of host memory that are reserved and not yet committed.",
     ),
-    _node("leases", "host.leases", "Leases of blocks to engines that have not ended."),
+    _node("leases", "host.leases", "Leases on blocks that engines hold."),
     _node(
         "backlog_blocks",
         "host.backlog_blocks",
@@ -267,7 +266,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "requested_blocks_total",
         "counters.requested_blocks_total",
         "Blocks that admitted requests lacked in their engine's own cache and "
-        "looked up here, counted once for all ranks.",
+        "looked up in tierd, counted once for all ranks.",
     ),
     _node(
         "acquired_blocks_total",
@@ -293,7 +292,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "requested_tokens_total",
         "counters.requested_tokens_total",
         "Tokens of the whole blocks that admitted requests lacked in their engine's "
-        "own cache and looked up here, counted once for all ranks.",
+        "own cache and looked up in tierd, counted once for all ranks.",
     ),
     _node(
         "saved_tokens_total",
@@ -331,7 +330,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "host.hit_ratio",
         "Blocks that engines loaded and that were in host memory when asked for, "
         "divided by the blocks that admitted requests lacked in their engine's own "
-        "cache and looked up here; since the start.",
+        "cache and looked up in tierd; since the start.",
     ),
     _node(
         "host_hit_ratio_at_twice",
@@ -366,18 +365,17 @@ METRICS: Final[tuple[Metric, ...]] = (
     _node(
         "leases_refused_total",
         "counters.leases_refused_total",
-        "Lookups answered as misses because the session does not release its leases.",
+        "Lookups answered as misses because the session, or all together, held too many leases.",
     ),
     _node(
         "namespaces_ended_total",
         "counters.namespaces_ended_total",
-        "Namespaces forgotten because no engine has them registered and none of "
-        "their blocks is left.",
+        "Namespaces removed because no engine has them registered and they have no blocks.",
     ),
     _node(
         "revived_blocks_total",
         "counters.revived_blocks_total",
-        "Blocks being evicted that stayed because a request asked for them.",
+        "Blocks kept although their eviction had begun, because a request asked for them.",
     ),
     Metric(
         "tierd_saved_prefill_seconds_total",
@@ -412,17 +410,16 @@ METRICS: Final[tuple[Metric, ...]] = (
         "hotset.age_s",
         "Time since the last snapshot of the hot set was written.",
     ),
-    # What was adopted from the daemon's life before this one.
+    # Adoption from the previous incarnation of the daemon.
     _node(
         "adopted_blocks_total",
         "counters.adopted_blocks_total",
-        "Blocks taken over at the start from the previous incarnation of the daemon.",
+        "Blocks adopted at the start from the previous incarnation of the daemon.",
     ),
     _node(
         "adoption_dropped_segments_total",
         "counters.adoption_dropped_segments_total",
-        "Segments of the previous incarnation that could not be taken over; the log "
-        "has the reason.",
+        "Segments of the previous incarnation that could not be adopted; the log has the reason.",
     ),
     _node(
         "unproven_blocks",
@@ -434,7 +431,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.rotten_blocks_total",
         "Adopted blocks dropped because their checksum was wrong; none was served.",
     ),
-    # What operators have it do.
+    # Scrubs and flushes.
     _node(
         "scrubbed_blocks_total",
         "counters.scrubbed_blocks_total",
@@ -455,13 +452,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.scrub_repaired_total",
         "Damaged blocks that scrubs wrote again, from host memory or another tier.",
     ),
-    _node("flushes_total", "counters.flushes_total", "Flushes begun."),
+    _node("flushes_total", "counters.flushes_total", "Flushes started."),
     _node(
         "flushed_blocks_total",
         "counters.flushed_blocks_total",
         "Blocks that flushes removed from host memory and from tiers, each copy counted.",
     ),
-    # Copies that the daemon makes for engines.
+    # Copies by the daemon for engines.
     _node_counts(
         "copy_blocks_total",
         "direction",
@@ -489,7 +486,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "copy_*_failed_total",
         _WAYS,
         "Copies by the daemon that did not complete: cancelled, failed, or lost "
-        "with their process.",
+        "when their process ended.",
     ),
     _device(
         "attachments",
@@ -520,7 +517,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.copy_attach_refused_total",
         "Engines whose pages the daemon could not open; the log names the setting to change.",
     ),
-    # What engines say beforehand.
+    # Hints, deadlines and bugs.
     _node("pinned_bytes", "host.pinned_bytes", "Bytes of host memory kept because of hints."),
     _node_counts(
         "pins_blocks_total",
@@ -562,7 +559,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "requested_tokens_total",
         "requested_tokens",
         "Tokens of the whole blocks that admitted requests lacked in their engine's own cache and "
-        f"looked up here, of the first {SEATS_MAX} namespaces to ask, and of all others as "
+        f"looked up in tierd, of the first {SEATS_MAX} namespaces to ask, and of all others as "
         'namespace="other"; a request to several ranks counts with the first.',
     ),
     _demand(
@@ -577,11 +574,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Bytes, of all ranks, of the blocks that engines loaded instead of "
         "computing, by namespace of the first rank.",
     ),
-    # Storage tiers: whether they are used.
-    Metric("tierd_tier_state", "1 for the present state of the tier, else 0.", _tier_states),
+    # Storage tiers: state and failures.
+    Metric("tierd_tier_state", "1 for the current state of the tier, else 0.", _tier_states),
     Metric(
         "tierd_tier_breaker_state",
-        "1 for the present state of the tier's breaker of reads or writes, else 0; "
+        "1 for the current state of the tier's breaker for reads or writes, else 0; "
         "calls are made while it is closed.",
         _breaker_states,
     ),
@@ -595,20 +592,20 @@ METRICS: Final[tuple[Metric, ...]] = (
         "breaker_refused_blocks_total",
         "direction",
         {value: f"counters.breaker_refused_{what}_total" for what, value in _DIRECTIONS.items()},
-        "Blocks that the tier was not asked for, or not given, because its breaker was open.",
+        "Blocks not read from the tier, or not written to it, because its breaker was open.",
     ),
     _tier_counts(
         "deadlines_missed_total",
         "direction",
         "breaker_*_deadlines_total",
         ("read", "write"),
-        "Calls of the tier cancelled at deadline_ms.",
+        "Calls to the tier cancelled at deadline_ms.",
     ),
-    _tier("probes_total", "counters.breaker_probes_total", "Probes of whether the tier is back."),
+    _tier("probes_total", "counters.breaker_probes_total", "Probes for the tier's recovery."),
     _tier(
         "probes_failed_total",
         "counters.breaker_probes_failed_total",
-        "Probes of whether the tier is back that failed.",
+        "Probes for the tier's recovery that failed.",
     ),
     _tier("open_failures_total", "counters.open_failed_total", "Failed attempts to open the tier."),
     _tier(
@@ -621,11 +618,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "counters.wrong_answers_total",
         "Answers of the tier's backend that break its contract; none was used.",
     ),
-    # What they hold.
+    # Storage tiers: contents.
     _tier(
         "blocks",
         "blocks",
-        "Blocks held by the tier; for a shared tier, as far as this node has counted.",
+        "Blocks held by the tier; for a shared tier, as many as this node has counted.",
     ),
     _tier("used_bytes", "used_bytes", "Bytes that the blocks held by the tier occupy."),
     _tier(
@@ -633,34 +630,34 @@ METRICS: Final[tuple[Metric, ...]] = (
         "capacity_bytes",
         "Configured upper bound of the bytes held by the tier; 0: no bound, or not open.",
     ),
-    # What they do.
+    # Storage tiers: calls.
     _tier_counts(
-        "calls_total", "operation", "*_calls_total", _OPERATIONS, "Calls of the tier's backend."
+        "calls_total", "operation", "*_calls_total", _OPERATIONS, "Calls to the tier's backend."
     ),
     _tier_counts(
         "calls_failed_total",
         "operation",
         "*_failed_total",
         _OPERATIONS,
-        "Calls of the tier's backend that failed.",
+        "Calls to the tier's backend that failed.",
     ),
     _tier_counts(
         "calls_cancelled_total",
         "operation",
         "*_cancelled_total",
         _OPERATIONS,
-        "Calls of the tier's backend cancelled, at deadline_ms or before.",
+        "Calls to the tier's backend cancelled, at deadline_ms or before.",
     ),
     _tier_counts(
         "calls_bugs_total",
         "operation",
         "*_bugs_total",
         _OPERATIONS,
-        "Calls of the tier's backend that ended with a bug in it.",
+        "Calls to the tier's backend that raised an unexpected exception.",
     ),
     Metric(
         "tierd_tier_call_duration_seconds",
-        "Duration of calls of the tier's backend, failed and cancelled calls included.",
+        "Duration of calls to the tier's backend, failed and cancelled calls included.",
         _durations,
         histogram=True,
     ),
@@ -669,14 +666,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         "outcome",
         "get_*_total",
         ("hit", "miss", "corrupt", "error"),
-        "Blocks that the tier was asked for, by outcome.",
+        "Blocks read from the tier, by outcome.",
     ),
     _tier_counts(
         "written_blocks_total",
         "outcome",
         "put_*_total",
         ("stored", "present", "refused", "error"),
-        "Blocks that the tier was given, by outcome.",
+        "Blocks written to the tier, by outcome.",
     ),
     _tier_by(
         "moved_bytes_total",
@@ -690,7 +687,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         {"read": "read_bytes_per_s", "write": "write_bytes_per_s"},
         "Recent speed of the tier while blocks were moving; absent before the first block.",
     ),
-    # What they are good for.
+    # Storage tiers: hits.
     _tier(
         "loaded_blocks_total",
         "counters.loaded_blocks_total",
@@ -705,7 +702,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "hit_ratio",
         "hit_ratio",
         "Blocks read from the tier that engines loaded, divided by the blocks that "
-        "admitted requests lacked in their engine's own cache and looked up here; "
+        "admitted requests lacked in their engine's own cache and looked up in tierd; "
         "since the start.",
     ),
     _tier(
@@ -722,9 +719,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier(
         "write_demand",
         "write_demand",
-        "Chance of reuse that a block must have to be written to the tier.",
+        "Lowest predicted chance of reuse at which a block is written to the tier.",
     ),
-    # What waits for them, and what does not get there.
+    # Storage tiers: backups.
     _tier("backup_queue_blocks", "backup_queue", "Blocks that wait to be written to the tier."),
     _tier(
         "backup_queue_bytes",
@@ -746,14 +743,14 @@ METRICS: Final[tuple[Metric, ...]] = (
             "full": "counters.skipped_full_total",
             "no_space": "counters.refused_no_space_total",
         },
-        "Blocks that the tier did not get, by reason: its queue was full or its "
-        "breaker open (busy), and it then left host memory (dropped), its write "
+        "Blocks not written to the tier, by reason: its queue was full or its "
+        "breaker open (busy), and the block was then evicted (dropped), its write "
         "policy did not write the block (refused), it had reached its capacity "
         "(full), or its disk or server had no room (no_space).",
     ),
     _rest(
         "tier_events_total",
-        "All other counters of a tier's backend, by their name in `tierd status`.",
+        "All other counters of a tier, by their name in `tierd status`.",
     ),
 )
 
@@ -763,7 +760,7 @@ _READ: Final = {
         for metric in METRICS
         if isinstance(metric.read, Fields) and metric.read.places is places
         for path in metric.read.paths
-    ).union(_READ_OTHERWISE)
+    ).union(_READ_BY_CODE)
     for places in (_whole, _tiers)
 }
 """Paths that rows read, of the node and of each tier."""

@@ -263,7 +263,7 @@ class _Reading:
         try:
             digest = space.checksums[slot]
             if digest is None:
-                digest = await memory.in_thread(checksum, memory.payload(space, slot))
+                digest = await memory.threads.run(checksum, memory.payload(space, slot))
             parent = space.identity(slot)[1]
             view = memory.arena.view(space, slot)
             length = space.namespace.block_bytes

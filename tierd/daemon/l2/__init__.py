@@ -1,1 +1,1 @@
-"""Host memory, and how it outlives the daemon."""
+"""Host memory (L2), and its adoption by the next incarnation of the daemon."""

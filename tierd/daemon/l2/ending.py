@@ -1,9 +1,9 @@
-"""Namespaces end once nobody uses them: their memory, descriptors and number are others' then.
+"""Ends unused namespaces, which frees their memory, descriptors and numbers.
 
-A namespace that no session has registered keeps its blocks until others need the memory, or until
-there are too many namespaces. Without blocks it ends, but not before a client that was cut off has
-forgotten what it had mapped: segments of another namespace of that name have the same numbers. One
-that is worthless, such as an engine's between two cache resets, loses its blocks at once.
+A namespace without sessions keeps its blocks until other namespaces need the memory, or until there
+are too many namespaces. Without blocks it ends, but only after a disconnected client has forgotten
+the segments that it had mapped: a new namespace with the same digest numbers its segments alike. A
+worthless namespace, such as an engine's between two cache resets, loses its blocks at once.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ SPACES_MAX: Final = 1024
 """Namespaces that are registered or have blocks; each costs a few KiB even when empty."""
 
 WORTHLESS_MAX: Final = SPACES_MAX
-"""Worthless namespaces that have ended and are remembered by digest, the last ones: 0.1 MiB."""
+"""Remembered digests of worthless namespaces that have ended, the latest ones: 0.1 MiB."""
 
 WAITING_MAX: Final = 3 * SPACES_MAX
-"""Namespaces beside them that have nothing, and wait for clients to have forgotten them."""
+"""Further namespaces without sessions and blocks, until clients have forgotten them."""
 
 NAMES_MAX: Final = 64
-"""Namespaces that are remembered by name when they have ended, the last ones: an operator warms,
-flushes or asks about what tiers have of them."""
+"""Remembered namespaces that have ended, the latest ones: operators warm, flush or explain their
+blocks in tiers."""
 
 CLEARED_AT_ONCE: Final = 1024
-"""Blocks that are dropped in one go, some 2 ms."""
+"""Blocks dropped without a pause, about 2 ms."""
 
 log = logging.getLogger("tierd")
 
 
 class Endings:
-    """Sees to the namespaces that nobody uses."""
+    """Ends namespaces without sessions."""
 
     def __init__(self, memory: HostMemory) -> None:
         self.names: dict[bytes, Namespace] = {}
-        """Those that have ended, by digest."""
+        """Namespaces that have ended, by digest."""
         self.worthless: dict[bytes, None] = {}
-        """Digests of those that were worthless: so is one that is registered only now, by a worker
-        that hears late of a cache reset."""
+        """Digests of worthless namespaces that have ended. A later registration is worthless as
+        well: its worker has not noticed the cache reset yet."""
         self._memory = memory
         self._host = memory.host
 
     def named(self, digest: bytes) -> Namespace | None:
-        """The namespace of a digest, if it is known, with memory or without."""
+        """Return the namespace of a digest, live or ended; None if it is unknown."""
         space = self._host.spaces.get(digest)
         return self.names.get(digest) if space is None else space.namespace
 
     async def tick(self) -> None:
-        """End what can end; to be called now and then."""
+        """End the namespaces that can end; to be called every second or so."""
         for space in list(self._host.spaces.values()):
             while space.worthless and not space.sessions and space.items:
                 self._memory.clear(space, CLEARED_AT_ONCE)
@@ -73,10 +73,10 @@ class Endings:
             if len(self.names) > NAMES_MAX:
                 del self.names[next(iter(self.names))]
 
-    def make_way(self) -> bool:
-        """Have a number for one namespace more; False if all are in use.
+    def make_room(self) -> bool:
+        """Make room for one more namespace; returns False if all namespaces are in use.
 
-        Of those that nobody uses the one used longest ago loses its blocks.
+        At SPACES_MAX, the least recently used namespace without sessions loses its blocks.
         """
         spaces = self._host.spaces.values()
         counted = [space for space in spaces if space.sessions or space.items]
@@ -90,7 +90,7 @@ class Endings:
     def _clear(self, space: Space) -> None:
         blocks = len(space.items)
         log.info(
-            "there are %d namespaces: the one that was used longest ago, %s of %s, loses its %d "
+            "there are %d namespaces: the least recently used one, %s of %s, loses its %d "
             "blocks in host memory",
             SPACES_MAX,
             space.digest.hex(),

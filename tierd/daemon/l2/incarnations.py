@@ -1,11 +1,12 @@
-"""L2 across lives of the daemon: what the service manager kept of the life before is taken over.
+"""Host memory across incarnations of the daemon: adopts the segments of former incarnations.
 
-A life has its segments kept, with a page about its leases and a guard (`tierd.memory.past`). The
-next one takes over what it can read, and trusts none of it: a block is served once its bytes have
-the checksum that the ledger has; a slot stays as it is until no lease and no copy of a life before
-can be on it, whether the ledger knows of it or not; one that held no block is used again once
-nobody of a life before can be writing to it. A segment that is not taken over is let go as it is:
-its memory is its readers' until they let go of it, too.
+An incarnation has the service manager keep its segments, a page that records its leases, and a
+guard (`tierd.memory.past`). The next incarnation adopts the segments that it can read, and verifies
+their contents. A block is served only after its bytes matched the checksum in the ledger. A slot is
+not reused while a lease or a copy of a former incarnation may cover it, even if the ledger has no
+block there; a slot without a block is not reused while a client of a former incarnation may write
+to it. A segment that is not adopted is closed unchanged: its readers keep the memory until they
+unmap it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ARENA: Final = re.compile("[0-9a-f]{1,8}")
 
 
 class Incarnations:
-    """This life of the daemon, and what is left of those before."""
+    """This incarnation of the daemon, and the remains of former ones."""
 
     def __init__(
         self, memory: HostMemory, tiers: Sequence[StorageConfig], epoch: bytes, clock: Clock
@@ -57,15 +58,19 @@ class Incarnations:
         self._guards_before: dict[str, ArenaGuard] = {}
         self._dropped: Counter[str] = Counter()
 
-    # --- this life ------------------------------------------------------------------
+    # --- this incarnation -----------------------------------------------------------
 
     def begin(self) -> None:
-        """Take over what was kept, and have this life's segments kept. Before anything else that
-        makes segments or starts processes. Without a service manager, nothing."""
+        """Adopt the kept segments, and have the segments of this incarnation kept.
+
+        To be called before anything creates segments or starts processes. Does nothing without a
+        service manager.
+        """
         if not self._manager.present:
             return
         self._adopt()
-        # Whether or not this life can leave anything: without it the next one can tell nothing.
+        # Even if this incarnation cannot have its segments kept: without their last user, a later
+        # one cannot tell when their slots may be reused.
         self._memory.use(self._epoch)
         try:
             with contextlib.ExitStack() as undo:
@@ -76,40 +81,41 @@ class Incarnations:
                 self._hold = guard.hold()
                 undo.pop_all()
         except OSError as error:
-            log.error("host memory will not outlive this process: %s", error)
+            log.error("host memory will be lost when this process ends: %s", error)
             return
         self._page, self._guard = page, guard
-        # Children may write to slots until they have ended, which may be after us.
+        # Child processes may write to slots until they end, which may be after this process.
         child.keep_open(self._hold)
         self._manager.keep(_PAGE + self._epoch.hex(), [page.fd])
         self._manager.keep(_GUARD + self._epoch.hex(), [guard.fd])
 
     @property
     def kept(self) -> bool:
-        """Whether the arena may outlive this process, so that blocks are to get checksums."""
+        """Whether the segments may outlive this process, so that blocks need checksums."""
         return self._page is not None
 
     def guard(self) -> int | None:
-        """A hold for somebody who may write to slots, the caller's to close; None: no need.
+        """Return a hold for a client that may write to slots; the caller closes it.
 
-        Raises OSError.
+        None if segments are not kept. Raises OSError.
         """
         return None if self._guard is None else self._guard.hold()
 
     def copying(self) -> int | None:
-        """A hold for a process that copies blocks for engines, the caller's to close: it may go on
-        when the lease has ended. None: no need. Raises OSError.
+        """Return a hold for a copy process, which may still copy when a lease has ended.
+
+        The caller closes it. None if segments are not kept. Raises OSError.
         """
         return None if self._guard is None else self._guard.hold(copies=True)
 
     def leased(self, lease: SlotLease) -> None:
-        """A lease is granted. Before its holder hears of it."""
+        """Record a new lease; to be called before the reply to its holder."""
         if self._page is not None:
             for space, slots in lease.parts:
                 self._page.lease(space.digest, slots, lease.expires_ns)
 
     def tick(self) -> None:
-        """See what has ended of the lives before; to be called now and then."""
+        """Free slots that former incarnations no longer use; to be called every second or so."""
         host = self._memory.host
         if self._page is not None and not host.leases:
             self._page.no_leases()
@@ -128,7 +134,7 @@ class Incarnations:
             host.end_writes_before()
 
     def close(self) -> None:
-        """Close the descriptors; what the manager has stays there. Idempotent."""
+        """Close the descriptors; the service manager keeps its copies. Idempotent."""
         if self._page is not None and self._guard is not None:
             child.keep_no_longer(self._hold)
             os.close(self._hold)
@@ -147,7 +153,7 @@ class Incarnations:
         self._pages_before.clear()
         self._guards_before.clear()
 
-    # --- the lives before -----------------------------------------------------------
+    # --- former incarnations --------------------------------------------------------
 
     def _adopt(self) -> None:
         began_ns = self._clock.monotonic_ns()
@@ -158,22 +164,22 @@ class Incarnations:
             else:
                 self._take_past(name, fd, began_ns)
         by_space: dict[bytes, dict[int, Segment]] = {}
-        # A life has both kept before it uses the arena, and ends those of others one by one. So
-        # the last one to use a segment has both, or nobody can tell when its slots may be used
-        # again.
-        lives = {name.removeprefix(_PAGE) for name in self._pages_before}
-        lives.intersection_update(name.removeprefix(_GUARD) for name in self._guards_before)
+        # An incarnation has its page and its guard kept before it uses the arena, and those of
+        # former ones are dropped one by one. Without both of the last incarnation that used a
+        # segment, it is unknown when its slots may be reused.
+        known_epochs = {name.removeprefix(_PAGE) for name in self._pages_before}
+        known_epochs.intersection_update(name.removeprefix(_GUARD) for name in self._guards_before)
         for name, fds in pairs.items():
             try:
                 segment = _segment(name, fds)
                 ledger = segment.ledger
-                if ledger.life.hex() not in lives:
-                    raise LedgerError("it is not known who used it")
+                if ledger.life.hex() not in known_epochs:
+                    raise LedgerError("its last incarnation is unknown")
                 segments = by_space.setdefault(ledger.namespace.digest, {})
                 if any(other.ledger.slots != ledger.slots for other in segments.values()):
                     raise LedgerError("other segments of its namespace have another size")
                 if ledger.index in segments:
-                    raise LedgerError("there are two of it")
+                    raise LedgerError("another segment has its number")
                 segments[ledger.index] = segment
             except (LedgerError, OSError, ValueError) as error:
                 self._drop(name, fds, str(error))
@@ -186,7 +192,8 @@ class Incarnations:
         if pairs:
             why = "; ".join(f"{count}: {why}" for why, count in self._dropped.items())
             log.info(
-                "host memory of the life before: %d blocks in %d segments taken over in %.3f s%s",
+                "host memory of the former incarnation: %d blocks in %d segments adopted "
+                "in %.3f s%s",
                 adopted,
                 sum(map(len, by_space.values())),
                 (self._clock.monotonic_ns() - began_ns) / 1e9,
@@ -204,10 +211,10 @@ class Incarnations:
         if name.startswith(_PAGE):
             page = self._pages_before[name] = PastPage(fd, now_ns)
             if not page.readable:
-                log.warning("the log of leases %s is damaged: all slots count as leased", name)
+                log.warning("the record of leases %s is damaged: all slots count as leased", name)
         else:
             self._manager.forget(name)
-            log.warning("what the service manager kept as %s is not used", name)
+            log.warning("the service manager kept an unknown descriptor, which is closed: %s", name)
         os.close(fd)
 
     def _drop(self, name: str, fds: Sequence[int], why: str) -> None:
@@ -220,10 +227,10 @@ class Incarnations:
     def _adopt_space(
         self, segments: dict[int, Segment], leased: list[dict[bytes, set[int]]] | None
     ) -> None:
-        """Take the segments of a namespace over; `leased` is None if any slot may be."""
+        """Adopt the segments of a namespace; `leased` is None if any slot may be leased."""
         namespace = next(iter(segments.values())).ledger.namespace
         per = next(iter(segments.values())).ledger.slots
-        # The masks are worth something only if their bits still mean the same tiers.
+        # The bits of tiers in the ledger are valid only if the tiers are still the same.
         if any(page.tiers != self._tiers for page in self._pages_before.values()):
             for segment in segments.values():
                 segment.ledger.forget_tiers()
@@ -236,7 +243,10 @@ class Incarnations:
         damaged = sum(segment.ledger.damaged for segment in segments.values())
         if damaged:
             self._memory.counters["rotten_blocks_total"] += damaged
-            log.error("%d records of blocks in host memory are damaged; they are gone", damaged)
+            log.error(
+                "%d ledger records of blocks in host memory are damaged; the blocks are dropped",
+                damaged,
+            )
         found.sort()
         blocks = [
             Adopted(
@@ -271,7 +281,7 @@ class Incarnations:
 
 
 def _segment(name: str, fds: Sequence[int]) -> Segment:
-    """The segment and its ledger, of the two descriptors kept under a name."""
+    """Open a segment and its ledger from the two descriptors kept under a name."""
     if len(fds) != 2:
         raise LedgerError("a descriptor is missing")
     ledgers = [fd for fd in fds if is_ledger(fd)]
@@ -284,6 +294,6 @@ def _segment(name: str, fds: Sequence[int]) -> Segment:
 
 
 def _digest(tiers: Sequence[StorageConfig]) -> bytes:
-    """What tells tiers apart that a ledger's bits may stand for."""
+    """Return a digest that differs if the bits in a ledger may mean other tiers."""
     known = [(tier.type, tier.name, tier.options, tier.overrides) for tier in tiers]
     return hashlib.sha256(msgspec.json.encode(known)).digest()[:DIGEST_BYTES]

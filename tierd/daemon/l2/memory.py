@@ -1,7 +1,7 @@
-"""Host memory: carries out what the core decides about it.
+"""Host memory (L2): carries out what the core decides about it.
 
-Makes, fills and decommits segments, moves blocks, and keeps the ledger. It refuses to know
-why: who stores, who waits and where else a block lies is decided elsewhere.
+Makes, fills and decommits segments, moves blocks, and keeps the ledger. It does not know who
+stores, who waits, or where else a block lies.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Final, TypeVar, assert_never
+from typing import Final, assert_never
 
 from tierd.backend import checksum
 from tierd.clock import Clock
@@ -22,6 +22,8 @@ from tierd.core.reasons import Dropped
 from tierd.core.reservations import Found, SlotReservation
 from tierd.core.segments import SEGMENT_PAUSE_S
 from tierd.core.space import Space
+from tierd.daemon.l2.population import Population
+from tierd.daemon.l2.threads import WorkerThreads
 from tierd.daemon.lifecycle.service import ServiceManager
 from tierd.limits import segment_advice
 from tierd.memory.arena import Arena, Segment
@@ -33,14 +35,11 @@ log = logging.getLogger("tierd")
 INTERNAL: Final = 0
 """Owner of the daemon's own reservations; sessions count from 1."""
 
-_T = TypeVar("_T")
-
-
 SegmentListener = Callable[[Space, int, Segment], None]
 
 
 class HostMemory:
-    """L2: the core's state machine and the memory that it decides about."""
+    """The core's state machine, and the segments that it decides about."""
 
     def __init__(
         self,
@@ -51,43 +50,26 @@ class HostMemory:
         placement: Placement | None = None,
         manager: ServiceManager | None = None,
     ) -> None:
-        """`manager` keeps the segments for the daemon's next life, if there is one."""
+        """`manager` keeps the segments for the next incarnation of the daemon, if it can."""
         self.host = host
         self.arena = Arena(placement)
+        self.threads = WorkerThreads(clock, executor)
+        self.population = Population(self.arena, self.threads, counters)
         self.manager = manager or ServiceManager()
         self.counters = counters
         self.listeners: list[SegmentListener] = []
         self.decommitted: Callable[[Segment], None] = lambda _: None
-        """Told of a segment before its memory is given back."""
+        """Called with a segment before its memory is given back."""
         self.closed: Callable[[Segment], None] = lambda _: None
-        """Told of a segment that is no more."""
+        """Called with a segment that has been closed."""
         self._clock = clock
-        self._executor = executor
-        self._unpopulated: deque[tuple[Space, int]] = deque()
-        self._populate_ready = asyncio.Event()
-        self._in_thread: dict[object, int] = {}
         self._want_room: dict[Space, list[asyncio.Future[None]]] = {}
-        # A segment and its ledger have one name where the service manager keeps them. All names
-        # together are one variable of the next life's environment, at most 128 KiB: they say
-        # nothing, and are short.
+        # The service manager keeps a segment and its ledger under one name. The names are short
+        # numbers: together they are one variable of the next incarnation's environment, which has
+        # at most 128 KiB.
         self._names = 0
         self._segments_fail = False
-        self._life = bytes(LIFE_BYTES)
-
-    async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
-        """What `call` returns, run off the loop."""
-        token = object()
-        self._in_thread[token] = self._clock.monotonic_ns()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
-        finally:
-            del self._in_thread[token]
-
-    @property
-    def in_thread_s(self) -> float:
-        """How long the oldest call off the loop has taken so far; 0 if there is none."""
-        began_ns = next(iter(self._in_thread.values()), None)
-        return 0.0 if began_ns is None else (self._clock.monotonic_ns() - began_ns) / 1e9
+        self._epoch = bytes(LIFE_BYTES)
 
     def reserve(
         self,
@@ -97,7 +79,7 @@ class HostMemory:
         parents: Sequence[bytes],
         worth: float | None = None,
     ) -> SlotReservation:
-        """Slots for new blocks, with memory behind them; `worth` as in HostTier.reserve."""
+        """Reserve slots for new blocks, backed by memory; `worth` as in HostTier.reserve."""
         reservation, effects = self.host.reserve(owner, space, hashes, parents, worth)
         self._apply(effects)
         return reservation
@@ -105,30 +87,30 @@ class HostMemory:
     def commit_found(
         self, owner: int, reservation: SlotReservation, found: Sequence[Found | None]
     ) -> list[int]:
-        """Publish what tiers have delivered into a reservation, by hash, and write it into the
-        ledger; the slots that are readable now."""
+        """Publish blocks that tiers have delivered into a reservation, and record them in the
+        ledger. Returns the slots that became readable."""
         ready = self.host.commit_found(owner, reservation.reservation_id, found)
         self._record(reservation.space, ready)
         return ready
 
     def make_room_ahead(self, space: Space, count: int) -> None:
-        """Have slots for the next `count` blocks before they are asked for."""
+        """Make room for the next `count` blocks before they are reserved."""
         self._apply(self.host.make_room_ahead(space, count))
 
     def grow_ahead(self, space: Space) -> None:
-        """Have a segment more before the last one is full."""
+        """Add a segment before the last one is full."""
         self._apply(self.host.grow_ahead(space))
 
     def shrink(self) -> bool:
-        """Give a segment back if there is more than the limit; whether that could be done."""
+        """Give one segment back if memory exceeds the limit; returns whether one was given back."""
         before = self.host.allocated_bytes
         self._apply(self.host.shrink())
         return self.host.allocated_bytes < before
 
     def resident_bytes(self) -> int:
-        """Bytes of segments that have memory behind them, whoever has touched it."""
+        """Bytes of segments with pages behind them, touched by the daemon or by clients."""
         return sum(
-            # The kernel need not be asked about what has been faulted in as a whole.
+            # No system call for a segment that has been faulted in completely.
             segment.mapping.size_bytes
             if segment.mapping.populated_bytes == segment.mapping.size_bytes
             else os.fstat(segment.fd).st_blocks * 512
@@ -137,7 +119,7 @@ class HostMemory:
         )
 
     def let_go(self, space: Space, slots: Sequence[int]) -> None:
-        """Undo one hold of each slot; what was to leave and is held by nobody is free then."""
+        """Undo one hold of each slot. Evicting slots without another hold are free afterwards."""
         self.host.unhold(space, slots)
         if space.evicting:
             self._apply(self.host.settle(space, slots))
@@ -146,28 +128,30 @@ class HostMemory:
                 waits.set_result(None)
 
     def room(self, space: Space) -> asyncio.Future[None]:
-        """Done once a copy of the daemon's no longer holds some slots of a space."""
+        """Return a future that is done at the next `let_go` of slots of a space."""
         waits = asyncio.get_running_loop().create_future()
         self._want_room.setdefault(space, []).append(waits)
         return waits
 
     def payload(self, space: Space, slot: int) -> memoryview:
-        """The bytes of a slot that count."""
+        """The block's bytes in a slot, without padding."""
         return self.arena.view(space, slot)[: space.namespace.block_bytes]
 
     async def checksums(self, blocks: Sequence[tuple[Space, int]]) -> list[bytes]:
-        """The checksums of what these slots, which the caller holds, have in them now."""
+        """Compute the checksums of the blocks in these slots, which the caller holds."""
         views = [self.payload(space, slot) for space, slot in blocks]
-        return await self.in_thread(_checksums, views) if views else []
+        return await self.threads.run(_checksums, views) if views else []
 
     def note_checksums(self, space: Space, sums: Mapping[int, bytes]) -> None:
-        """The checksums of readable blocks, or evicting ones, are known: the ledger gets them."""
-        # It has forgotten what was dropped meanwhile, and is not to learn it again.
+        """Record the checksums of readable or evicting blocks in core and ledger."""
+        # The core leaves out blocks that were dropped meanwhile: the ledger must not have them.
         self._record(space, self.host.note_checksums(space, sums))
 
     async def verify(self, space: Space, slots: Sequence[int]) -> int:
-        """Compare unverified blocks, which are held meanwhile, with the ledger; what differs is
-        gone afterwards. How many blocks that is."""
+        """Compare unverified blocks, held meanwhile, with their checksums in the ledger.
+
+        Drops the blocks that differ, and returns their number.
+        """
         self.host.hold(space, slots)
         try:
             sums = await self.checksums([(space, slot) for slot in slots])
@@ -178,7 +162,7 @@ class HostMemory:
         return len(rotten)
 
     def _record(self, space: Space, slots: Sequence[int]) -> None:
-        """Write blocks whose checksums are known into the ledger."""
+        """Write blocks with known checksums into the ledger."""
         segments, per = self.arena.segments(space), space.slots_per_segment
         length, now_ns = space.namespace.block_bytes, self._clock.monotonic_ns()
         for slot, (block_hash, parent) in zip(slots, space.identities(slots), strict=True):
@@ -190,27 +174,26 @@ class HostMemory:
             )
 
     def adopt(self, space: Space, segments: Sequence[Segment]) -> None:
-        """Have the segments of a space that a life before left, in the order of their numbers."""
+        """Adopt a space's segments from a former incarnation, in the order of their numbers."""
         self.arena.adopt(space, segments)
         for index, segment in enumerate(segments):
-            # A record that was not adopted must not turn up in the life after this one.
+            # A record that was not adopted must not reappear in the next incarnation.
             first = index * space.slots_per_segment
             places = range(space.slots_per_segment)
             segment.ledger.forget_all_but([p for p in places if space.is_readable(first + p)])
             if space.live[index]:
                 self._names = max(self._names, int(segment.kept_as, 16) + 1)
-                self._unpopulated.append((space, index))
-        self._populate_ready.set()
+                self.population.add(space, index)
 
-    def use(self, life: bytes) -> None:
-        """From now on this incarnation leases slots and has them written: ledgers say whose."""
-        self._life = life
+    def use(self, epoch: bytes) -> None:
+        """Note in all ledgers that this incarnation leases the slots from now on."""
+        self._epoch = epoch
         for space in self.host.spaces.values():
             for segment in self.arena.segments(space):
-                segment.ledger.life = life
+                segment.ledger.life = epoch
 
     def mark(self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0) -> None:
-        """Storage tiers have blocks, by their bits, or no longer do; the ledger says so, too."""
+        """Set or clear the bits of storage tiers that have blocks, in core and ledger."""
         if not slots:
             return
         self.host.mark(space, slots, add=add, remove=remove)
@@ -219,47 +202,25 @@ class HostMemory:
             segments[index].ledger.note_tiers(places, add, remove)
 
     def drop(self, space: Space, slots: Sequence[int], why: Dropped = Dropped.DAMAGED) -> None:
-        """Take blocks out for good; see HostTier.drop."""
+        """Drop blocks permanently; see HostTier.drop."""
         self._apply(self.host.drop(space, slots, why))
 
     def end(self, space: Space) -> bool:
-        """Forget a namespace that nobody uses and that holds nothing; whether that was so."""
+        """End a namespace without sessions and blocks; returns whether it has ended."""
         self._apply(self.host.empty_space(space))
-        # A process that has a segment pinned would keep its memory from the system.
+        # A copy process that still pins a segment would keep its memory from the system.
         if all(segment.pins == 0 for segment in self.arena.segments(space)):
             self._apply(self.host.end_space(space))
         return space.ended
 
     def clear(self, space: Space, most: int) -> None:
-        """Drop so many blocks, at most, of a namespace that nobody uses any more."""
+        """Drop at most `most` blocks of a namespace without sessions."""
         self._apply(self.host.clear_space(space, most))
 
     def keep_decommitted(self) -> None:
-        """Give back what clients that faulted memory in have taken beyond the capacity."""
+        """Give back pages of decommitted segments that clients have faulted in again."""
         for space in self.host.spaces.values():
             self.arena.keep_decommitted(space)
-
-    async def populate(self) -> None:
-        """Fault new segments in ahead of use, for ever."""
-        while True:
-            await self._populate_ready.wait()
-            while self._unpopulated:
-                space, index = self._unpopulated.popleft()
-                if space.ended or index >= len(space.live):
-                    continue
-                segment = self.arena.segments(space)[index]
-                try:
-                    more = space.live[index]
-                    while more:
-                        more = await self.in_thread(segment.mapping.populate_next)
-                        if space.ended or not space.live[index]:
-                            # Hollowed while the chunk was being faulted in.
-                            segment.give_back()
-                            more = False
-                except OSError as error:
-                    self.counters["populate_failed_total"] += 1
-                    log.warning("cannot fault in memory ahead of use: %s", error)
-            self._populate_ready.clear()
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -284,7 +245,7 @@ class HostMemory:
 
     def _new_segment(self, space: Space, index: int) -> None:
         if index >= len(space.live):
-            return  # Lost with one before it.
+            return  # Lost with an earlier segment.
         try:
             segment = self.arena.create(space, index)
         except OSError as error:
@@ -304,11 +265,10 @@ class HostMemory:
             log.info("memory segments can be made again")
         segment.kept_as = f"{self._names:x}"
         self._names += 1
-        segment.ledger.life = self._life
+        segment.ledger.life = self._epoch
         self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
-        self._unpopulated.append((space, index))
-        self._populate_ready.set()
-        # A copy: telling a client that has gone ends its session, and its listening.
+        self.population.add(space, index)
+        # A copy: a send to a client that has gone ends its session, which stops listening.
         for listener in list(self.listeners):
             listener(space, index, segment)
 

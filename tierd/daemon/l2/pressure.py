@@ -1,7 +1,7 @@
-"""The machine's memory, looked at once a second, and L2 made smaller or larger by what it says.
+"""Samples the machine's memory once a second, and shrinks or grows host memory accordingly.
 
-Decided in `tierd.core.pressure`. All that is read is in /proc and /sys, which answer at once: on
-the loop, because a thread behind a busy machine's other threads would come too late.
+`tierd.core.pressure` decides. The samples are read from /proc and /sys, which never block, on the
+event loop: on a busy machine a thread would run too late.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tierd.sizes import about, change
 log = logging.getLogger("tierd")
 
 PERIOD_S: Final = 1.0
-"""How often the machine is looked at. What others can take meanwhile is what the reserve is for;
-L2 itself takes no more than was there at the last look."""
+"""Interval of samples. The reserve covers what other processes take meanwhile; host memory grows by
+no more than the last sample allows."""
 
 PAUSE_SHARE: Final = 1.0
-"""Pause after a segment that was given back, to the time that it took: what stays of it is copied,
-0.6 ms a MiB, and requests need the loop as well."""
+"""Pause after giving a segment back, relative to the time that took: blocks that stay are copied,
+at 0.6 ms per MiB, and requests need the loop as well."""
 
 
 class Machine(Protocol):
-    """What the memory of L2 comes from."""
+    """The machine that provides host memory."""
 
     def sample(self) -> MemorySample:
-        """How it is now."""
+        """Sample the memory now."""
 
 
 class _Group(NamedTuple):
@@ -42,11 +42,11 @@ class _Group(NamedTuple):
     limits: tuple[str, ...]
     usage: str
     files: tuple[bytes, ...]
-    """Fields of memory.stat that count files, whose pages can be had again."""
+    """Fields of memory.stat that count file pages, which the kernel can reclaim."""
 
 
 class ThisMachine:
-    """The machine that this process runs on, and the cgroups around it."""
+    """The machine of this process, with the cgroups around it."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -67,12 +67,13 @@ class ThisMachine:
             )
             for folder, old in found
         ]
-        # Our own cgroup's stalls if they are told: those of others are at limits of their own.
+        # Stalls of this process's own cgroup if the kernel reports them: other cgroups may stall at
+        # their own limits.
         self._stalls = [folder / "memory.pressure" for folder, _ in found]
         self._stalls.append(root / "proc/pressure/memory")
 
     def sample(self) -> MemorySample:
-        """How it is now; a few files, 0.1 to 0.3 ms."""
+        """Sample the memory now, from a few files in 0.1 to 0.3 ms."""
         memory = _fields(self._root / "proc/meminfo")
         ram, available = memory[b"MemTotal:"] * 1024, memory[b"MemAvailable:"] * 1024
         total = ram
@@ -91,7 +92,7 @@ class ThisMachine:
         return MemorySample(total, available, *self._stalled())
 
     def _stalled(self) -> tuple[int, int]:
-        """Microseconds of "some" and of "full"; 0 and 0 from a kernel that does not tell."""
+        """Return microseconds of "some" and "full" stalls; zeros if the kernel reports none."""
         for file in self._stalls:
             try:
                 lines = file.read_bytes().splitlines()
@@ -103,17 +104,17 @@ class ThisMachine:
 
 
 class MemoryWatch:
-    """Keeps L2 within what the machine has for it."""
+    """Keeps host memory within the memory that the machine has for it."""
 
     def __init__(self, memory: HostMemory, pressure: Pressure, machine: Machine | None) -> None:
-        """Without a machine there always is enough."""
+        """Without a machine, the limit is always the capacity."""
         self.pressure = pressure
         self._memory = memory
         self._machine = machine
-        self._told = False
+        self._reported_short = False
 
     async def run(self, clock: Clock) -> None:
-        """Look and act, for ever."""
+        """Sample and act until cancelled."""
         while True:
             self.look(clock.monotonic_ns() / 1e9)
             next_ns = clock.monotonic_ns() + int(PERIOD_S * 1e9)
@@ -124,7 +125,7 @@ class MemoryWatch:
             await asyncio.sleep(max(0.0, (next_ns - clock.monotonic_ns()) / 1e9))
 
     def look(self, now_s: float) -> None:
-        """Set the limit by what the machine says now."""
+        """Set the limit from a sample of now."""
         host, pressure = self._memory.host, self.pressure
         if self._machine is None:
             host.set_limit(pressure.capacity_bytes)
@@ -137,8 +138,8 @@ class MemoryWatch:
             resident_bytes=self._memory.resident_bytes(),
         )
         host.set_limit(limit)
-        if pressure.short and not self._told:
-            self._told = True
+        if pressure.short and not self._reported_short:
+            self._reported_short = True
             self._memory.counters["pressure_shrinks_total"] += 1
             log.warning(
                 "memory is short (%s of %s available, tasks stalled %.0f %% of the time): %s",
@@ -147,8 +148,8 @@ class MemoryWatch:
                 100 * pressure.stalled_share,
                 _consequence(host.allocated_bytes, limit, pressure.min_bytes),
             )
-        elif self._told and pressure.is_calm(now_s) and limit <= before:
-            self._told = False
+        elif self._reported_short and pressure.is_calm(now_s) and limit <= before:
+            self._reported_short = False
             log.info(
                 "memory is no longer short: host memory may have %s of %s",
                 about(limit),
@@ -157,22 +158,22 @@ class MemoryWatch:
 
 
 def _consequence(allocated_bytes: int, limit_bytes: int, min_bytes: int) -> str:
-    """What becomes of host memory while the machine is short of it."""
+    """Describe how host memory changes while the machine is short of memory."""
     least = f"host.min ({about(min_bytes)})"
     if limit_bytes < allocated_bytes:
         return f"host memory shrinks {change(allocated_bytes, limit_bytes)}, to {least} at least"
-    return f"host memory stays at {about(allocated_bytes)}, as {least} says"
+    return f"host memory stays at {about(allocated_bytes)}, because of {least}"
 
 
 def _fields(file: Path) -> dict[bytes, int]:
-    """First word and number of each line."""
+    """Return the first word and the number of each line."""
     words = (line.split() for line in file.read_bytes().splitlines())
     return {parts[0]: int(parts[1]) for parts in words if len(parts) > 1}
 
 
-def _number(file: Path, otherwise: int) -> int:
+def _number(file: Path, default: int) -> int:
     try:
         return int(file.read_bytes())
     except (OSError, ValueError):
-        # Not there, or "max".
-        return otherwise
+        # Missing, or "max".
+        return default

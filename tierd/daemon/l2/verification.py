@@ -1,7 +1,7 @@
-"""Verification: blocks of an earlier incarnation are served once their checksums were computed.
+"""Verifies adopted blocks, which are served only after their checksums matched.
 
-The blocks of a waiting request come first; the others follow a batch at a time, behind the other
-work of the daemon's threads.
+Blocks of a waiting request come first. All others follow in batches, with pauses for the other work
+of the daemon's threads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tierd.daemon.l2.memory import HostMemory
 log = logging.getLogger("tierd")
 
 BATCH_BYTES_MAX: Final = 32 << 20
-"""One call off the loop: some 5 ms, so that a request's own blocks soon get a thread."""
+"""Bytes per call in a thread, about 5 ms, so that a request's blocks soon get a thread."""
 
 PAUSE_S: Final = 0.01
-"""Between two batches that nobody waits for: they take about half of a thread."""
+"""Pause between two batches without a waiting request; they take half of a thread's time."""
 
 
 class Verification:
@@ -31,16 +31,16 @@ class Verification:
         self._memory = memory
 
     async def verify(self, space: Space, slots: Sequence[int]) -> None:
-        """Verify the unverified ones of these slots; a damaged block is gone afterwards.
+        """Verify the unverified blocks in these slots, and drop damaged ones.
 
-        Can be cancelled between batches, whose blocks are verified then.
+        Can be cancelled between batches; earlier batches stay verified.
         """
         count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
         for at in range(0, len(slots), count):
             await self._verify_batch(space, slots[at : at + count])
 
     async def run(self) -> None:
-        """Verify everything, the coldest first: it is the first to be evicted, or written."""
+        """Verify all blocks, the coldest first: they are the first to be evicted or written."""
         for space in list(self._memory.host.spaces.values()):
             count = max(1, BATCH_BYTES_MAX // space.slot_bytes)
             while space.unverified:
@@ -48,7 +48,7 @@ class Verification:
                 await asyncio.sleep(PAUSE_S)
 
     async def finish(self, budget_s: float) -> None:
-        """Verify the rest within a time: an unverified block cannot be written to a tier."""
+        """Verify the rest within `budget_s`: an unverified block cannot be written to a tier."""
         end = asyncio.get_running_loop().time() + budget_s
         for space in list(self._memory.host.spaces.values()):
             while space.unverified and asyncio.get_running_loop().time() < end:
@@ -61,6 +61,6 @@ class Verification:
         if rotten:
             self._memory.counters["rotten_blocks_total"] += rotten
             log.error(
-                "%d blocks in host memory changed between two lives of the daemon, and are gone",
+                "%d blocks in host memory are dropped: they changed between two incarnations",
                 rotten,
             )

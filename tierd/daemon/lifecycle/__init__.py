@@ -1,1 +1,1 @@
-"""The daemon's life: start, configuration, service manager, stop."""
+"""The daemon's lifecycle: start, configuration, service manager, stop."""

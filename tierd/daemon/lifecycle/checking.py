@@ -1,6 +1,6 @@
-"""What tierd refuses to start with: one judgement for `serve`, a reload and `tierd config check`.
+"""Checks a configuration, alike for `tierd serve`, a reload and `tierd config check`.
 
-Everything that is wrong is told at once. Nothing is opened, taken or changed.
+Reports all problems at once. Opens, takes and changes nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tierd.memory.placement import find_node
 def checked(
     path: Path, environ: Mapping[str, str], *, beside: bool = False, elsewhere: bool = False
 ) -> Config:
-    """The configuration, if a tierd could serve with it. Raises ConfigError with all problems.
+    """Return the configuration if tierd can serve with it. Raises ConfigError with all problems.
 
-    `beside`: a tierd that serves on its socket is no problem; this process itself never is.
-    `elsewhere` leaves out what depends on this machine.
+    `beside` allows that another tierd serves on its socket; this process itself is always allowed.
+    `elsewhere` leaves out the checks that depend on this machine.
     """
     config, problems = read(path, environ)
     found = [*refusals(config, beside=beside, elsewhere=elsewhere)]
@@ -39,7 +39,7 @@ def checked(
 
 
 def refusals(config: Config, *, beside: bool = False, elsewhere: bool = False) -> Iterator[str]:
-    """What is wrong with a configuration whose keys are right; see `checked`."""
+    """Yield the problems of a configuration with valid keys; see `checked`."""
     backends: dict[str, Backend] = {}
     for tier in config.storage:
         try:
@@ -63,8 +63,10 @@ def refusals(config: Config, *, beside: bool = False, elsewhere: bool = False) -
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """What `serve` starts with nevertheless, and warns of: limits of this process, which keep host
-    memory small. What a tierd that serves already has allocated is not looked at."""
+    """Yield the limits of this process that keep host memory small; `serve` only warns of them.
+
+    The memory that a serving tierd has allocated already is not considered.
+    """
     serving = holder_of(lock_of(Path(config.socket))) > 0
     yield from shortfalls(
         config.host.capacity,
@@ -75,7 +77,7 @@ def warnings(config: Config) -> Iterator[str]:
 
 
 def _shared_places(config: Config, backends: Mapping[str, Backend]) -> Iterator[str]:
-    """Two tiers in one place: neither would know what the other drops."""
+    """Yield tiers that share one place: neither would know which blocks the other drops."""
     found: dict[tuple[str, str], str] = {}
     for tier in config.storage:
         if tier.name not in backends or not (place := backends[tier.name].place):
@@ -84,8 +86,8 @@ def _shared_places(config: Config, backends: Mapping[str, Backend]) -> Iterator[
         other = found.setdefault((tier.type, real), tier.name)
         if other != tier.name:
             yield (
-                f"storage ({other}) and storage ({tier.name}) are both at {place}: give each a "
-                "place of its own"
+                f"storage ({other}) and storage ({tier.name}) are both at {place}: give each "
+                "its own place"
             )
 
 

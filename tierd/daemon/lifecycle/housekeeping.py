@@ -1,5 +1,5 @@
-"""What is looked after once a second: leases and hints that end, what former lives have left,
-namespaces that nobody uses."""
+"""Housekeeping, once a second: expired leases and hints, former incarnations, unused namespaces,
+hanging copies."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections import Counter
 from typing import Final
 
 from tierd.clock import Clock
-from tierd.daemon.copies.copying import Copies
+from tierd.daemon.copies.processes import CopyProcesses
 from tierd.daemon.l2.ending import Endings
 from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups
 
 HOUSEKEEPING_S: Final = 1.0
-"""How often expired leases are looked for; a lease outlives its time by at most this."""
+"""Interval of housekeeping; a lease ends at most this long after its time."""
 
 NS: Final = 1_000_000_000
 
 
 async def keep_house(
     memory: HostMemory,
-    lives: Incarnations,
+    incarnations: Incarnations,
     endings: Endings,
-    copies: Copies,
+    copies: CopyProcesses,
     backups: Backups,
     clock: Clock,
     counters: Counter[str],
 ) -> None:
-    """Do it for ever."""
+    """Run until cancelled."""
     host = memory.host
     while True:
         host.pass_time(clock.monotonic_ns() // NS)
@@ -38,7 +38,7 @@ async def keep_house(
         while host.expire_hints(clock.monotonic_ns()):
             await asyncio.sleep(0)
         memory.keep_decommitted()
-        lives.tick()
+        incarnations.tick()
         await endings.tick()
         memory.manager.flush()
         copies.watch()

@@ -1,4 +1,4 @@
-"""The sockets that the daemon listens on: its own, or one that the service manager holds."""
+"""The sockets that the daemon listens on: created here, or passed by the service manager."""
 
 from __future__ import annotations
 
@@ -22,37 +22,38 @@ from tierd.locks import holder_of
 log = logging.getLogger("tierd")
 
 PATH_BYTES_MAX = 107
-"""Of sockaddr_un, with its closing zero."""
+"""Longest path of a unix socket: sun_path of sockaddr_un without its final zero byte."""
 
 
 class EngineSocket(NamedTuple):
-    """Where engines connect."""
+    """The socket to which engines connect."""
 
     listener: socket.socket
     own: Path | None
-    """Its path, if this process made it and so gives it its mode."""
+    """Its path if this process created it, and so sets its mode; None if it was passed."""
 
     def open_to(self, allowed: Collection[int]) -> None:
-        """Let the users that are allowed reach it: all of them if it is not only root and the
-        daemon's own, for the daemon has each one's id from the kernel, and turns others away.
+        """Set the socket's mode so that the allowed users can connect.
 
-        A socket of the service manager's has the mode that its unit gives it.
+        For users besides root and the daemon's own, all users may connect: the daemon gets each
+        client's uid from the kernel and refuses the others. A socket passed by the service manager
+        keeps the mode from its unit.
         """
         if self.own is None:
             return
-        everybody = any(uid not in (0, os.getuid()) for uid in allowed)
+        others = any(uid not in (0, os.getuid()) for uid in allowed)
         try:
-            self.own.chmod(0o666 if everybody else 0o660)
+            self.own.chmod(0o666 if others else 0o660)
         except OSError as error:
             log.warning("cannot change the mode of %s: %s", self.own, error)
 
 
 @contextlib.contextmanager
 def engine_socket(path: Path, manager: ServiceManager) -> Iterator[EngineSocket]:
-    """Where engines connect: what the manager passed, else a socket of our own.
+    """Yield the socket for engines: passed by the service manager, else created at `path`.
 
-    One that was passed stays: engines that connect while no daemon runs wait for the next one.
-    Raises ConfigError, also if what was passed is another socket than `path`.
+    A passed socket outlives the daemon: engines that connect while no daemon runs wait for the next
+    one. Raises ConfigError, also if the passed socket has another path.
     """
     passed = manager.take_listeners()
     if not passed:
@@ -74,7 +75,7 @@ def engine_socket(path: Path, manager: ServiceManager) -> Iterator[EngineSocket]
 
 @contextlib.contextmanager
 def admin_socket(config: AdminConfig) -> Iterator[socket.socket | None]:
-    """A listening socket for metrics and health, if one is configured. Raises ConfigError."""
+    """Yield a listening socket for HTTP, None if not configured. Raises ConfigError."""
     if not config.listen:
         yield None
     elif config.listen.startswith("/"):
@@ -87,10 +88,10 @@ def admin_socket(config: AdminConfig) -> Iterator[socket.socket | None]:
 
 @contextlib.contextmanager
 def listening_socket(path: Path) -> Iterator[socket.socket]:
-    """A listening socket at `path`, which no other tierd has; removed afterwards.
+    """Yield a listening socket at `path`, which is removed afterwards.
 
-    A socket that a killed daemon left is taken over, and a living one's is not touched.
-    Raises ConfigError.
+    Replaces a socket that a killed daemon left. Raises ConfigError, also if another tierd serves on
+    `path`.
     """
     with _locked(path):
         _remove_stale(path)
@@ -105,7 +106,7 @@ def listening_socket(path: Path) -> Iterator[socket.socket]:
 
 
 def check_sockets(config: Config) -> None:
-    """Raise ConfigError for sockets that could not be listened on, wherever tierd is started."""
+    """Raise ConfigError for sockets on which no machine could listen."""
     problems = []
     paths = [config.socket]
     if config.admin.listen.startswith("/"):
@@ -127,8 +128,10 @@ def check_sockets(config: Config) -> None:
 
 
 def socket_problems(config: Config, aside: int) -> Iterator[str]:
-    """Why the sockets could not be listened on here; the tierd `aside` is about to let go of
-    them. Nothing is made."""
+    """Yield why this machine could not listen on the sockets; creates nothing.
+
+    `aside` is the pid of a tierd that is about to release them, 0 if there is none.
+    """
     for path in (Path(config.socket), Path(config.admin.listen)):
         if not path.is_absolute() and path != Path(config.socket):
             continue
@@ -152,7 +155,7 @@ def socket_problems(config: Config, aside: int) -> Iterator[str]:
 
 
 def lock_of(path: Path) -> Path:
-    """The lock file beside a socket, which says what tierd has it."""
+    """Return the lock file of a socket, which names the tierd that serves on it."""
     return Path(f"{path}.lock")
 
 
@@ -161,7 +164,7 @@ def _taken(path: Path, holder: str) -> str:
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError if no socket can have this name."""
+    """Raise ConfigError if the path is too long for a socket."""
     if len(os.fsencode(path)) > PATH_BYTES_MAX:
         raise ConfigError(
             f"socket path {path} is longer than the {PATH_BYTES_MAX} bytes that unix allows"
@@ -170,7 +173,7 @@ def check_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Be the one tierd that serves on `path`: a lock file beside it says who is alive."""
+    """Hold the lock file of `path`, so that no other tierd serves on it. Raises ConfigError."""
     check_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +201,7 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ConfigError(f"cannot replace stale socket {path}: {error}") from error
+        raise ConfigError(f"cannot replace the stale socket {path}: {error}") from error
 
 
 def _bind(listener: socket.socket, path: Path) -> None:

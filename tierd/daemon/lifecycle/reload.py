@@ -1,9 +1,9 @@
-"""Reading the configuration again: what changed, what takes effect now, what needs a restart.
+"""Reloads the configuration: which keys changed, which take effect now, which need a restart.
 
-A key is in exactly one of LIVE and RESTART, and so is every option of a backend, which is
-RESTART. The running configuration is one object that its readers share: what is live is changed in
-place, and `_take_effect` tells those who keep a copy. What needs a restart stays as it is there, so
-that it is named again at the next reload.
+Each key is in exactly one of LIVE and RESTART; options of backends are RESTART. The running
+configuration is one object that its readers share: live keys are changed in place, and
+`take_effect` updates the parts that keep a copy. RESTART keys keep their running values, so that
+the next reload names them again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LIVE: Final = frozenset(
         "storage.write_uses",
     }
 )
-"""Keys that a reload changes, of all tiers alike."""
+"""Keys that a reload changes; keys of storage apply to each tier."""
 
 RESTART: Final = frozenset(
     {
@@ -76,13 +76,13 @@ RESTART: Final = frozenset(
         "storage.write_policy",
     }
 )
-"""Keys that only a new process reads."""
+"""Keys that need a restart."""
 
 ABSENT: Final = "absent"
 
 
 class KeyChange(NamedTuple):
-    """A key whose value in the file is not the running one."""
+    """A key whose value in the file differs from the running one."""
 
     key: str
     live: bool
@@ -91,7 +91,7 @@ class KeyChange(NamedTuple):
 
 
 class Reloader:
-    """Brings a running daemon in line with its configuration file."""
+    """Applies the configuration file to a running daemon."""
 
     def __init__(
         self, running: Config, load: Callable[[], Config], node: Node, server: Server
@@ -102,30 +102,33 @@ class Reloader:
         self._server = server
 
     async def reload(self) -> str:
-        """Read the file, change what can be changed, and log it; why nothing was, if it is bad."""
+        """Read the file, apply its live keys and log all changes.
+
+        Returns why the file was refused, an empty text if it was not.
+        """
         try:
             new = await asyncio.to_thread(self._load)
         except ConfigError as error:
             self._node.counters["reloads_refused_total"] += 1
-            log.error("the configuration is not reloaded, all stays as it is: %s", error)
+            log.error("the configuration is not reloaded, the running one stays: %s", error)
             return str(error)
         changes = differences(self._running, new)
         for change in changes:
             log.info("configuration: %s: %s -> %s", change.key, change.old, change.new)
         take_over(self._running, new)
         take_effect(self._running, self._node, self._server)
-        # At once: each that does not answer takes its deadline.
+        # Concurrently: a tier that does not answer takes its whole deadline.
         await asyncio.gather(*(queue.tier.reload() for queue in self._node.backups.queues))
         self._node.counters["reloads_applied_total"] += 1
         if later := [change.key for change in changes if not change.live]:
-            log.warning("reloaded; this needs a restart of tierd: %s", ", ".join(later))
+            log.warning("reloaded; these keys need a restart of tierd: %s", ", ".join(later))
         else:
             log.info("reloaded; %d keys have changed", len(changes))
         return ""
 
 
 def differences(running: Config, new: Config) -> list[KeyChange]:
-    """What `new` has otherwise, in the order of the reference. Tiers are told apart by name."""
+    """Return the keys that differ in `new`, in the order of the reference; tiers match by name."""
     before, after = ([tier.name for tier in config.storage] for config in (running, new))
     changes = []
     if before != after:
@@ -140,7 +143,7 @@ def differences(running: Config, new: Config) -> list[KeyChange]:
 
 
 def take_over(running: Config, new: Config) -> None:
-    """Set the live keys of `running` to what `new` has."""
+    """Set the live keys of `running` to their values in `new`."""
     tables: list[tuple[str, msgspec.Struct, msgspec.Struct]] = [("", running, new)]
     for field in msgspec.structs.fields(Config):
         inner = getattr(running, field.name)
@@ -155,7 +158,7 @@ def take_over(running: Config, new: Config) -> None:
 
 
 def take_effect(config: Config, node: Node, server: Server) -> None:
-    """Tell those who keep a copy of live keys. All others read `config` each time."""
+    """Update the parts that keep copies of live keys; all others read `config` each time."""
     logs.set_level(config.log.level)
     server.allow(config.allow_uids)
     node.configure(config.host, config.prefetch)
@@ -165,9 +168,9 @@ def take_effect(config: Config, node: Node, server: Server) -> None:
 
 
 def values(config: Config, tiers: Container[str]) -> dict[str, object]:
-    """Every key's value, by its path: "host.capacity", "storage (file).deadline_ms".
+    """Return each key's value by its path: "host.capacity", "storage (file).deadline_ms".
 
-    Of tiers those that are named, of backends' options those that are set.
+    Includes only the tiers named in `tiers`, and only the backend options that are set.
     """
     found: dict[str, object] = {}
     for field in msgspec.structs.fields(Config):
@@ -194,12 +197,12 @@ def _scalars(table: msgspec.Struct, prefix: str) -> dict[str, object]:
 
 
 def kind_of(key: str) -> str:
-    """A key's name in the reference: that of a tier's is the same for all."""
+    """Return a key's name in the reference, which has no names of tiers."""
     table, dot, name = key.rpartition(".")
     return f"storage.{name}" if dot and table.startswith("storage (") else key
 
 
 def _text(key: str, value: object) -> str:
-    """A value for the log."""
+    """Format a value for the log."""
     plain = shown(key.rpartition(".")[2], value)
     return ABSENT if plain == ABSENT else json.dumps(plain, default=str)

@@ -1,21 +1,18 @@
-"""The daemon's life: take the socket, open the tiers, serve, drain, leave."""
+"""Runs the daemon: takes the sockets, opens the tiers, serves, drains and stops."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import gc
 import logging
 import os
 import resource
-import secrets
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,56 +20,43 @@ from typing import Final
 import uvloop
 
 from tierd import __version__, logs
-from tierd.clock import SystemClock
-from tierd.config import Config, StorageConfig
-from tierd.core.sharing import segment_bytes
+from tierd.config import Config
 from tierd.daemon.http.admin import Admin, Phase
 from tierd.daemon.http.health import STUCK_S, Health
-from tierd.daemon.jobs.hotset import Snapshots, state_directory
-from tierd.daemon.l2.pressure import ThisMachine
-from tierd.daemon.l3.backends import make_backend
-from tierd.daemon.l3.epochs import MarksFile, Times
+from tierd.daemon.jobs.hotset import state_directory
 from tierd.daemon.l3.tier import StorageTier, opened
+from tierd.daemon.lifecycle.assembly import assembled, make_tiers
 from tierd.daemon.lifecycle.listening import EngineSocket, admin_socket, engine_socket
+from tierd.daemon.lifecycle.notifier import Notifier, extension
 from tierd.daemon.lifecycle.reload import Reloader
 from tierd.daemon.lifecycle.service import ServiceManager
-from tierd.daemon.lifecycle.telling import Teller, extension
 from tierd.daemon.node import Node
-from tierd.daemon.options import NodeOptions
 from tierd.daemon.session.server import Server, default_allow_uids
 from tierd.errors import ConfigError
-from tierd.limits import shortfalls
-from tierd.memory.placement import Placement, find_node
 from tierd.sizes import about
 
 log = logging.getLogger("tierd")
 
-WORKER_THREADS: Final = 2
-"""Threads for checksums and page faults; storage backends have their own."""
-
-WORKER_NICE: Final = 10
-"""With both cores full, threads at the loop's own priority push its p99 to 3-10 ms."""
-
 EXIT_GRACE_S: Final = 5.0
-"""After drain and snapshot: an I/O that never returns must not keep a stop waiting for ever."""
+"""Time to stop after drain and snapshot; then the process exits even if an I/O has not returned."""
 
 WATCHDOG_SHARE: Final = 1 / 3
-"""Of the watchdog's time, how long a call off the loop may take: then there is time to say so."""
+"""Share of the watchdog's time that a call in a thread may take: the rest is for reporting it."""
 
 
 class Signals:
-    """What signals ask for, from before the configuration is read to the end."""
+    """Requests by signal, from before the configuration is read until the end."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.stop_now = asyncio.Event()
-        """Asked to stop again, while it is being drained."""
+        """A second stop signal, which ends the drain."""
         self.reload = asyncio.Event()
-        # Else it would end a process that has no loop yet; what it asks for is done later.
+        # SIGHUP would end a process that has no loop yet. The reload happens once it has one.
         signal.signal(signal.SIGHUP, lambda *_: self.reload.set())
 
     def take(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take signals on the loop from now on."""
+        """Receive signals on the loop from now on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
         loop.add_signal_handler(signal.SIGHUP, self.reload.set)
@@ -82,22 +66,22 @@ class Signals:
 
 
 def serve(load: Callable[[], Config], environ: MutableMapping[str, str]) -> int:
-    """Run until SIGTERM or SIGINT; the exit status. Raises ConfigError before it has started.
+    """Run until SIGTERM or SIGINT; returns the exit status. Raises ConfigError before the start.
 
-    `load` reads the configuration and judges it, and again at each SIGHUP. `environ` loses what a
-    service manager has put into it for this process alone.
+    `load` reads and checks the configuration, and does so again at each SIGHUP. The service
+    manager's variables for this process are removed from `environ`.
     """
     signals = Signals()
     manager = ServiceManager.from_environ(environ)
-    manager.tell("STATUS=starting", extension())
-    # The stacks of all threads, should a service manager lose its patience (SIGABRT).
+    manager.notify("STATUS=starting", extension())
+    # Prints the stacks of all threads when the watchdog ends the process with SIGABRT.
     faulthandler.enable()
     try:
         config = load()
         state = state_directory(config.state_dir, environ)
         return _serve(config, signals, manager, load, state)
     except ConfigError as error:
-        manager.tell(f"STATUS=refused to start: {error}")
+        manager.notify(f"STATUS=refused to start: {error}")
         raise
 
 
@@ -109,23 +93,22 @@ def _serve(
     state: Path | None,
 ) -> int:
     logs.configure(config.log)
-    placement = Placement(huge_pages=config.host.huge_pages, node=find_node(config.host.numa_node))
-    # Four descriptors a segment (two files, which Python's mmap duplicates): the usual soft
-    # limit of 1024 would end at 64 GiB.
+    # A segment takes four descriptors (two files, which Python's mmap duplicates): the usual soft
+    # limit of 1,024 would end at 64 GiB.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    tiers = [_make_tier(entry, state) for entry in config.storage]
+    tiers = make_tiers(config, state)
     with (
         engine_socket(Path(config.socket), manager) as where,
         admin_socket(config.admin) as admin_listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        life = _Life(config, signals, manager, load, state)
-        return runner.run(life.run(placement, tiers, where, admin_listener))
+        incarnation = _Incarnation(config, signals, manager, load, state)
+        return runner.run(incarnation.run(tiers, where, admin_listener))
 
 
-class _Life:
-    """From a configuration that is sound to the end."""
+class _Incarnation:
+    """The daemon from a checked configuration to its end."""
 
     def __init__(
         self,
@@ -143,50 +126,28 @@ class _Life:
         self._node: Node
         self._server: Server
         self._admin: Admin
-        self._teller: Teller
+        self._notifier: Notifier
 
     async def run(
         self,
-        placement: Placement,
         tiers: list[StorageTier],
         where: EngineSocket,
         admin_listener: socket.socket | None,
     ) -> int:
-        """Open, serve and close; the exit status."""
+        """Open, serve and close; returns the exit status."""
         self._signals.take(asyncio.get_running_loop())
-        config, clock, machine = self._config, SystemClock(), ThisMachine()
-        with ThreadPoolExecutor(WORKER_THREADS, "tierd-worker", initializer=_yield_cpu) as executor:
-            options = NodeOptions.of(config, secrets.token_bytes(8), placement)
-            self._node = node = Node(
-                options,
-                tiers=tiers,
-                clock=clock,
-                manager=self._manager,
-                executor=executor,
-                machine=machine,
-            )
-            node.lives.begin()
-            for shortfall in shortfalls(
-                config.host.capacity,
-                segment_bytes(config.host.capacity),
-                missing_bytes=config.host.capacity - node.host.allocated_bytes,
-                available_bytes=machine.sample().available_bytes,
-            ):
-                log.warning("%s", shortfall)
-            if self._state is not None:
-                node.snapshots = Snapshots(
-                    self._state, config.hotset, node.host, clock, node.counters
-                )
-                node.snapshots.open()
+        config = self._config
+        with assembled(config, tiers, self._manager, self._state) as node:
+            self._node = node
             allowed = frozenset(config.allow_uids) or default_allow_uids()
             self._server = Server(node, allowed)
             where.open_to(allowed)
-            health = Health(node.memory, _patience_s(self._manager.watchdog_us))
+            health = Health(node.threads, _thread_limit_s(self._manager.watchdog_us))
             self._admin = Admin(node, health)
-            self._teller = Teller(self._manager, node, self._admin, health)
+            self._notifier = Notifier(self._manager, node, self._admin, health)
             try:
                 async with (
-                    self._teller.telling(),
+                    self._notifier.notifying(),
                     self._admin.serving(admin_listener),
                     opened(tiers),
                 ):
@@ -199,7 +160,7 @@ class _Life:
         node, config = self._node, self._config
         self._server.listen(where)
         self._admin.phase = Phase.SERVING
-        # What exists now lives as long as the process: the collector need not walk it again.
+        # All objects so far live as long as the process: exempt them from garbage collection.
         gc.collect()
         gc.freeze()
         log.info(
@@ -209,31 +170,31 @@ class _Life:
             about(config.host.capacity),
             ", ".join(tier.name for tier in node.tiers) or "none (L2 only)",
         )
-        self._teller.ready()
+        self._notifier.ready()
         if node.snapshots is not None:
             node.spawn(node.snapshots.run, "hotset")
-        reloading = asyncio.create_task(self._reload_for_ever(), name="reload")
+        reloading = asyncio.create_task(self._reload_on_request(), name="reload")
         try:
             await self._signals.stop.wait()
         finally:
             reloading.cancel()
         await self._stop()
 
-    async def _reload_for_ever(self) -> None:
+    async def _reload_on_request(self) -> None:
         reloader = Reloader(self._config, self._load, self._node, self._server)
         while True:
             await self._signals.reload.wait()
             self._signals.reload.clear()
-            # A bug in it is counted, and must not keep the next one from being tried.
+            # As a task of the node: a bug is counted, and the next SIGHUP is still served.
             task = self._node.spawn(partial(self._reload, reloader), "reload")
             await asyncio.wait([task])
 
     async def _reload(self, reloader: Reloader) -> None:
-        self._manager.tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self._manager.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            self._teller.refused = await reloader.reload()
+            self._notifier.refused = await reloader.reload()
         finally:
-            self._teller.ready()
+            self._notifier.ready()
 
     async def _stop(self) -> None:
         node, budget_s = self._node, self._config.drain_timeout_ms / 1000
@@ -241,7 +202,7 @@ class _Life:
         snapshots, loop = node.snapshots, asyncio.get_running_loop()
         drained_s = loop.time() + budget_s
         leave_s = max(budget_s, snapshots.stop_s if snapshots else 0.0) + EXIT_GRACE_S
-        self._teller.stopping(leave_s)
+        self._notifier.stopping(leave_s)
         log.info("stopping: %d blocks wait for backup, at most %.1f s", node.backlog(), budget_s)
         _exit_after(leave_s)
         self._server.stop_listening()
@@ -251,40 +212,26 @@ class _Life:
             if self._signals.stop_now.is_set():
                 finishing.cancel()
             await asyncio.wait([finishing])
-        # A snapshot that was soon written gives what hangs no more time.
+        # Time that the snapshot did not need does not extend the wait for a hanging I/O.
         _exit_after(max(0.0, drained_s - loop.time()) + EXIT_GRACE_S)
         if left:
-            log.warning("stopping with %d blocks that were not backed up", left)
+            log.warning("stopping: %d blocks were not backed up", left)
         self._server.close()
         log.info("stopped")
 
 
-def _patience_s(watchdog_us: int) -> float:
-    """How long a call off the loop may take before the daemon counts as hung."""
+def _thread_limit_s(watchdog_us: int) -> float:
+    """How long a call in a thread may take before the daemon counts as hung."""
     return min(STUCK_S, watchdog_us / 1e6 * WATCHDOG_SHARE) if watchdog_us else STUCK_S
 
 
-def _yield_cpu() -> None:
-    """Put the calling thread behind the loop and the engine when cores are short."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WORKER_NICE)
-
-
 def _exit_after(seconds: float) -> None:
-    """End the process if it has not ended by itself by then."""
+    """Exit with status 1 if the process has not ended after `seconds`."""
 
     def give_up() -> None:
-        log.error("an I/O operation did not return; leaving without it")
+        log.error("an I/O operation did not return within %.0f s: exiting without it", seconds)
         os._exit(1)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
-
-
-def _make_tier(entry: StorageConfig, state: Path | None) -> StorageTier:
-    backend = make_backend(entry)
-    tier = StorageTier(entry, backend, now_s=time.perf_counter, times=Times.real())
-    if state is not None and backend.shared:
-        tier.epochs.remember(MarksFile(state, f"{entry.type} {backend.place}"))
-    return tier

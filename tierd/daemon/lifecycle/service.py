@@ -1,7 +1,7 @@
-"""The service manager: what the daemon tells it, and what it keeps for the daemon.
+"""The service manager: notifications to it, and descriptors that it keeps for the daemon.
 
-The protocols are those of sd_notify(3), sd_listen_fds(3) and systemd's file descriptor store,
-which any manager may speak. Without one, everything here does nothing.
+The protocols are sd_notify(3), sd_listen_fds(3) and systemd's file descriptor store, which other
+managers implement as well. Without a manager, all calls do nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from typing import Final
 log = logging.getLogger("tierd")
 
 FIRST_FD: Final = 3
-"""Descriptors that are passed on begin here: sd_listen_fds(3)."""
+"""The first passed descriptor: sd_listen_fds(3)."""
 
 UNSENT_MAX: Final = 1 << 16
-"""Messages that wait for a manager that does not read: more than an arena has segments."""
+"""Queued messages to a manager that does not read: more than an arena has segments."""
 
 _BUSY: Final = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 _DONT_WAIT: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 class ServiceManager:
-    """What started this process, if it wants to hear of it. Owns the descriptors that it got
-    from it until they are taken. Used by one thread; nothing here blocks."""
+    """The manager that started this process, if there is one.
+
+    Owns the descriptors that the manager passed until they are taken. Used by one thread; never
+    blocks.
+    """
 
     def __init__(
         self,
@@ -44,14 +47,14 @@ class ServiceManager:
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._passed = list(passed)
         self.watchdog_us = watchdog_us
-        """Within so many microseconds WATCHDOG=1 must come again; 0: nobody waits for it."""
+        """Longest time between two WATCHDOG=1 messages; 0 if there is no watchdog."""
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> ServiceManager:
-        """The manager that the environment names. Takes its variables out: they are not meant
-        for children."""
+        """Return the manager named in the environment, and remove its variables, which are not for
+        child processes."""
         address = environ.pop("NOTIFY_SOCKET", "")
         watchdog = environ.pop("WATCHDOG_USEC", "0"), environ.pop("WATCHDOG_PID", "")
         listen = [environ.pop(f"LISTEN_{what}", "") for what in ("PID", "FDS", "FDNAMES")]
@@ -70,11 +73,11 @@ class ServiceManager:
 
     @property
     def present(self) -> bool:
-        """Whether there is a manager, which may keep descriptors."""
+        """Whether there is a manager, which may keep descriptors for the next incarnation."""
         return self._socket is not None
 
     def take_listeners(self) -> list[socket.socket]:
-        """The listening sockets that it has passed; the caller's from now on."""
+        """Return the passed listening sockets, which the caller owns from now on."""
         found = []
         for name, fd in list(self._passed):
             copy = os.dup(fd)
@@ -94,36 +97,36 @@ class ServiceManager:
         return found
 
     def take_kept(self) -> list[tuple[str, int]]:
-        """All other descriptors, by the name that they were kept under; the caller's."""
+        """Return all other passed descriptors by name; the caller owns them from now on."""
         kept, self._passed = self._passed, []
         return kept
 
-    def tell(self, *assignments: str) -> None:
+    def notify(self, *assignments: str) -> None:
         """Send a state, such as "READY=1", or several at once."""
         self._send("\n".join(assignments).encode(), ())
 
     def keep(self, name: str, fds: Sequence[int]) -> None:
-        """Have descriptors kept until this process's next life; they stay the caller's.
+        """Have descriptors kept for the next incarnation; they stay the caller's.
 
-        `name` has at most 255 printable characters and no colon. A manager that keeps nothing,
-        or has no room, does not say so.
+        `name` has at most 255 printable characters and no colon. A manager that keeps no
+        descriptors, or has no room for them, does not report that.
         """
         if self.present:
             self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0".encode(), tuple(fds))
 
     def forget(self, name: str) -> None:
-        """Have what is kept under a name closed."""
+        """Have the descriptors that are kept under a name closed."""
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}".encode(), ())
 
     def flush(self) -> None:
-        """Send what the manager had no room for; to be called now and then."""
+        """Send queued messages; to be called every second or so."""
         while self._unsent and self._try(*self._unsent[0]):
             _, fds = self._unsent.popleft()
             for fd in fds:
                 os.close(fd)
 
     def close(self) -> None:
-        """Tell it nothing more, and close what was not taken."""
+        """Send nothing more, and close the descriptors that were not taken."""
         waiting = [fd for _, fds in self._unsent for fd in fds]
         for fd in (*waiting, *(fd for _, fd in self._passed)):
             os.close(fd)
@@ -139,12 +142,12 @@ class ServiceManager:
         self.flush()
         if self._unsent or not self._try(message, fds):
             if len(self._unsent) >= UNSENT_MAX:
-                log.error("the service manager does not read; a message to it is lost")
+                log.error("the service manager does not read its socket; a message to it is lost")
                 return
             self._unsent.append((message, tuple(os.dup(fd) for fd in fds)))
 
     def _try(self, message: bytes, fds: tuple[int, ...]) -> bool:
-        """Whether it need not be tried again."""
+        """Send a message; returns False if it must be tried again."""
         assert self._socket is not None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
@@ -152,5 +155,5 @@ class ServiceManager:
         except OSError as error:
             if error.errno in _BUSY:
                 return False
-            log.warning("cannot tell the service manager %r: %s", message.split(b"\n")[0], error)
+            log.warning("cannot send %r to the service manager: %s", message.split(b"\n")[0], error)
         return True

@@ -1,6 +1,6 @@
 """Replaces a file of the state directory without blocking the event loop.
 
-A reader, and a restart after a power cut, finds the old contents or the new, never a part.
+A reader, and a restart after a power cut, finds the old or the new contents, never a mixture.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import aiofiles
 import aiofiles.os
 
 MODE = 0o600
-"""State names models and prompts' hashes: for tierd's user only."""
+"""State has names of models and hashes of prompts: readable by tierd's user only."""
 
 
 async def replace_file(path: Path, pieces: AsyncIterable[bytes]) -> None:
-    """Write `pieces` in the place of `path`, whose folder is made if it is missing.
+    """Replace the contents of `path` by `pieces`; creates its folder if it is missing.
 
-    Raises OSError, and what `pieces` raises; the old contents stay then, also when cancelled.
+    Raises OSError and any error of `pieces`. The old contents stay then, and when cancelled.
     """
     await aiofiles.os.makedirs(path.parent, mode=0o700, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
@@ -33,7 +33,7 @@ async def replace_file(path: Path, pieces: AsyncIterable[bytes]) -> None:
             await asyncio.to_thread(os.fsync, file.fileno())
         await aiofiles.os.replace(draft, path)
     except BaseException:
-        # Not awaited: a task that is being cancelled must not wait for a disk.
+        # Blocking: a task that is being cancelled must not await.
         with contextlib.suppress(OSError):
             draft.unlink()
         raise

@@ -1,4 +1,4 @@
-"""The daemon's tasks: each ends with the daemon, and a bug in one ends no other."""
+"""The daemon's tasks: each ends with the daemon, and a bug in one does not end another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Work = Callable[[], Coroutine[object, object, None]]
 
 
 class Tasks:
-    """One task group: workers that run for ever, and tasks that requests begin."""
+    """One task group: workers that run until the end, and tasks started by requests."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -21,7 +21,7 @@ class Tasks:
         self._begun: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Tasks that were spawned and have not ended."""
+        """Number of spawned tasks that have not ended."""
         return sum(not task.done() for task in self._begun)
 
     async def run(
@@ -30,8 +30,8 @@ class Tasks:
         ready: Callable[[], Awaitable[None]],
         close: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run the workers, by name, around `ready()`; when it returns, cancel all tasks and
-        await `close()`."""
+        """Run the workers, by name, until `ready()` returns; then cancel all tasks and await
+        `close()`."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             running = [group.create_task(work(), name=name) for name, work in workers.items()]
@@ -44,7 +44,7 @@ class Tasks:
         self._group = None
 
     def spawn(self, work: Work, name: str) -> asyncio.Task[None]:
-        """Run `work` as a task that ends with the daemon; its bugs are counted, not fatal.
+        """Run `work` as a task that ends with the daemon; a bug in it is counted, not fatal.
 
         A task that is cancelled before its first step never calls `work`.
         """
@@ -55,9 +55,9 @@ class Tasks:
         return task
 
     async def guarded(self, work: Work) -> None:
-        """Run `work`; count and log its bugs."""
+        """Run `work`; count and log an unexpected exception."""
         try:
             await work()
-        except Exception:  # one request's bug must not end the others
+        except Exception:  # one request's bug must not end other requests
             self._counters["internal_errors_total"] += 1
-            log.exception("a task failed by a bug of ours")
+            log.exception("a task failed by a bug of tierd")

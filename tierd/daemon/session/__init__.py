@@ -1,1 +1,1 @@
-"""Clients: their sockets, what they may say, and what they are answered."""
+"""Clients: their sockets, their messages, and the daemon's answers."""

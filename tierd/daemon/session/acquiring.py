@@ -1,4 +1,5 @@
-"""ACQUIRE: what host memory has of a prefix, what tiers can bring by the deadline, one lease."""
+"""Carries out ACQUIRE: finds a prefix in host memory, promotes more of it from tiers until the
+deadline, and leases the result."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from tierd.daemon.session.refusals import Refusals
 NS: Final = 1_000_000_000
 
 LATE_NS: Final = 100_000_000
-"""An answer that comes so much after its deadline is counted: tierd's own doing, or a machine
-that let it wait, but no tier's, for those are left at the deadline."""
+"""Delay after the deadline from which an answer counts as late. Tiers are abandoned at the
+deadline, so the cause is tierd or an overloaded machine."""
 
 
 class Patience:
@@ -40,38 +41,38 @@ class Patience:
 
     @asynccontextmanager
     async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Around the wait: a TimeoutError after so long, or when `end` is called."""
+        """Raise TimeoutError in the block after `seconds`, or when `end` is called."""
         try:
             async with asyncio.timeout(0.0 if self.ended else seconds) as self._timeout:
                 yield
         finally:
-            self._timeout = None  # It cannot be ended any more, and READY may still come.
+            self._timeout = None  # READY may still come, and must not reschedule it.
 
     def end(self) -> None:
-        """Wait no longer; idempotent."""
+        """End the wait; idempotent."""
         if not self.ended and self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
         self.ended = True
 
 
 class AcquiredNow(NamedTuple):
-    """What an ACQUIRE comes to without a tier: if it is not settled, `Node.acquire` must run."""
+    """The result of an ACQUIRE without tiers; unless it is settled, `Node.acquire` must run."""
 
     settled: bool
     lease: SlotLease | None
     resident: int
-    """Leading blocks that every space has."""
+    """Leading blocks that are readable in every space."""
 
 
 class Acquiring:
-    """Carries ACQUIREs out."""
+    """Carries out ACQUIREs."""
 
     def __init__(
         self,
         memory: HostMemory,
         promotions: Promotions,
         verification: Verification,
-        lives: Incarnations,
+        incarnations: Incarnations,
         refusals: Refusals,
         unserveds: Unserveds,
         tiers: Sequence[StorageTier],
@@ -82,7 +83,7 @@ class Acquiring:
         self._counters: Counter[str] = memory.counters
         self._promotions = promotions
         self._verification = verification
-        self._lives = lives
+        self._incarnations = incarnations
         self._refusals = refusals
         self._unserveds = unserveds
         self._tiers = tiers
@@ -107,7 +108,7 @@ class Acquiring:
             self._refusals.leased(spaces[0], client, self._host.now_s)
         if taken.lease is not None:
             self._counters["acquired_blocks_total"] += taken.resident
-            self._lives.leased(taken.lease)
+            self._incarnations.leased(taken.lease)
         return AcquiredNow(taken.settled, taken.lease, 0 if taken.refused else taken.resident)
 
     def deadline_ns(
@@ -119,7 +120,7 @@ class Acquiring:
         waited_ms: int,
         client_ms: int,
     ) -> int:
-        """When an ACQUIRE that came just now is answered at the latest, CLOCK_MONOTONIC."""
+        """Return the deadline of an ACQUIRE that arrives now, in CLOCK_MONOTONIC."""
         return deadline_ns(
             prefetch,
             now_ns=self._clock.monotonic_ns(),
@@ -169,7 +170,7 @@ class Acquiring:
             expires_ns = self._clock.monotonic_ns() + lease_ttl_ns
             lease = waiter.conclude(self._host, owner, hashes, expires_ns)
             if lease is not None:
-                self._lives.leased(lease)
+                self._incarnations.leased(lease)
                 count = len(lease.parts[0][1])
                 self._counters["promoted_blocks_acquired_total"] += max(0, count - resident)
                 self._counters["acquired_blocks_total"] += count
@@ -181,20 +182,20 @@ class Acquiring:
             self._counters["waited_us_total"] += (self._clock.monotonic_ns() - began_ns) // 1000
 
     def _may_lease(self, owner: int, client: str, spaces: Sequence[Space], count: int) -> bool:
-        """Whether a session may have as many blocks of each space leased; counted if not."""
+        """Return whether a session may lease `count` blocks of each space; count a refusal."""
         if self._host.may_lease(owner, count * len(spaces)):
             return True
         self._refusals.leased(spaces[0], client, self._host.now_s)
         return False
 
     def _has_unverified(self, spaces: Sequence[Space], hashes: Sequence[bytes]) -> bool:
-        """Whether some of the blocks are from a life before, and not verified yet."""
+        """Whether some of the blocks are adopted and still unverified."""
         return any(self._host.unverified(space, hashes) for space in dict.fromkeys(spaces))
 
     async def _verify(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], deadline_ns: int, patience: Patience
     ) -> None:
-        """Have what a request asks for verified, as far as the deadline allows."""
+        """Verify the unverified blocks of a request, until the deadline."""
         left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
         with contextlib.suppress(TimeoutError):
             async with patience.within(max(0.0, left_s)), asyncio.TaskGroup() as group:
@@ -203,7 +204,7 @@ class Acquiring:
                     group.create_task(self._verification.verify(space, slots))
 
     async def _promote(self, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
-        """Have the tiers asked, and what they have promoted, as far as the deadline allows."""
+        """Look the blocks up in the tiers and promote them, until the deadline."""
         asks = [self._spawn(partial(lookup.ask, at), "lookup") for at in range(lookup.ranks)]
         left_s = (deadline_ns - self._clock.monotonic_ns()) / 1e9
         try:
@@ -217,7 +218,7 @@ class Acquiring:
                 self._counters["deadline_missed_total"] += 1
                 lookup.blame()
         finally:
-            # Not waited for: a backend may take its time to let go, a deadline does not.
+            # Not awaited: a backend may be slow to cancel, and the deadline has passed.
             for ask in asks:
                 ask.cancel()
 

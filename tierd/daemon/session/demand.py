@@ -1,8 +1,8 @@
-"""What engines ask for and load, told apart by namespace for as many as metrics may name.
+"""What engines request and load, by namespace.
 
-Each name that is ever shown is a time series that Prometheus keeps, and engines make new
-namespaces as they like. So a namespace is counted by itself while it has a seat, else with the
-others, and what has been counted stays where it was: no number ever goes down.
+Prometheus keeps a time series for each name ever shown, and engines create namespaces freely. So
+only a limited number of namespaces have a seat and are counted separately; all others are counted
+together. Counts never move between the two: no number ever decreases.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Final
 from tierd.core.space import Space
 
 SHOWN_CHARS_MAX: Final = 100
-"""Of a namespace's text in STATUS; a field that differs further on still has another digest."""
+"""Length of a namespace's text in STATUS. Namespaces that differ beyond it have other digests."""
 
 SEATS_MAX: Final = 20
-"""Namespaces that are counted by themselves at once."""
+"""Namespaces that are counted separately at a time."""
 
 
 @dataclass(slots=True)
 class DemandCounts:
-    """What engines asked for and loaded, since the start."""
+    """What engines requested and loaded since the start."""
 
     requested_tokens: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     prefill_tokens_per_s: int = 0
-    """How fast an engine computes prompts, as one said last; 0: none has."""
+    """Prefill speed that an engine reported last; 0 if none has."""
 
     def status(self) -> dict[str, object]:
-        """The numbers, for STATUS."""
+        """Return the counts, for STATUS."""
         return {
             "requested_tokens": self.requested_tokens,
             "loaded_tokens": self.loaded_tokens,
@@ -40,17 +40,17 @@ class DemandCounts:
 
 
 class Demand:
-    """The tallies. The first to ask have the seats, until no engine uses the namespace any more
-    and none of its blocks is left."""
+    """Assigns the seats to the first namespaces requested. A namespace without engines and blocks
+    loses its seat to another one."""
 
     def __init__(self) -> None:
         self.others = DemandCounts()
         self._seated: dict[bytes, tuple[Space, DemandCounts]] = {}
         self._before: dict[bytes, DemandCounts] = {}
-        """Of those that have lost their seat: with a new one they go on counting there."""
+        """Counts of namespaces that have lost their seat; they resume with a new seat."""
 
     def of(self, space: Space) -> DemandCounts:
-        """Where to count what is asked of a namespace now."""
+        """Return the counts to which a request for this namespace adds."""
         seat = self._seated.get(space.digest)
         if seat is not None:
             return seat[1]
@@ -61,7 +61,7 @@ class Demand:
         return tally
 
     def _unseat(self) -> bool:
-        """Free the seat of a namespace that is gone; whether there was one."""
+        """Free the seat of a namespace without engines and blocks, if any; whether there was."""
         for digest, (space, tally) in self._seated.items():
             if not space.sessions and not space.items:
                 del self._seated[digest]
@@ -70,7 +70,7 @@ class Demand:
         return False
 
     def status(self) -> list[dict[str, object]]:
-        """Who has a seat, by digest; and all others, as "other"."""
+        """Return the counts of each namespace with a seat, and of all others as "other"."""
         seated = [
             {
                 "namespace": digest.hex(),

@@ -1,7 +1,7 @@
-"""What an engine does not get of host memory, and why: counted, and told in the log.
+"""Counts and logs the blocks that engines could not store or lease, by reason.
 
-A line for each namespace and reason, and no more than so many in a while: an engine that cannot
-store tries again with every request.
+Each namespace and reason is logged once, at a limited rate: an engine that cannot store tries again
+with every request.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from tierd.core.space import Space
 
 LINES_MAX: Final = 20
 LINES_S: Final = 60
-"""Lines within so many seconds; what is not told then is when it happens again."""
+"""Period in seconds with at most LINES_MAX lines; a line left out is logged at the next event."""
 
-TOLD_MAX: Final = 4096
-"""Namespaces and reasons that are remembered as told; beyond it all are forgotten."""
+LOGGED_MAX: Final = 4096
+"""Remembered pairs of namespace and reason; beyond this number all are forgotten."""
 
 _WHY: Final = {
-    NoRoom.SHARE: "its engine has reserved half of host memory, and is yet to fill it",
-    NoRoom.HELD: "all that it has is leased, reserved, or being written to a storage tier",
-    NoRoom.OTHERS: "it has no memory, and other namespaces use all of it: raise host.capacity",
-    NoRoom.SEGMENT: "no memory segment can be made, as another line says",
+    NoRoom.SHARE: "its engine has reserved half of host memory and not filled it yet",
+    NoRoom.HELD: "all its slots are leased, reserved, or being written to a storage tier",
+    NoRoom.OTHERS: "it has no memory, because other namespaces use all of it: raise host.capacity",
+    NoRoom.SEGMENT: "the system refuses a memory segment, for a reason logged before",
 }
 
 log = logging.getLogger("tierd")
 
 
 class Refusals:
-    """Counts into `counters`; `store_counter` names the counter of a reason."""
+    """Counts in `counters`, for blocks not stored under the name from `store_counter`."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         counters.update({store_counter(why): 0 for why in NoRoom})
-        self._told: set[tuple[bytes, str]] = set()
+        self._logged: set[tuple[bytes, str]] = set()
         self._lines = 0
         self._since_s = 0
 
     def stored(self, space: Space, reservation: SlotReservation, now_s: int) -> None:
-        """A session's reservation has been answered."""
+        """Note the refused blocks of a reservation."""
         why = reservation.refused
         if why is None:
             return
         refused = reservation.slots.count(Refusal.NO_ROOM)
         self._counters[store_counter(why)] += refused
-        if self._tell(space, why.value, now_s):
+        if self._may_log(space, why.value, now_s):
             log.warning(
                 "namespace %s of %s: %d blocks are not stored: %s",
                 space.digest.hex(),
@@ -58,31 +58,31 @@ class Refusals:
             )
 
     def leased(self, space: Space, client: str, now_s: int) -> None:
-        """A session has too much leased to get more."""
+        """Note that a session has too many blocks leased to get more."""
         self._counters["leases_refused_total"] += 1
-        if self._tell(space, "leases", now_s):
+        if self._may_log(space, "leases", now_s):
             log.warning(
-                "namespace %s of %s: what it has is not found for %s, which does not give leases "
-                "back: they end after host.lease_ttl_ms",
+                "namespace %s of %s: lookups by %s miss, because it does not release its leases; "
+                "they end after host.lease_ttl_ms",
                 space.digest.hex(),
                 space.namespace.model,
                 client or "a client",
             )
 
-    def _tell(self, space: Space, why: str, now_s: int) -> bool:
-        if (space.digest, why) in self._told:
+    def _may_log(self, space: Space, why: str, now_s: int) -> bool:
+        if (space.digest, why) in self._logged:
             return False
         if now_s - self._since_s >= LINES_S:
             self._since_s, self._lines = now_s, 0
         if self._lines >= LINES_MAX:
             return False
-        if len(self._told) >= TOLD_MAX:
-            self._told.clear()
+        if len(self._logged) >= LOGGED_MAX:
+            self._logged.clear()
         self._lines += 1
-        self._told.add((space.digest, why))
+        self._logged.add((space.digest, why))
         return True
 
 
 def store_counter(why: NoRoom) -> str:
-    """Of blocks that were not stored for a reason."""
+    """Return the name of the counter of blocks not stored for a reason."""
     return f"store_refused_{why.value}_blocks_total"

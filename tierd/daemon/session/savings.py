@@ -1,4 +1,4 @@
-"""What engines did not compute, because they had loaded it: counted from what they say."""
+"""Counts the tokens that engines loaded instead of computing, from their LOADED messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def count_loaded(
     sources: Sequence[int],
     prefill_us: int,
 ) -> None:
-    """Count what engines did not compute because they had loaded it, of `wanted` blocks.
+    """Count the blocks of a request that an engine loaded, of `wanted` blocks.
 
-    `sources` are the blocks by what had them: host memory, then each tier. What waiting and
-    copying cost the engines is not taken off.
+    `sources` are the loaded blocks by source: host memory, then each tier. The time that the engine
+    spent waiting and copying is not subtracted from the time saved.
     """
     block_tokens = spaces[0].namespace.block_tokens
     blocks = sum(sources)

@@ -1,8 +1,8 @@
 """One client's socket, driven by the event loop: bytes in, frames and descriptors out.
 
-The other side may stop reading, send garbage or die; none of that reaches anything
-but its own session. The socket is closed only once the peer has closed its end,
-because until then its threads may still be writing to slots that it reserved.
+A client that stops reading, sends garbage or dies affects its own session only. The socket is
+closed only after the client has closed its end: until then the client's threads may write to slots
+that it has reserved.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Final, Protocol
 from tierd.wire.frames import FRAME_BYTES_MAX, HEAD_BYTES
 
 RECEIVE_BYTES: Final = 256 << 10
-"""Bytes taken by one read; a larger frame takes several turns of the loop."""
+"""Bytes per read; a larger frame takes several iterations of the loop."""
 
 OUTBOUND_BYTES_MAX: Final = 2 * (FRAME_BYTES_MAX + HEAD_BYTES)
-"""Replies waiting for a client that does not read: two frames of the largest size."""
+"""Queued replies to a client that does not read: two frames of the largest size."""
 
 
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(64 * array.array("i").itemsize)
 
 
 def descriptors(control: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
-    """The descriptors among control messages, which the caller owns."""
+    """Return the descriptors in control messages; the caller owns them."""
     fds = array.array("i")
     for level, kind, raw in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -38,22 +38,22 @@ def descriptors(control: Sequence[tuple[int, int, bytes]]) -> Sequence[int]:
 
 
 class Transport(Protocol):
-    """What a session needs of its connection; a socket, or a simulated one."""
+    """A session's connection: a socket, or a simulated one."""
 
     def send(self, data: bytes, fd: int | None = None) -> None:
         """Queue one frame, with at most one descriptor, which stays the caller's."""
 
     def finish(self) -> None:
-        """Send what is queued, then nothing more; what still arrives is thrown away."""
+        """Send the queue, then nothing more; bytes that still arrive are discarded."""
 
     def close(self) -> None:
-        """Close at once, for a peer that is known to be gone."""
+        """Close at once, for a client that is known to be gone."""
 
 
 class SocketTransport:
     """A connected unix stream socket on the running loop.
 
-    `on_data` gets bytes, and the descriptors that came with them, which it owns.
+    `on_data` gets bytes, and the descriptors that came with them, which it then owns.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class SocketTransport:
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._readable)
 
-    # One buffer serves all sockets: a read is consumed before the next one starts.
+    # Shared by all sockets: each read is consumed before the next one starts.
     _buffer = memoryview(bytearray(RECEIVE_BYTES))
 
     def send(self, data: bytes, fd: int | None = None) -> None:
-        """Send at once if the socket takes it, else queue within OUTBOUND_BYTES_MAX."""
+        """Send at once if the socket accepts it, else queue within OUTBOUND_BYTES_MAX."""
         if self._closed or self._finishing:
             return
         if fd is None and not self._queue:
-            # Nearly always: the reply goes out whole, at once.
+            # The usual case: the socket accepts the whole reply.
             try:
                 sent = self._sock.send(data)
             except BlockingIOError:
@@ -104,14 +104,14 @@ class SocketTransport:
             self._flush()
 
     def finish(self) -> None:
-        """Half-close after what is queued; on_closed comes when the peer has closed too."""
+        """Half-close after the queue is sent; on_closed is called once the peer has closed too."""
         self._finishing = True
         if not self._queue and not self._closed:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close at once; only for a daemon that is going away, or a peer that has."""
+        """Close at once; only for a daemon that stops, or a peer that is gone."""
         if self._closed:
             return
         self._closed = True

@@ -22,7 +22,7 @@ from tierd.daemon.l3.renewal import USED_AGAIN
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.memory.arena import Segment
 from tierd.testing.faulty import NO_FAULTS, InjectedFault
 from tierd.testing.loop import VirtualClock
@@ -84,7 +84,7 @@ class DaemonIncarnation:
         self._note_withheld()
         if faulty:
             self._have_segments_fail()
-        self.node.lives.begin()
+        self.node.incarnations.begin()
         self.accepting = False
         self.dead = False
         self.leases: dict[int, GrantedLease] = {}
@@ -132,7 +132,7 @@ class DaemonIncarnation:
         finally:
             for referee in self._referees:
                 referee.forget()
-            self.node.lives.close()
+            self.node.incarnations.close()
             self.node.memory.arena.close()
             self._count()
 

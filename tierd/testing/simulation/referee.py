@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from tierd.core.space import Space
 from tierd.daemon.node import Node
-from tierd.daemon.session.server import Session
+from tierd.daemon.session.session import Session
 from tierd.errors import RemoteProtocolError
 from tierd.testing.simulation.connection import SimulatedConnection
 from tierd.testing.simulation.world import World

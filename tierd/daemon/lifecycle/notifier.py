@@ -1,6 +1,6 @@
-"""What the service manager hears while the daemon lives: a line of status, and that it is well.
+"""Notifies the service manager while the daemon runs: its status line, and the watchdog.
 
-All of it is sent from the loop, so that it stops when the loop does.
+All messages are sent from the event loop, so that they stop when the loop hangs.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from tierd.sizes import about
 log = logging.getLogger("tierd")
 
 STATUS_S: Final = 5.0
-"""How often the line may change. With 1,024 namespaces making it takes some 20 ms of the loop."""
+"""Interval of status lines. With 1,024 namespaces, making one takes 20 ms of the loop."""
 
 HURRY_S: Final = 0.5
-"""The same while the daemon starts or stops: somebody waits for it."""
+"""Interval of status lines during start and stop, when an operator may be waiting."""
 
 EXTEND_S: Final = 30.0
-"""Time that is asked for while the daemon starts, again every HURRY_S: it starts for as long as
-its loop runs, whatever TimeoutStartSec says."""
+"""Extension of the start timeout, requested every HURRY_S while the daemon starts: it may start for
+as long as its loop runs, whatever TimeoutStartSec says."""
 
 FEEDS: Final = 4
-"""Signs of life in the time after which the manager would act; sd_watchdog_enabled(3) wants two."""
+"""WATCHDOG=1 messages per watchdog time; sd_watchdog_enabled(3) recommends two."""
 
 LINE_CHARS_MAX: Final = 500
 
 
 def extension() -> str:
-    """What asks for more time to start."""
+    """Return the message that asks for more time to start."""
     return f"EXTEND_TIMEOUT_USEC={int(EXTEND_S * 1e6)}"
 
 
-class Teller:
-    """Tells one service manager of the node, until the daemon's end."""
+class Notifier:
+    """Notifies one service manager about the node."""
 
     def __init__(self, manager: ServiceManager, node: Node, admin: Admin, health: Health) -> None:
         self.refused = ""
-        """Why the last reload was refused; empty if it was not."""
+        """Why the last reload was refused; empty if it was applied."""
         self._manager = manager
         self._node = node
         self._admin = admin
@@ -54,15 +54,15 @@ class Teller:
         self._unwell = False
 
     @contextlib.asynccontextmanager
-    async def telling(self) -> AsyncIterator[None]:
-        """Tell it until the block ends."""
+    async def notifying(self) -> AsyncIterator[None]:
+        """Send notifications until the block ends."""
         tasks = [asyncio.create_task(self._health.probe(), name="health")]
         if self._manager.present:
-            tasks.append(asyncio.create_task(self._tell_status(), name="status"))
+            tasks.append(asyncio.create_task(self._report_status(), name="status"))
         if self._manager.watchdog_us:
             tasks.append(asyncio.create_task(self._feed(), name="watchdog"))
         for task in tasks:
-            task.add_done_callback(_tell_bug)
+            task.add_done_callback(_log_bug)
         try:
             yield
         finally:
@@ -71,20 +71,22 @@ class Teller:
             await asyncio.wait(tasks)
 
     def ready(self) -> None:
-        """The daemon serves, or serves on after a reload."""
+        """Report that the daemon serves, after its start or a reload."""
         if self._admin.phase is not Phase.STOPPING:
-            self._manager.tell("READY=1", self._line())
+            self._manager.notify("READY=1", self._line())
 
     def stopping(self, budget_s: float) -> None:
-        """The daemon stops, and may take so long for it."""
-        self._manager.tell("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", self._line())
+        """Report that the daemon stops, which may take `budget_s`."""
+        self._manager.notify(
+            "STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(budget_s * 1e6)}", self._line()
+        )
 
     def _line(self) -> str:
         backlog = self._node.left()
         self._said = status_line(self._admin.phase, self._node.status(), backlog, self.refused)
         return f"STATUS={self._said}"
 
-    async def _tell_status(self) -> None:
+    async def _report_status(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = 0.0
         while True:
@@ -96,7 +98,7 @@ class Teller:
                 if phase is Phase.STARTING:
                     news.append(extension())
                 if news:
-                    self._manager.tell(*news)
+                    self._manager.notify(*news)
             self._manager.flush()
             await asyncio.sleep(HURRY_S)
 
@@ -107,15 +109,15 @@ class Teller:
             await asyncio.sleep(interval_s)
 
     def feed(self) -> None:
-        """Send a sign of life, if all is well."""
+        """Send WATCHDOG=1 unless the daemon is in trouble."""
         trouble = self._health.trouble
         if not trouble:
-            self._manager.tell("WATCHDOG=1")
+            self._manager.notify("WATCHDOG=1")
             if self._unwell:
-                log.warning("all is well again")
+                log.warning("the daemon is healthy again, and sends WATCHDOG=1 again")
         elif not self._unwell:
             log.error(
-                "%s: the service manager hears of it by silence, and ends tierd after %.0f s of it",
+                "%s: WATCHDOG=1 is withheld, and the service manager ends tierd after %.0f s",
                 trouble,
                 self._manager.watchdog_us / 1e6,
             )
@@ -123,7 +125,7 @@ class Teller:
 
 
 def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refused: str) -> str:
-    """One line on a node, from its status; `backlog` blocks wait for tiers."""
+    """Return the status line of a node; `backlog` blocks wait for tiers."""
     host, counters = status["host"], status["counters"]
     tiers = status["storage"]
     assert isinstance(host, Mapping)
@@ -141,7 +143,7 @@ def status_line(phase: Phase, status: Mapping[str, object], backlog: int, refuse
     return f"{phase.value}: {', '.join(parts)}".replace("\n", " ")[:LINE_CHARS_MAX]
 
 
-def _tell_bug(task: asyncio.Task[None]) -> None:
-    """Engines are served all the same; without signs of life the manager starts tierd again."""
+def _log_bug(task: asyncio.Task[None]) -> None:
+    """Log a bug. Engines are still served; without WATCHDOG=1 the manager restarts tierd."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("%s ended by a bug of ours", task.get_name(), exc_info=error)
+        log.error("the task %s ended by a bug of tierd", task.get_name(), exc_info=error)
