@@ -1,18 +1,20 @@
-"""Which use of a block counts: one a request, however often it asks, and one for all ranks.
+"""Counts uses of blocks: a request counts once per block, for all ranks of its engine together.
 
-A request asks in chunks, again after a preemption, and again when it stores. It counts once for
-each block. What uses tell is in a `Reuse` (tierd.eviction.reuse), one for all namespaces whose
-blocks have the same hashes: the ranks of an engine, which then evict alike. It refuses to know
-slots, tiers and budgets.
+A request asks in chunks and again after a preemption, but counts once for each block. Uses are
+recorded in `Reuse` books (`tierd.eviction.reuse`). Namespaces whose blocks have the same hashes
+share one book: the ranks of an engine, which therefore evict alike. Only this module and
+`HostTier` change a book. This module knows no slots, tiers or budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.eviction.reuse import KNOWN_MAX, Reuse
+from tierd.core.space import Space
+from tierd.eviction.policy import PrefixRequest
+from tierd.eviction.reuse import KNOWN_MAX, SLICE, Reuse
 from tierd.types import Namespace
 
 COUNTED_MAX: Final = 1 << 14
@@ -52,6 +54,27 @@ class Uses:
             oldest = next(iter(self._unused))
             del self._unused[oldest], self._books[oldest]
 
+    def count(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int, now_s: float
+    ) -> Iterator[int]:
+        """Count a request's use of a prefix, in the books and in each space's eviction order.
+
+        Yields after each step of less than 0.1 ms how many blocks it handled. Other requests may
+        be counted between steps.
+        """
+        new: dict[Reuse, Sequence[bytes]] = {}
+        for space in spaces:
+            book = space.reuse
+            if book not in new:
+                new[book] = self.new(book, hashes, request)
+                yield from _count(book, PrefixRequest(new[book], now_s))
+        for space in spaces:
+            uncounted = new[space.reuse]
+            for start in range(0, len(uncounted), SLICE):
+                part = uncounted[start : start + SLICE]
+                space._chain.use(PrefixRequest(part, now_s))
+                yield len(part)
+
     def new(self, book: Reuse, hashes: Sequence[bytes], request: int) -> Sequence[bytes]:
         """What of a request's prefix has not been counted yet, and is from now on.
 
@@ -68,3 +91,15 @@ class Uses:
             for old in list(islice(self._counted, excess)):
                 del self._counted[old]
         return hashes[done:]
+
+
+def _count(book: Reuse, request: PrefixRequest) -> Iterator[int]:
+    if not request.hashes:
+        return
+    for _ in book.use_slices(request):
+        yield SLICE
+    yield len(request.hashes) % SLICE
+    if book.rebuild_due:
+        # A rebuild takes as long as ten slices, so the caller first gets a pause.
+        yield SLICE
+        book.rebuild()

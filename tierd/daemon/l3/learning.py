@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -17,8 +17,7 @@ from tierd.clock import Clock
 from tierd.core.host import HostTier
 from tierd.core.space import Space
 from tierd.daemon.l3.backup import Backups
-from tierd.eviction.policy import PrefixRequest
-from tierd.eviction.reuse import SLICE, Reuse
+from tierd.eviction.reuse import SLICE
 
 NS: Final = 1_000_000_000
 
@@ -115,30 +114,16 @@ class Learning:
 
     async def _count(self, asked: _Asked) -> None:
         self._count_ghosts(asked)
-        new: dict[Reuse, Sequence[bytes]] = {}
-        for space in asked.spaces:
-            book = space.reuse
-            if book not in new:
-                new[book] = self._host.uses.new(book, asked.hashes, asked.request)
-                await self._use(book, PrefixRequest(new[book], asked.now_ns / NS))
-        for space in asked.spaces:
-            for part in _slices(new[space.reuse]):
-                self._host.use(space, PrefixRequest(part, asked.now_ns / NS))
-                await self._breathe(len(part))
-            if self._backups.queues:
-                for part in _slices(asked.hashes):
-                    self._backups.used(space, part)
-                    await self._breathe(len(part))
-
-    async def _use(self, book: Reuse, request: PrefixRequest) -> None:
-        if not request.hashes:
+        now_s = asked.now_ns / NS
+        for blocks in self._host.count_use(asked.spaces, asked.hashes, asked.request, now_s):
+            await self._breathe(blocks)
+        if not self._backups.queues:
             return
-        for _ in book.use_slices(request):
-            await self._breathe(SLICE)
-        await self._breathe(len(request.hashes) % SLICE)
-        if book.rebuild_due:
-            await asyncio.sleep(0)
-            book.rebuild()
+        for space in asked.spaces:
+            for start in range(0, len(asked.hashes), SLICE):
+                part = asked.hashes[start : start + SLICE]
+                self._backups.used(space, part)
+                await self._breathe(len(part))
 
     async def _breathe(self, blocks: int) -> None:
         """A step that handled so many blocks is done: let others go first now and then."""
@@ -154,8 +139,3 @@ class Learning:
         if None in found:
             here = found.index(None)
             self._counters["ghost_blocks_total"] += space.twice(hashes[here:])
-
-
-def _slices(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(hashes), SLICE):
-        yield hashes[start : start + SLICE]
