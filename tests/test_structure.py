@@ -152,7 +152,6 @@ FILES: Final = {
     "tierd/device/cuda.py": "the calls of CUDA, not to be split before they have run on a GPU",
     "tierd/daemon/copies/copying.py": "rules of copies and their bookkeeping: two ideas",
     "tierd/daemon/session/server.py": "the session and the listener: two ideas",
-    "tierd/hotset/format.py": "what is worth having and the file format: two ideas",
     "tierd_backends/file/backend.py": "options, opening, reading and writing",
     "tierd_backends/redis/backend.py": "opening, reading and writing",
     "tierd_backends/s3/backend.py": "opening, reading, writing and counting",
