@@ -180,7 +180,6 @@ CLASSES: Final = {
     "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",
     "tierd/daemon/copies/copy_process.py:CopyProcess": "one more than the budget",
     "tierd/daemon/l2/memory.py:HostMemory": "one more than the budget",
-    "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",
     "tierd/daemon/session/server.py:Session": "handlers of several kinds of messages",
     "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
     "tierd/storage/circuit.py:Circuit": "one more than the budget",

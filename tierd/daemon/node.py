@@ -154,7 +154,7 @@ class Node:
     def _workers(self) -> dict[str, Work]:
         house = (self.memory, self.lives, self.endings, self.copies, self.backups)
         workers: dict[str, Work] = {
-            "checksum": self.backups.compute_checksums,
+            "checksum": self.backups.checksums.run,
             "populate": self.memory.populate,
             "verify": self.verification.run,
             "learning": self.learning.run,
@@ -400,7 +400,7 @@ class Node:
             self.backups.offer(space, ready, WriteMoment.STORED)
         # Else no block leaves the arena without a tier's asking, and nobody reads its checksum.
         if self.lives.kept:
-            self.backups.sum_soon(space, ready)
+            self.backups.compute_checksums(space, ready)
         return len(ready)
 
     def abort(self, owner: int, reservation_id: int) -> None:

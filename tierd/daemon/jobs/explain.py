@@ -271,9 +271,9 @@ class _Case:
     def _why_not_in_tier(self, number: int, at: int) -> Iterator[Reason]:
         queue, block_hash = self._queues[number], self._hashes[at]
         key = self._digest + block_hash
-        had_s = queue.had.records.get(key, -1) >> 1
+        had_s = queue.history.latest_s(key)
         damaged_s = queue.tier.damaged.records.get(key, -1)
-        is_damaged = damaged_s >= max(0, had_s)
+        is_damaged = damaged_s >= (had_s or 0)
         miss = queue.writes.missed.why(self._digest, block_hash)
         if is_damaged:
             yield {"what": "checksum_failed", "tier": number, "ago_s": self._ago_s(damaged_s)}
@@ -284,7 +284,7 @@ class _Case:
             yield {"what": "skipped", "tier": number, "by": miss.value}
         elif is_damaged:
             return
-        elif had_s >= 0:
+        elif had_s is not None:
             flushed_s = self._explainer.flushes.latest(self._digest, queue.tier)
             if flushed_s is not None and flushed_s >= had_s:
                 yield {"what": "flushed", "tier": number, "ago_s": self._ago_s(flushed_s)}

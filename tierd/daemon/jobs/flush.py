@@ -27,7 +27,7 @@ from tierd.core.space import Space
 from tierd.core.writes import WriteMoment
 from tierd.daemon.jobs.cleaning import Cleaning
 from tierd.daemon.l2.memory import HostMemory
-from tierd.daemon.l3.backup import Backups, Covers, nobody
+from tierd.daemon.l3.backup import Backups, Covers, no_namespace
 from tierd.daemon.l3.epochs import MARGIN_S, News
 from tierd.daemon.l3.promotion import Promotions, Spawn
 from tierd.daemon.l3.tier import StorageTier
@@ -212,7 +212,7 @@ class Flushes:
             # a tier has what its mark bars.
             bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
             await self._in_slices(
-                flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
+                flush.covers, lambda space, slots: self._backups.note_lost(space, slots, bits)
             )
             async with asyncio.TaskGroup() as group:
                 for told in flush.tiers:
@@ -245,7 +245,7 @@ class Flushes:
             return digest.hex().startswith(prefixes)
 
         def lost(space: Space, slots: Sequence[int]) -> None:
-            self._backups.lost(space, slots, bit)
+            self._backups.note_lost(space, slots, bit)
 
         def withhold(space: Space, slots: Sequence[int]) -> None:
             self._backups.withhold(space, slots, bit)
@@ -282,7 +282,7 @@ class Flushes:
         finally:
             bars.remove(covers)
             if not bars:
-                self._backups.barred = self._promotions.barred = nobody
+                self._backups.barred = self._promotions.barred = no_namespace
 
     async def _drop_host(self, flush: FlushJob) -> None:
         for space in list(self._memory.host.spaces.values()):

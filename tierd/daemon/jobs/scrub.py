@@ -272,7 +272,7 @@ class _Reading:
             )
             if not stored:
                 bit = 1 << self._scrubs.tiers.index(self._tier)
-                self._scrubs.backups.lost(space, [slot], bit)
+                self._scrubs.backups.note_lost(space, [slot], bit)
             return stored
         finally:
             memory.let_go(space, [slot])

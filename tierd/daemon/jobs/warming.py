@@ -377,7 +377,7 @@ class Warmings:
                 )
             stored = await self._put(warming, target, requests, "host memory")
             written = [slot for slot in map(slots.__getitem__, stored) if slot not in space.dropped]
-            self._backups.wrote(space, written, self._tiers.index(target))
+            self._backups.note_filled(space, written, self._tiers.index(target))
         finally:
             memory.let_go(space, held)
 

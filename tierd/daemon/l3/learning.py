@@ -122,7 +122,7 @@ class Learning:
         for space in asked.spaces:
             for start in range(0, len(asked.hashes), SLICE):
                 part = asked.hashes[start : start + SLICE]
-                self._backups.used(space, part)
+                self._backups.note_used(space, part)
                 await self._breathe(len(part))
 
     async def _breathe(self, blocks: int) -> None:

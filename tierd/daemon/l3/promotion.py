@@ -20,7 +20,7 @@ from tierd.core.reasons import Refusal
 from tierd.core.reservations import Found, SlotReservation
 from tierd.core.space import Space
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
-from tierd.daemon.l3.backup import Backups, Covers, nobody
+from tierd.daemon.l3.backup import Backups, Covers, no_namespace
 from tierd.daemon.l3.read_scheduler import Rank, ReadScheduler, ReadTurn
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 
@@ -183,7 +183,7 @@ class Promotions:
         """At most `bytes_max` bytes of slots are being read into at once."""
         self.under_way: dict[tuple[bytes, bytes], Promotion] = {}
         self.turns = ReadScheduler([tier.reads for tier in tiers], bytes_max)
-        self.barred: Covers = nobody
+        self.barred: Covers = no_namespace
         """Namespaces of which nothing is brought now."""
         self._memory = memory
         self._backups = backups
@@ -358,4 +358,4 @@ class Promotions:
                     waiter.take(host, at, hashes, ready)
                     if at == 0:
                         waiter.brought.update(dict.fromkeys(hashes, number))
-        self._backups.promoted(space, ready, number)
+        self._backups.note_promoted(space, ready, number)
