@@ -104,7 +104,7 @@ class Node:
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
         self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers, self.spawn)
         self.scrubs = Scrubs(
-            self.memory, self.backups, self.promotions.turns, self.flushes, self.tiers
+            self.memory, self.backups, self.promotions.read_scheduler, self.flushes, self.tiers
         )
         self.unserveds = Unserveds()
         self.explainer = Explainer(
@@ -195,7 +195,7 @@ class Node:
         self.watch.pressure.resize(capacity_bytes, min_bytes)
         self.host.set_capacity(capacity_bytes, self._pin_share)
         self.host.set_limit(self.watch.pressure.limit_bytes)
-        self.promotions.turns.resize(self._in_flight_bytes(capacity_bytes))
+        self.promotions.read_scheduler.resize(self._in_flight_bytes(capacity_bytes))
         self.backups.resize()
 
     def _in_flight_bytes(self, capacity_bytes: int) -> int:

@@ -700,7 +700,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         ({}, "", 0, True),
         ({"00": 0}, "", 0, True),
         ({"00": 1}, "", 0, False),
-        ({}, "not all of it could be looked at: x", 0, False),
+        ({}, "parts of it could not be read: x", 0, False),
         ({}, "", 1, False),
     ],
 )

@@ -19,7 +19,7 @@ from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups
-from tierd.daemon.l3.read_scheduler import LAST_NS, ReadScheduler, ReadTurn
+from tierd.daemon.l3.read_scheduler import LAST_NS, QueuedRead, ReadScheduler
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, StorageTier
 from tierd.errors import BackendError, RefusedError
 from tierd.types import slot_bytes_for
@@ -99,7 +99,7 @@ class Scrubs:
         self,
         memory: HostMemory,
         backups: Backups,
-        turns: ReadScheduler,
+        read_scheduler: ReadScheduler,
         flushes: Flushes,
         tiers: Sequence[StorageTier],
     ) -> None:
@@ -107,7 +107,7 @@ class Scrubs:
         """The one that is going on."""
         self.memory = memory
         self.backups = backups
-        self.turns = turns
+        self.read_scheduler = read_scheduler
         self.flushes = flushes
         self.tiers = list(tiers)
 
@@ -204,8 +204,8 @@ class _Reading:
     async def _get(
         self, headers: Sequence[BlockHeader], views: Sequence[memoryview]
     ) -> list[GetResult]:
-        turn = ReadTurn(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
-        async with self._scrubs.turns.take(turn):
+        read = QueuedRead(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
+        async with self._scrubs.read_scheduler.take(read):
             requests = [
                 GetRequest(header.key.block_hash, view, header.length)
                 for header, view in zip(headers, views, strict=True)

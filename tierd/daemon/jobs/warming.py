@@ -23,7 +23,7 @@ from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.backup import Backups
 from tierd.daemon.l3.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.l3.read_scheduler import LAST_NS, ReadTurn
+from tierd.daemon.l3.read_scheduler import LAST_NS, QueuedRead
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.wire.messages import Warmth
 
@@ -392,9 +392,9 @@ class Warmings:
         space = warming.space
         views = scratch.views([space.slot_bytes] * len(batch))
         length = space.namespace.block_bytes
-        turn = ReadTurn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
+        turn = QueuedRead(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
         asked = [GetRequest(h, view, length) for h, view in zip(batch, views, strict=True)]
-        async with self._promotions.turns.take(turn):
+        async with self._promotions.read_scheduler.take(turn):
             results = await source.get(space.digest, asked)
         requests = []
         for (block_hash, view, _), (outcome, header) in zip(asked, results, strict=True):
