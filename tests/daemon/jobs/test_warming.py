@@ -164,8 +164,8 @@ def test_it_can_be_called_off() -> None:
         warming = Warming(bench.space, hashes, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: Warmth.BROUGHT in warming.outcomes)
-        warming.call_off()
-        warming.call_off()
+        warming.cancel()
+        warming.cancel()
         await going
         assert set(fates(warming)) == {Warmth.BROUGHT, Warmth.LATE}
         calls = bench.raw[0].calls("get")
