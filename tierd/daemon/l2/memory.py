@@ -25,7 +25,7 @@ from tierd.core.space import Space
 from tierd.daemon.lifecycle.service import ServiceManager
 from tierd.limits import segment_advice
 from tierd.memory.arena import Arena, Segment
-from tierd.memory.ledger import LIFE_BYTES, LedgerRecord
+from tierd.memory.ledger import INCARNATION_BYTES, LedgerRecord
 from tierd.memory.placement import Placement
 
 log = logging.getLogger("tierd")
@@ -72,7 +72,7 @@ class HostMemory:
         # nothing, and are short.
         self._names = 0
         self._segments_fail = False
-        self._life = bytes(LIFE_BYTES)
+        self._life = bytes(INCARNATION_BYTES)
 
     async def in_thread(self, call: Callable[..., _T], *args: object) -> _T:
         """What `call` returns, run off the loop."""
@@ -207,7 +207,7 @@ class HostMemory:
         self._life = life
         for space in self.host.spaces.values():
             for segment in self.arena.segments(space):
-                segment.ledger.life = life
+                segment.ledger.incarnation = life
 
     def mark(self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0) -> None:
         """Storage tiers have blocks, by their bits, or no longer do; the ledger says so, too."""
@@ -304,7 +304,7 @@ class HostMemory:
             log.info("memory segments can be made again")
         segment.kept_as = f"{self._names:x}"
         self._names += 1
-        segment.ledger.life = self._life
+        segment.ledger.incarnation = self._life
         self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
         self._unpopulated.append((space, index))
         self._populate_ready.set()
