@@ -18,18 +18,18 @@ from tierd.eviction.reuse import KNOWN_MAX, SLICE, Reuse
 from tierd.types import Namespace
 
 COUNTED_MAX: Final = 1 << 14
-"""Requests that are remembered, the latest ones; each costs about 200 bytes. An engine runs a
-few hundred at a time, and one that comes back later than so many others counts again."""
+"""Requests remembered, the latest ones; each costs about 200 bytes. An engine runs a few hundred
+at a time. A request that returns after it was forgotten counts again."""
 
 KNOWN_RATIO: Final = 2
-"""Blocks that are known, to each that L2 can hold; at least KNOWN_MAX."""
+"""Blocks that a book remembers per block that L2 can hold; a book has at least KNOWN_MAX."""
 
 UNUSED_MAX: Final = 64
-"""Books of namespaces that have ended: an engine that comes back finds what was learned for it."""
+"""Maximum books kept for namespaces that have ended, in case their engines come back."""
 
 
 class Uses:
-    """The books of all namespaces, and which requests they have counted."""
+    """The books of all namespaces, and the requests that they have counted."""
 
     def __init__(self, counted_max: int = COUNTED_MAX) -> None:
         self._books: dict[tuple[object, ...], Reuse] = {}
@@ -39,7 +39,7 @@ class Uses:
         self._counted: dict[tuple[Reuse, int], int] = {}
 
     def book(self, namespace: Namespace, blocks: int) -> Reuse:
-        """What is known of the blocks of a namespace, of which L2 can hold so many."""
+        """Return the book of a namespace; L2 can hold `blocks` of its blocks."""
         family = namespace.family
         self._unused.pop(family, None)
         book = self._books.get(family)
@@ -48,7 +48,7 @@ class Uses:
         return book
 
     def note_unused(self, namespace: Namespace) -> None:
-        """No namespace has the book of this one any more: it goes when many others are unused."""
+        """Note that no namespace uses this one's book now; keep it until UNUSED_MAX are unused."""
         self._unused[namespace.family] = None
         if len(self._unused) > UNUSED_MAX:
             oldest = next(iter(self._unused))
@@ -76,9 +76,9 @@ class Uses:
                 yield len(part)
 
     def new(self, book: Reuse, hashes: Sequence[bytes], request: int) -> Sequence[bytes]:
-        """What of a request's prefix has not been counted yet, and is from now on.
+        """Return the blocks of a request's prefix that are not counted yet, and mark them counted.
 
-        A request of number 0 is one of its own each time.
+        Number 0 is a new request each time.
         """
         if not request:
             return hashes
@@ -86,7 +86,7 @@ class Uses:
         done = self._counted.pop(key, 0)
         self._counted[key] = max(done, len(hashes))
         if len(self._counted) > self._counted_max:
-            # More than one: a dict would step over all that left before, each time.
+            # Several at once: a dict would step over all earlier deletions each time.
             excess = len(self._counted) - self._counted_max * 63 // 64
             for old in list(islice(self._counted, excess)):
                 del self._counted[old]

@@ -1,4 +1,4 @@
-"""What one storage tier still has to be offered before the daemon stops.
+"""The blocks that a stopping daemon still has to offer to one storage tier.
 
 A stop offers every tier the blocks of host memory that the tier lacks. While a flush bars a
 namespace, its blocks are kept back.
