@@ -47,7 +47,7 @@ class Outcome(enum.Enum):
     REFUSED = "refused"
     """put_many: no room can be made for this block. A block larger than the whole capacity is
     refused before anything is evicted for it, and so is a block whose parent was refused in this
-    batch: behind a hole nobody would find it."""
+    batch: no lookup finds a block behind a hole."""
     ERROR = "error"
     """Either way: the world failed (I/O error, full or read-only disk, dead peer)."""
 
@@ -251,7 +251,7 @@ class Backend(ABC):
     """Whether `check` works, because the tier's data is on this machine's disks."""
 
     counters: dict[str, int]
-    """What happened since the start, by name. Each name ends in `_total` and is there from the
+    """Events since the start, counted by name. Each name ends in `_total` and is there from the
     start. Every backend has `corrupt_total`, the blocks that get_into answered with CORRUPT; other
     names are its own, and metrics show them as `tierd_tier_events_total`."""
 

@@ -142,7 +142,7 @@ class Namespace:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What namespaces share whose blocks have the same hashes: those of an engine's ranks."""
+        """Fields shared by namespaces whose blocks have the same hashes: an engine's ranks."""
         return (
             self.model,
             self.weights,

@@ -349,7 +349,8 @@ def test_who_comes_back_is_not_sent_away_again() -> None:
     scene = Scene()
     over = scene.store("over", 4)
     scene.hint(over, PrefixHint(session_ended=True))
-    scene.host.use(scene.space, PrefixRequest(over, 1.0))
+    for _ in scene.host.count_use([scene.space], over, 0, 1.0):
+        pass
     for number in range(12):
         scene.store(number)
     scene.host.prefix(scene.space, over)
@@ -497,7 +498,8 @@ class HintsAtRandom(RuleBasedStateMachine):
     def use(self, at: int, number: int, count: int) -> None:
         space = self.scene.spaces[at]
         hashes, _ = self.chain(number, count)
-        self.scene.host.use(space, PrefixRequest(hashes, self.scene.now_ns / S))
+        for _ in self.scene.host.count_use([space], hashes, 0, self.scene.now_ns / S):
+            pass
         self.scene.host.prefix(space, hashes)
 
     @rule(

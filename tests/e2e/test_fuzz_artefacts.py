@@ -35,7 +35,7 @@ from tierd.cli.warm.journal import FinishedUnit, WarmJournal
 from tierd.daemon.jobs.hotset import FILE
 from tierd.errors import ConfigError
 from tierd.hotset import HotRun, HotSet, pieces
-from tierd.memory.ledger import LIFE_BYTES, RECORD_BYTES, is_ledger
+from tierd.memory.ledger import INCARNATION_BYTES, RECORD_BYTES, is_ledger
 from tierd.testing import suite
 from tierd.testing.simulation.keeper import Keeper
 from tierd.testing.suite import NAMESPACE, get, make_chain, put
@@ -324,7 +324,7 @@ def kept() -> Iterator[Kept]:
 def test_ledger(kept: Kept) -> None:
     """A damaged ledger would end the start, or have other bytes served."""
     records_at = len(kept.ledger) - 4 * RECORD_BYTES
-    life_at = records_at - LIFE_BYTES  # Padding lies before it.
+    life_at = records_at - INCARNATION_BYTES  # Padding lies before it.
     head_end = len(kept.ledger[:life_at].rstrip(b"\0"))
     assert kept.live(kept.ledger, kept.segment)[0] == 3
     tail = RECORD_BYTES - 28  # The tiers, which are a hint, and behind seal and padding the state.

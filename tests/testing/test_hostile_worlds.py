@@ -21,7 +21,7 @@ import pytest
 from tests.support.simulation.tables import run_tables, simulate_everything
 from tierd.core.epochs import Epochs
 from tierd.daemon.l3.renewal import Renewal
-from tierd.memory.past import LifePage
+from tierd.memory.past import IncarnationPage
 from tierd.testing.loop import SimulationError
 from tierd.testing.simulation.run import simulate
 from tierd.testing.simulation.world import Violation
@@ -206,10 +206,12 @@ def test_stores_that_are_not_fenced_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_leases_that_end_with_the_daemon_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash leased slots would be given to others while their readers copy."""
 
-    def forgotten(self: LifePage, digest: bytes, slots: Sequence[int], expires_ns: int) -> None:
+    def forgotten(
+        self: IncarnationPage, digest: bytes, slots: Sequence[int], expires_ns: int
+    ) -> None:
         """The next life never hears of it."""
 
-    monkeypatch.setattr(LifePage, "lease", forgotten)
+    monkeypatch.setattr(IncarnationPage, "lease", forgotten)
     assert "under a lease" in caught(range(3, 3 + MUTANT_SEEDS), tables=False)
 
 

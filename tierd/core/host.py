@@ -7,7 +7,7 @@ changes; which steps a slot, a reservation and a lease can take is written in `s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Final
@@ -28,7 +28,6 @@ from tierd.core.states import LeaseEvent
 from tierd.core.storing import Storing
 from tierd.core.uses import Uses
 from tierd.eviction import L2_DEFAULT, make_policy
-from tierd.eviction.policy import PrefixRequest
 from tierd.types import Namespace
 
 
@@ -46,10 +45,10 @@ class HostTier:
         "_segments",
         "_spaces",
         "_storing",
+        "_uses",
         "eviction",
         "hints",
         "spaces",
-        "uses",
     )
 
     def __init__(
@@ -63,7 +62,7 @@ class HostTier:
         self.hints: Final = hints or Hints(int(capacity_bytes * PIN_SHARE))
         self.eviction: Final = eviction
         """Name of the policy that orders evictions, in each space by itself."""
-        self.uses: Final = Uses()
+        self._uses = Uses()
         self._spaces: dict[bytes, Space] = {}
         self.spaces: Final = MappingProxyType(self._spaces)
         self._segments = Segments(capacity_bytes, segment_bytes)
@@ -173,7 +172,7 @@ class HostTier:
         return space
 
     def _make_space(self, namespace: Namespace, slots_per_segment: int) -> Space:
-        reuse = self.uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
+        reuse = self._uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
         chain = ChainIndex(make_policy(self.eviction, 0, reuse))
         chain.kept = self.hints.kept(namespace.digest)
         space = Space(namespace, slots_per_segment, reuse, chain, self._now_s)
@@ -208,7 +207,7 @@ class HostTier:
         del self._spaces[space.digest]
         self.hints.forget(space.digest)
         if all(other.reuse is not space.reuse for other in self._spaces.values()):
-            self.uses.note_unused(space.namespace)
+            self._uses.note_unused(space.namespace)
         return [EndSpace(space)]
 
     def clear_space(self, space: Space, most: int) -> list[Effect]:
@@ -225,15 +224,17 @@ class HostTier:
         now_ms: int,
     ) -> None:
         """Learn of uses that somebody else has counted; the namespace need not have a space."""
-        book = self.uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
+        book = self._uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
         book.teach(hashes, uses, ages_s, now_ms)
         for space in self._spaces.values():
             if space.reuse is book:
                 space._chain.policy.taught(space.find(hashes))
 
-    def use(self, space: Space, request: PrefixRequest) -> None:
-        """A request has used blocks, resident or not: it counts in the order of evictions."""
-        space._chain.use(request)
+    def count_use(
+        self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int, now_s: float
+    ) -> Iterator[int]:
+        """Count a request's use of blocks, resident or not, step by step; see `Uses.count`."""
+        return self._uses.count(spaces, hashes, request, now_s)
 
     # --- looking up, holding and leasing --------------------------------------------
 

@@ -108,7 +108,7 @@ class Node:
         self.promotions = Promotions(self.memory, self.backups, self.tiers, self.spawn, in_flight)
         self.flushes = Flushes(self.memory, self.backups, self.promotions, self.tiers, self.spawn)
         self.scrubs = Scrubs(
-            self.memory, self.backups, self.promotions.turns, self.flushes, self.tiers
+            self.memory, self.backups, self.promotions.read_scheduler, self.flushes, self.tiers
         )
         self.unserveds = Unserveds()
         self.explainer = Explainer(
@@ -158,7 +158,7 @@ class Node:
     def _workers(self) -> dict[str, Work]:
         house = (self.memory, self.incarnations, self.endings, self.copies, self.backups)
         workers: dict[str, Work] = {
-            "checksum": self.backups.compute_checksums,
+            "checksum": self.backups.checksums.run,
             "populate": self.memory.population.run,
             "verify": self.verification.run,
             "learning": self.learning.run,
@@ -198,7 +198,7 @@ class Node:
         self.watch.pressure.resize(capacity_bytes, min_bytes)
         self.host.set_capacity(capacity_bytes, self._pin_share)
         self.host.set_limit(self.watch.pressure.limit_bytes)
-        self.promotions.turns.resize(self._in_flight_bytes(capacity_bytes))
+        self.promotions.read_scheduler.resize(self._in_flight_bytes(capacity_bytes))
         self.backups.resize()
 
     def _in_flight_bytes(self, capacity_bytes: int) -> int:
@@ -412,7 +412,7 @@ class Node:
             self.backups.offer(space, ready, WriteMoment.STORED)
         # Only the next incarnation needs checksums in the ledger; a backup computes its own.
         if self.incarnations.kept:
-            self.backups.sum_soon(space, ready)
+            self.backups.compute_checksums(space, ready)
         return len(ready)
 
     def abort(self, owner: int, reservation_id: int) -> None:

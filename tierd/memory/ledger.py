@@ -34,7 +34,7 @@ _TAIL = struct.Struct("<IQ8xQ")
 RECORD_BYTES: Final = _BODY.size + _TAIL.size
 assert RECORD_BYTES == 128
 
-LIFE_BYTES: Final = 8
+INCARNATION_BYTES: Final = 8
 """Bytes of the name of an incarnation, which is stored right before the records."""
 
 _TIERS_OFFSET: Final = _BODY.size
@@ -152,18 +152,18 @@ class Ledger:
         return cls(fd, namespace, index, slots, at)
 
     @property
-    def life(self) -> bytes:
+    def incarnation(self) -> bytes:
         """Name of the incarnation that used the segment last.
 
         The pages and guards that this and earlier incarnations left show who may still read or
         write slots.
         """
-        return self._mapping[self._records_at - LIFE_BYTES : self._records_at]
+        return self._mapping[self._records_at - INCARNATION_BYTES : self._records_at]
 
-    @life.setter
-    def life(self, name: bytes) -> None:
-        assert len(name) == LIFE_BYTES
-        self._mapping[self._records_at - LIFE_BYTES : self._records_at] = name
+    @incarnation.setter
+    def incarnation(self, name: bytes) -> None:
+        assert len(name) == INCARNATION_BYTES
+        self._mapping[self._records_at - INCARNATION_BYTES : self._records_at] = name
 
     def forget(self, places: Sequence[int]) -> None:
         """Mark slots as no longer READY, before their bytes change."""
@@ -243,5 +243,5 @@ def _records_at(namespace_bytes: int) -> int:
 
     It is a multiple of RECORD_BYTES.
     """
-    end = _HEAD.size + namespace_bytes + _SEAL.size + LIFE_BYTES
+    end = _HEAD.size + namespace_bytes + _SEAL.size + INCARNATION_BYTES
     return -(-end // RECORD_BYTES) * RECORD_BYTES

@@ -68,7 +68,7 @@ class _Entry(NamedTuple):
     names: bytes
 
 
-class LifePage:
+class IncarnationPage:
     """The log of this incarnation's leases, and the storage tiers that its ledgers refer to.
 
     A page of state and a ring log of leases. An entry is valid between `start` and `end`: `end`
@@ -89,7 +89,7 @@ class LifePage:
         self._publish(self._state)
 
     @classmethod
-    def create(cls, tiers: bytes) -> LifePage:
+    def create(cls, tiers: bytes) -> IncarnationPage:
         """Create a page in a new memfd. Raises OSError."""
         fd = os.memfd_create("tierd-life", os.MFD_CLOEXEC)
         try:
@@ -164,7 +164,7 @@ class PastPage:
     def __init__(self, fd: int, now_ns: int) -> None:
         """The caller still owns `fd`."""
         self.tiers = b""
-        """The digest given to `LifePage.create`; empty if it cannot be read."""
+        """The digest given to `IncarnationPage.create`; empty if it cannot be read."""
         self.until_ns = now_ns + LEASE_NS_MAX
         """CLOCK_MONOTONIC time at which the last lease ends; 0 if there is none."""
         self.readable = False

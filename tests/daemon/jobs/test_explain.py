@@ -467,7 +467,7 @@ def test_tier_dropped() -> None:
         bench.store(3)
         await bench.backed_up()
         bench.forget()
-        bench.node.backups.queues[0].had.records.clear()
+        bench.node.backups.queues[0].history._records.records.clear()
         assert await bench.acquire(hashes) == 3
         await bench.raw[0].delete_many(SCOPE, hashes)
         bench.forget()
@@ -502,7 +502,7 @@ def test_a_tier_that_is_not_filled_from_below() -> None:
         hashes = bench.store(2)
         await bench.backed_up()
         await bench.raw[0].delete_many(SCOPE, hashes)
-        bench.node.backups.queues[0].had.records.clear()
+        bench.node.backups.queues[0].history._records.records.clear()
         bench.forget()
         assert await bench.acquire(hashes) == 2
         assert await why(bench, hashes[0]) == [
@@ -533,8 +533,8 @@ def test_a_block_that_the_tier_had_already() -> None:
         hashes = bench.store(1)
         await bench.backed_up()
         queue = bench.node.backups.queues[0]
-        queue.had.records.clear()
-        bench.node.backups.lost(bench.space, list(bench.space.items.values()), queue.bit)
+        queue.history._records.records.clear()
+        bench.node.backups.note_lost(bench.space, list(bench.space.items.values()), queue.bit)
         bench.store(1)  # As an engine does that has the prompt again: the tier says PRESENT.
         await bench.backed_up()
         await bench.raw[0].delete_many(SCOPE, hashes)

@@ -532,7 +532,7 @@ def test_one_at_a_time() -> None:
         await bench.backed_up()
         raw.delete_takes_s = 0.1
         work = begin(bench)
-        with pytest.raises(RefusedError, match="going on"):
+        with pytest.raises(RefusedError, match="is in progress"):
             begin(bench)
         await work.done.wait()
         assert (await flush(bench)).status()["complete"]
@@ -580,7 +580,7 @@ def test_the_flush_outlives_who_asked_for_it() -> None:
         refused = [(each.call, each.reason) for each in said if isinstance(each, m.Error)]
         assert refused == [
             (2, "this session follows another order already"),
-            (5, "a flush is going on already"),
+            (5, "another flush is in progress"),
         ]
         await until(lambda: not raw.blocks)
         await until(lambda: not len(bench.node.tasks))
@@ -700,7 +700,7 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         ({}, "", 0, True),
         ({"00": 0}, "", 0, True),
         ({"00": 1}, "", 0, False),
-        ({}, "not all of it could be looked at: x", 0, False),
+        ({}, "parts of it could not be read: x", 0, False),
         ({}, "", 1, False),
     ],
 )

@@ -269,7 +269,7 @@ def test_what_a_disk_did_not_give_for_a_while(tmp_path: Path) -> None:
         assert had(daemon) == 0
         told = flush(daemon)
         assert told["complete"]
-        assert "could be looked at" in told["tiers"][0]["garbage"]
+        assert "could not be read" in told["tiers"][0]["garbage"]
         daemon.stop()
         path.unlink()
         os.rename(aside, path)

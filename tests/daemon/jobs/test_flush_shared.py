@@ -407,7 +407,7 @@ def test_a_write_that_learns_of_a_flush_is_none() -> None:
         assert await tier.put(SPACE.digest, [request]) == [Outcome.ERROR]
         assert not first.raw[0].blocks
         for what in news:
-            second.node.flushes.risen(tier, *what)
+            second.node.flushes.note_news(tier, *what)
         await until(lambda: not tier.epochs.unheeded(SPACE.digest))
         assert await tier.put(SPACE.digest, [request]) == [Outcome.STORED]
 

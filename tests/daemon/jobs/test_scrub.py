@@ -179,7 +179,7 @@ def test_stop() -> None:
         await bench.backed_up()
         work = begin(bench, rate=PAGE)
         await until(lambda: work.tiers[0].blocks)
-        with pytest.raises(RefusedError, match="going on"):
+        with pytest.raises(RefusedError, match="is in progress"):
             begin(bench)
         began_s = bench.loop.time()
         work.stop.set()
@@ -253,7 +253,7 @@ def test_a_shared_tier_is_read_only_when_it_is_named() -> None:
         assert (await scrub(bench, 1)).tiers[0].blocks == 10
 
     async def alone(bench: Bench) -> None:
-        with pytest.raises(RefusedError, match="name those"):
+        with pytest.raises(RefusedError, match="name the tiers"):
             begin(bench)
 
     run(test, raw=[Tier(), Shared()])
@@ -304,10 +304,10 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(Operator, "_follow", interrupted)
             assert command("--rate", "70kB/s") == 3
-        assert "it was stopped" in capsys.readouterr().out
+        assert "the scrub was stopped" in capsys.readouterr().out
         assert command("--rate", "70kB/s", "--detach") == 0
         assert command("--stop") == 0
-        assert "it was stopped" in capsys.readouterr().out
+        assert "the scrub was stopped" in capsys.readouterr().out
         for words, named in ((("--tier", "tape"), "disk"), (("--rate", "8G"), "8G")):
             assert command(*words) == 2
             assert named in capsys.readouterr().err

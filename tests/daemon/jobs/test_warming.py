@@ -92,8 +92,8 @@ async def until(condition: Callable[[], object]) -> None:
 def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
     """Requests that name these blocks, as the book of uses counts them."""
     for _ in range(times):
-        bench.space.reuse.use(PrefixRequest(hashes, bench.loop.time()))
-        bench.node.host.use(bench.space, PrefixRequest(hashes, bench.loop.time()))
+        for _ in bench.node.host.count_use([bench.space], hashes, 0, bench.loop.time()):
+            pass
 
 
 # --- into host memory -------------------------------------------------------------------
@@ -164,8 +164,8 @@ def test_it_can_be_called_off() -> None:
         warming = Warming(bench.space, hashes, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: Warmth.BROUGHT in warming.outcomes)
-        warming.call_off()
-        warming.call_off()
+        warming.cancel()
+        warming.cancel()
         await going
         assert set(fates(warming)) == {Warmth.BROUGHT, Warmth.LATE}
         calls = bench.raw[0].calls("get")

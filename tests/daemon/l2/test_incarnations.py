@@ -20,7 +20,7 @@ from tierd.core.effects import NewSegment
 from tierd.daemon.l2.memory import INTERNAL
 from tierd.daemon.l2.verification import Verification
 from tierd.memory.ledger import Ledger, LedgerError
-from tierd.memory.past import LOG_BYTES, ArenaGuard, LifePage, PastPage
+from tierd.memory.past import LOG_BYTES, ArenaGuard, IncarnationPage, PastPage
 from tierd.testing.simulation.keeper import Keeper
 
 
@@ -192,7 +192,7 @@ def test_slots_stay_while_a_copy_process_of_before_runs(keeper: Keeper) -> None:
 @pytest.mark.slow
 def test_no_lease_is_lost_in_the_log(leases: list[tuple[int, int]]) -> None:
     """A block that an engine still reads would be evicted after a restart under high load."""
-    page = LifePage.create(bytes(16))
+    page = IncarnationPage.create(bytes(16))
     for number, (count, until) in enumerate(leases):
         page.lease(bytes([number % 3]) * 16, range(number, number + count), until)
     again = PastPage(page.fd, 0)
@@ -370,7 +370,7 @@ def test_what_was_not_adopted_does_not_turn_up_later(keeper: Keeper) -> None:
 
 def test_leases_that_the_log_forgets_keep_everything() -> None:
     """Under the highest load the log goes round before leases end, and would lose the first."""
-    page = LifePage.create(bytes(16))
+    page = IncarnationPage.create(bytes(16))
     count = LOG_BYTES // 4 // 5
     for number in range(8):
         page.lease(bytes([number]) * 16, range(count), 100 + number)

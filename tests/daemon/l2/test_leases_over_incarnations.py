@@ -28,7 +28,7 @@ from tests.support.one_life import (
 from tierd.core.reasons import Dropped
 from tierd.core.space import Space
 from tierd.memory import past
-from tierd.memory.past import LEASE_NS_MAX, LifePage, PastPage
+from tierd.memory.past import LEASE_NS_MAX, IncarnationPage, PastPage
 from tierd.testing.simulation.keeper import Keeper
 
 S = 10**9
@@ -279,7 +279,7 @@ def test_a_log_that_is_torn_loses_no_lease(
     """A daemon killed in the middle of a write would leave leases that the next one breaks."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(past, "LOG_BYTES", 1024)
-        page = LifePage.create(bytes(16))
+        page = IncarnationPage.create(bytes(16))
         recorder = Recorder(os.pread(page.fd, 1 << 20, 0))
         page._mapping = cast("mmap.mmap", recorder)
         granted: list[tuple[bytes, range, int]] = []
@@ -316,7 +316,7 @@ def _all_told(fd: int, granted: list[tuple[bytes, range, int]]) -> None:
 def test_a_log_that_is_damaged_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit would have a slot reused under its reader's eyes, or tierd hang at each start."""
     monkeypatch.setattr(past, "LOG_BYTES", 1024)
-    page = LifePage.create(bytes(16))
+    page = IncarnationPage.create(bytes(16))
     right: dict[bytes, set[int]] = {}
     for number in range(3):
         name, slots = bytes([number % 2]) * 16, range(number, number + 9)
@@ -346,7 +346,7 @@ def test_a_log_that_is_damaged_is_not_believed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_lease_of_another_clock_is_not_believed() -> None:
     """Memory that came with a machine's image would be held for days, or not at all."""
-    page = LifePage.create(bytes(16))
+    page = IncarnationPage.create(bytes(16))
     page.lease(bytes(16), [1, 2], 10**15)
     told = PastPage(page.fd, 10)
     assert not told.readable

@@ -11,7 +11,7 @@ from tests.support.tiers.bench import DEADLINE_S, PAGE, Bench, Tier, config, key
 from tierd.backend import HEADER_BYTES
 from tierd.config import WritePolicy
 from tierd.daemon.l3.renewal import ASK_MAX, TELL_PAUSE_S
-from tierd.daemon.l3.write_queue import REST_S
+from tierd.daemon.l3.tier_history import REST_S
 
 HOT = 4
 COLD = 8

@@ -214,7 +214,7 @@ def test_a_burst_that_was_too_much_leaves_nothing_behind() -> None:
                 group.create_task(ask(bench, chains[number % len(chains)], waited_ms=number))
         await asyncio.sleep(5)
         bench.check_nothing_is_left()
-        assert not bench.node.promotions.turns.bytes_in_flight
+        assert not bench.node.promotions.read_scheduler.bytes_in_flight
         assert bench.tiers[0].reads.free == bench.tiers[0].config.read_batches
         bench.raw[0].takes_s = 0.0
         for chain in chains:

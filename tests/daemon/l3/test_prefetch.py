@@ -166,7 +166,7 @@ class World:
         while True:
             in_flight = sum(raw.in_flight for raw in self.moody)
             assert in_flight <= max(self.prefetch.bytes_in_flight, BATCH_BLOCKS_MAX * PAGE)
-            assert in_flight <= self.bench.node.promotions.turns.bytes_in_flight
+            assert in_flight <= self.bench.node.promotions.read_scheduler.bytes_in_flight
             await asyncio.sleep(0.003)
 
     async def _serve(self, arrival: Arrival) -> None:
@@ -221,13 +221,13 @@ def world(
 
     async def scenario(bench: Bench) -> None:
         made = World(bench, raw, prefetch)
-        bench.node.promotions.turns._bytes_max = prefetch.bytes_in_flight
+        bench.node.promotions.read_scheduler._bytes_max = prefetch.bytes_in_flight
         await made.begin()
         await test(made)
         # Whatever lingers has let go by then.
         await asyncio.sleep(60)
         bench.check_nothing_is_left()
-        assert not bench.node.promotions.turns.bytes_in_flight
+        assert not bench.node.promotions.read_scheduler.bytes_in_flight
         for tier, mood in zip(bench.tiers, moods, strict=True):
             assert tier.reads.free == mood.read_batches
 
@@ -529,7 +529,7 @@ def test_slots_of_a_read_under_way_are_kept_until_the_backend_lets_go() -> None:
         (outcome,) = await made.serve([Arrival(client=100)])
         assert (outcome.blocks, raw.in_flight > 0) == (0, True)
         slots = len(bench.space.writing)
-        assert slots * PAGE == raw.in_flight == bench.node.promotions.turns.bytes_in_flight
+        assert slots * PAGE == raw.in_flight == bench.node.promotions.read_scheduler.bytes_in_flight
         await asyncio.sleep(2.5)  # The breaker has given it up, and the backend lingers.
         assert len(bench.space.writing) == slots
         await asyncio.sleep(4)

@@ -1,4 +1,4 @@
-"""Turns of lanes with a bound on bytes, against the rule that they promise."""
+"""The read scheduler starts reads in rank order within its limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.daemon.l3.read_scheduler import ReadLane, ReadScheduler, ReadTurn
+from tierd.daemon.l3.read_scheduler import QueuedRead, ReadLane, ReadScheduler
 from tierd.testing.loop import SimulationLoop, run_simulation
 
 
 @dataclass(eq=False)
 class Reader:
-    """One who takes a turn, and keeps it until told."""
+    """A task that takes a read and keeps it until `enough` is set."""
 
-    turn: ReadTurn
+    queued: QueuedRead
     task: asyncio.Task[None]
     enough: asyncio.Event
     rank: list[int]
@@ -36,40 +36,40 @@ class Rig:
         self.lanes = [ReadLane(count) for count in counts]
         self.counts = counts
         self.bytes_max = bytes_max
-        self.turns = ReadScheduler(self.lanes, bytes_max)
+        self.scheduler = ReadScheduler(self.lanes, bytes_max)
         self.readers: list[Reader] = []
 
     async def begin(self, lane: int, size: int, rank: int) -> Reader:
         now = [rank, len(self.readers)]
-        turn = ReadTurn(self.lanes[lane], size, lambda: (now[0], now[1]))
+        queued = QueuedRead(self.lanes[lane], size, lambda: (now[0], now[1]))
         enough = asyncio.Event()
 
         async def read() -> None:
-            async with self.turns.take(turn):
+            async with self.scheduler.take(queued):
                 reader.has = True
                 await enough.wait()
             reader.has = False
 
-        reader = Reader(turn, asyncio.create_task(read()), enough, now)
+        reader = Reader(queued, asyncio.create_task(read()), enough, now)
         self.readers.append(reader)
         await settled()
         return reader
 
     def check(self) -> None:
-        """No bound is exceeded, and nobody waits who could have a turn."""
+        """Check that no limit is exceeded, and that no read waits that could start."""
         having = [r for r in self.readers if r.has]
-        in_flight = sum(r.turn.size_bytes for r in having)
-        assert self.turns.bytes_in_flight == in_flight
+        in_flight = sum(r.queued.size_bytes for r in having)
+        assert self.scheduler.bytes_in_flight == in_flight
         assert in_flight <= self.bytes_max or len(having) == 1
         able = []
         for lane, count in zip(self.lanes, self.counts, strict=True):
-            assert lane.free == count - sum(r.turn.lane is lane for r in having)
+            assert lane.free == count - sum(r.queued.lane is lane for r in having)
             if lane.free:
-                able += [r for r in self.readers if r.waits and r.turn.lane is lane]
+                able += [r for r in self.readers if r.waits and r.queued.lane is lane]
         if able:
             first = min(able, key=lambda r: r.rank)
-            assert in_flight, "somebody waits and nobody has a turn"
-            assert in_flight + first.turn.size_bytes > self.bytes_max
+            assert in_flight, "a read waits, and none is in flight"
+            assert in_flight + first.queued.size_bytes > self.bytes_max
 
 
 async def settled() -> None:
@@ -83,15 +83,15 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     run_simulation(0, scenario)
 
 
-def test_one_large_batch_goes_alone() -> None:
-    """Blocks larger than the bound would never be read."""
+def test_read_beyond_the_byte_limit_runs_alone() -> None:
+    """Blocks larger than the limit would never be read."""
 
     async def test() -> None:
         rig = Rig([4, 4], 10)
         small = await rig.begin(0, 1, 0)
         large = await rig.begin(1, 25, 1)
         late = await rig.begin(0, 1, 2)
-        assert [r.has for r in rig.readers] == [True, False, False], "nobody overtakes it"
+        assert [r.has for r in rig.readers] == [True, False, False], "no read overtakes it"
         small.enough.set()
         await settled()
         assert [r.has for r in rig.readers] == [False, True, False]
@@ -102,7 +102,7 @@ def test_one_large_batch_goes_alone() -> None:
     run(test)
 
 
-def test_who_gives_up_lets_the_next_one_go() -> None:
+def test_cancelled_read_lets_the_next_one_start() -> None:
     """A request aborted while it waits for bytes would keep all others waiting."""
 
     async def test() -> None:
@@ -119,7 +119,7 @@ def test_who_gives_up_lets_the_next_one_go() -> None:
     run(test)
 
 
-def test_a_full_lane_keeps_no_other_lane_waiting() -> None:
+def test_full_lane_does_not_block_other_lanes() -> None:
     """A tier that hangs would keep the blocks of all others from being read."""
 
     async def test() -> None:
@@ -144,7 +144,7 @@ steps = st.lists(
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 12), steps)
-def test_turns_go_to_the_first_who_fits(counts, bytes_max, steps) -> None:
+def test_reads_start_in_rank_order_within_the_limits(counts, bytes_max, steps) -> None:
     """A wake-up would be lost and a tier never read again, or a late request be served first."""
 
     async def test() -> None:
@@ -160,15 +160,15 @@ def test_turns_go_to_the_first_who_fits(counts, bytes_max, steps) -> None:
                 some = waiting or having
                 some[number % len(some)].task.cancel()
             elif what == "revoke" and waiting:
-                waiting[number % len(waiting)].turn.granted.cancel()
+                waiting[number % len(waiting)].queued.granted.cancel()
             elif waiting:
                 reader = waiting[number % len(waiting)]
                 reader.rank[0] += size if what == "later" else -size
                 if what == "earlier":
-                    reader.turn.earlier()
+                    reader.queued.reorder()
             await settled()
             if what == "cancel":
-                # One who is cancelled while it has the turn is rid of it.
+                # A cancelled task no longer has its read.
                 for reader in rig.readers:
                     reader.has = reader.has and not reader.task.done()
             rig.check()
@@ -179,6 +179,6 @@ def test_turns_go_to_the_first_who_fits(counts, bytes_max, steps) -> None:
                 with suppress(asyncio.CancelledError):
                     await reader.task
         assert [lane.free for lane in rig.lanes] == counts
-        assert not rig.turns.bytes_in_flight
+        assert not rig.scheduler.bytes_in_flight
 
     run(test)

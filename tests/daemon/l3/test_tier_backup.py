@@ -299,7 +299,7 @@ def test_a_drain_writes_blocks_that_have_moved() -> None:
         drain = asyncio.create_task(bench.node.drain(5.0))
         await asyncio.sleep(0.05)
         (queue,) = bench.node.backups.queues
-        assert any(block_hash == hashes[-1] for _, _, block_hash in queue.unflushed)
+        assert any(block_hash == hashes[-1] for _, block_hash in queue.backlog._waiting)
         effects: list[Effect] = []
         slot = space.items[hashes[-1]]
         bench.node.host._room.move(space, [(slot, space.free[0])], effects)

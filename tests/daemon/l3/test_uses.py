@@ -28,7 +28,7 @@ def counts(book: Reuse, hashes: Sequence[bytes]) -> list[int]:
     return [book.uses(block_hash) for block_hash in hashes]
 
 
-def test_a_request_that_asks_in_chunks_is_one_use() -> None:
+def test_request_in_chunks_counts_once() -> None:
     """Chunked prefill would make every block of a long prompt look popular, as HiCache's
     selective policy did where one request reached its threshold of two by itself."""
     uses, hashes = Uses(), chain(8)
@@ -38,7 +38,7 @@ def test_a_request_that_asks_in_chunks_is_one_use() -> None:
     assert counts(book, hashes) == [1] * 8
 
 
-def test_a_request_that_comes_back_between_others_is_one_use() -> None:
+def test_request_that_returns_between_others_counts_once() -> None:
     """A preempted or retried request would count again, and have its blocks written."""
     uses, hashes = Uses(), chain(3)
     book = uses.book(SPACE, 100)
@@ -47,7 +47,7 @@ def test_a_request_that_comes_back_between_others_is_one_use() -> None:
     assert counts(book, hashes) == [2] * 3
 
 
-def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
+def test_request_that_returns_shorter_counts_once() -> None:
     """A request that comes back shorter would forget what has been counted of it."""
     uses, hashes = Uses(), chain(8)
     book = uses.book(SPACE, 100)
@@ -56,7 +56,7 @@ def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
     assert counts(book, hashes) == [1] * 8
 
 
-def test_requests_without_a_number_are_requests_of_their_own() -> None:
+def test_requests_without_a_number_all_count() -> None:
     """Blocks of a client that names no requests would never be written by the second use."""
     uses, hashes = Uses(), chain(1)
     book = uses.book(SPACE, 100)
@@ -65,7 +65,7 @@ def test_requests_without_a_number_are_requests_of_their_own() -> None:
     assert counts(book, hashes) == [3]
 
 
-def test_models_do_not_share_uses_and_ranks_do() -> None:
+def test_ranks_share_uses_and_models_do_not() -> None:
     """Another model's traffic on the same tokens would have this one's blocks written; and the
     ranks of an engine would evict different blocks, of which no prefix is whole."""
     uses = Uses()
@@ -76,7 +76,7 @@ def test_models_do_not_share_uses_and_ranks_do() -> None:
     assert uses.book(ranks[0], 100) is uses.book(ranks[1], 100) is not book
 
 
-def test_requests_are_remembered_up_to_a_bound() -> None:
+def test_remembered_requests_are_bounded() -> None:
     """The daemon's memory would grow with every request that it has ever served."""
     uses = Uses(counted_max=64)
     hashes = chain(1)
@@ -85,10 +85,10 @@ def test_requests_are_remembered_up_to_a_bound() -> None:
         uses.new(book, hashes, request)
         uses.new(book, hashes, 1)
         assert len(uses._counted) <= 64
-    assert list(uses._counted)[-1] == (book, 1), "one that goes on is not forgotten"
+    assert list(uses._counted)[-1] == (book, 1), "a request that continues is remembered"
 
 
-def test_a_use_counts_although_the_block_has_left() -> None:
+def test_use_of_an_evicted_block_counts() -> None:
     """A block that L2 drops between its uses would be new each time: HiCache's hit count of a
     node goes with the node, and does not grow while it is evicted."""
 
@@ -103,7 +103,7 @@ def test_a_use_counts_although_the_block_has_left() -> None:
     run(test)
 
 
-def test_counting_a_long_prompt_lets_others_go_first() -> None:
+def test_counting_a_long_prompt_yields_to_the_loop() -> None:
     """A request of 16,000 blocks would hold up everybody else's for 20 ms."""
 
     async def test(bench: Bench) -> None:
@@ -119,7 +119,7 @@ def test_counting_a_long_prompt_lets_others_go_first() -> None:
     run(test)
 
 
-def test_what_all_ranks_ask_for_is_one_use() -> None:
+def test_request_of_all_ranks_counts_once() -> None:
     """Each rank's question would count, and a prompt look popular that came once."""
 
     async def test(bench: Bench) -> None:
@@ -135,7 +135,7 @@ def test_what_all_ranks_ask_for_is_one_use() -> None:
     run(test)
 
 
-def test_a_flood_of_requests_is_counted_in_part_and_that_is_said() -> None:
+def test_flood_of_requests_is_counted_in_part() -> None:
     """What waits to be counted would take the daemon's memory."""
 
     async def test(bench: Bench) -> None:
@@ -150,7 +150,7 @@ def test_a_flood_of_requests_is_counted_in_part_and_that_is_said() -> None:
     run(test)
 
 
-def test_a_mistake_in_counting_costs_no_more_than_a_count() -> None:
+def test_bug_in_counting_does_not_end_the_daemon() -> None:
     """A bug in what only serves to keep better blocks would end the daemon."""
 
     async def test(bench: Bench) -> None:
@@ -164,7 +164,7 @@ def test_a_mistake_in_counting_costs_no_more_than_a_count() -> None:
     run(test)
 
 
-def test_a_used_block_is_wanted_by_a_selective_tier() -> None:
+def test_selective_tier_wants_blocks_used_twice() -> None:
     """What two requests have used would not be written before it leaves L2."""
     uses, hashes = Uses(), chain(4)
     book = uses.book(SPACE, 100)

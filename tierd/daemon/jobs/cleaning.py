@@ -1,6 +1,7 @@
-"""Deletes from a tier what flushes have barred there. Only room is at stake: nobody can be served
-such blocks, so whatever fails is told, and left to the next flush or scrub, or to the tier's own
-eviction.
+"""Deletes the blocks that flushes have barred in a tier.
+
+Barred blocks are never served, so this only frees space. A failure is reported, and the blocks are
+left to the next flush or scrub, or to the tier's eviction.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from tierd.errors import BackendError
 from tierd.types import BlockKey
 
 DELETE_BATCH: Final = 64
-"""Blocks deleted by one call to a tier: well within a deadline, on an object store too."""
+"""Blocks deleted per call to a tier: well within a deadline, on an object store too."""
 
 PASSES_MAX: Final = 3
-"""Scans of a tier until one has looked at everything, and all that it found is deleted."""
+"""Maximum scans of a tier until one is complete and all blocks that it found are deleted."""
 
 RETRY_S: Final = 1.0
-"""Pause after one that has not."""
+"""Pause before another scan."""
 
 
 class Sweep:
-    """Barred blocks of one tier, as a scan of it finds them."""
+    """Deletes the barred blocks that a scan of one tier finds."""
 
     def __init__(self, tier: StorageTier, deleted: Callable[[bytes, int], None]) -> None:
-        """`deleted` is told of each batch: a namespace's digest, and how many blocks."""
+        """`deleted` is called for each batch with a namespace's digest and a number of blocks."""
         self.left = 0
         """Blocks that could not be deleted."""
         self.why = ""
@@ -38,7 +39,7 @@ class Sweep:
         self._batches: dict[bytes, list[bytes]] = {}
 
     async def take(self, key: BlockKey) -> None:
-        """One more."""
+        """Add a block, and delete a full batch."""
         scope, block_hash = key
         batch = self._batches.setdefault(scope, [])
         batch.append(block_hash)
@@ -46,7 +47,7 @@ class Sweep:
             await self._delete(scope)
 
     async def rest(self) -> None:
-        """Those that make no full batch."""
+        """Delete the blocks that make no full batch."""
         for scope in list(self._batches):
             await self._delete(scope)
 
@@ -62,22 +63,22 @@ class Sweep:
 
 
 class Cleaning:
-    """All barred blocks of one tier."""
+    """Deletes all barred blocks of one tier."""
 
     def __init__(
         self, tier: StorageTier, over: asyncio.Event, deleted: Callable[[bytes, int], None]
     ) -> None:
-        """It ends once `over` is set: somebody else goes on with it."""
+        """The work ends once `over` is set, because another flush continues it."""
         self.left = 0
-        """Blocks that the last scan found, and that could not be deleted."""
+        """Blocks that the last scan found but could not delete."""
         self.why = ""
-        """Why barred blocks may be left."""
+        """Why barred blocks may remain; empty if none do."""
         self._tier = tier
         self._over = over
         self._deleted = deleted
 
     async def run(self) -> None:
-        """Until nothing is left, as far as that is possible."""
+        """Scan and delete until nothing remains, at most PASSES_MAX times."""
         for number in range(PASSES_MAX):
             if number:
                 await asyncio.sleep(RETRY_S)
@@ -89,4 +90,4 @@ class Cleaning:
 
     async def _look(self, header: BlockHeader) -> None:
         if self._over.is_set():
-            raise BackendError("another flush goes on with it")
+            raise BackendError("another flush continues the deletions")

@@ -1,7 +1,7 @@
-"""Where blocks are, and why they are not where they are not: for whoever asks why hits do not come.
+"""Explains where blocks are, and why they are not in L2 or in a storage tier.
 
-It looks at what is remembered anyway, and asks each tier once. It decides nothing, brings nothing
-and counts as nobody's use. The reasons of a block come with what settles most first.
+It uses only records that the daemon keeps anyway, and asks each tier once. It changes nothing, and
+does not count as a use. The most decisive reasons of a block come first.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from tierd.daemon.l3.promotion import Spawn
 from tierd.types import Namespace
 
 ASK_S: Final = 2.0
-"""How long the tiers have for their answers, all at once; one that takes longer is unknown."""
+"""Time for the answers of all tiers together; the content of a slower tier is unknown."""
 
 SLICE: Final = 32
-"""Blocks looked at between two turns of the loop: less than 1 ms with four tiers."""
+"""Blocks explained before the loop does other work: less than 1 ms with four tiers."""
 
 EVICTING_SLICE: Final = 4096
-"""Blocks under eviction that are looked at between two turns: they are found by slot, not hash."""
+"""Evicting blocks searched before the loop does other work; they are indexed by slot, not hash."""
 
 SPACES_SLICE: Final = 8
-"""Other namespaces looked at between two turns, each for up to 1,024 blocks."""
+"""Other namespaces searched before the loop does other work, each for up to 1,024 blocks."""
 
 OTHERS_MAX: Final = 16
-"""Other namespaces that are looked at, those first that differ least: tiers are asked for each."""
+"""Maximum other namespaces searched, the most similar ones first: each costs a call per tier."""
 
 YOUNG_S: Final = 3600
-"""A daemon that has run no longer says so where it knows nothing of a block."""
+"""For an unknown block, a daemon that has run at most this long names its restart as a reason."""
 
 SHOWN_CHARS_MAX: Final = 100
-"""Of a field's value; a field that differs further on is still named."""
+"""Maximum characters shown of a field's value; a field that differs only further on is still
+named."""
 
 Reason = dict[str, object]
 Has = list[list[bool] | None]
-"""What each tier has of some blocks; None for one that takes no reads, or did not answer."""
+"""For each tier, whether it has each block; None if it takes no reads or did not answer."""
 
 
 class Explainer:
@@ -75,11 +76,11 @@ class Explainer:
 
     @property
     def uptime_s(self) -> int:
-        """How long the daemon has run."""
+        """Seconds since the daemon's start."""
         return int(self.now_s - self._started_s)
 
     async def explain(self, digest: bytes, hashes: Sequence[bytes]) -> dict[str, object]:
-        """The body of an EXPLAINED. What changes meanwhile may show as before or after."""
+        """Return the body of EXPLAINED. A concurrent change may show as before or after it."""
         end_s = asyncio.get_running_loop().time() + ASK_S
         has = await self.ask([digest], hashes, end_s)
         case = _Case(self, digest, hashes, has[digest])
@@ -106,7 +107,7 @@ class Explainer:
     async def ask(
         self, digests: Sequence[bytes], hashes: Sequence[bytes], end_s: float
     ) -> dict[bytes, Has]:
-        """What each tier has of these namespaces, as far as they have answered by then."""
+        """Ask each tier for blocks of these namespaces; return the answers by `end_s`."""
         tiers = [queue.tier for queue in self.backups.queues]
         found: dict[bytes, Has] = {digest: [None] * len(tiers) for digest in digests}
 
@@ -121,13 +122,13 @@ class Explainer:
                 await asyncio.wait(asks, timeout=max(0.0, left_s))
             return {digest: list(has) for digest, has in found.items()}
         finally:
-            # Not waited for: a backend may take its time to let go.
+            # Not waited for: a backend may take long to end a call.
             for each in asks:
                 each.cancel()
 
 
 class _Case:
-    """What is known of the blocks of one EXPLAIN."""
+    """Records about the blocks of one EXPLAIN."""
 
     def __init__(
         self, explainer: Explainer, digest: bytes, hashes: Sequence[bytes], has: Has
@@ -141,7 +142,7 @@ class _Case:
         self.space = self._memory.host.spaces.get(digest)
         self.tiers = [self._tier(number) for number in range(len(has))]
         self.others: list[dict[str, object]] = []
-        """Namespaces that have some of the same hashes."""
+        """Other namespaces that have some of the hashes."""
         self._barred = explainer.backups.barred(digest)
         self._evicting: set[bytes] = set()
         self._unserved: dict[Why, dict[bytes, int]] = {}
@@ -155,7 +156,7 @@ class _Case:
         return {**{name: status[name] for name in names}, "reads": reads}
 
     async def look(self, end_s: float) -> None:
-        """Find what takes a look at more than the block itself."""
+        """Search records that are not indexed by block."""
         if self.space is not None and self.space.evicting:
             self._evicting = await _evicting(self.space, self._hashes)
         missing = [h for h in self._hashes if not self._is_here(h)]
@@ -167,7 +168,7 @@ class _Case:
             await self._look_elsewhere(nowhere, end_s)
 
     async def _not_served(self, why: Why, wanted: set[bytes]) -> dict[bytes, int]:
-        """When a request last did not get a block for this reason."""
+        """Return when a request last failed to get each block for this reason."""
         latest: dict[bytes, int] = {}
         for note in self._explainer.unserveds.latest(why, self._digest):
             for block_hash in wanted.intersection(note.hashes):
@@ -178,7 +179,7 @@ class _Case:
     # --- one block ------------------------------------------------------------------
 
     def block(self, at: int) -> dict[str, object]:
-        """Where a block is, how often it was used, and why it is not elsewhere."""
+        """Return where a block is, how often it was used, and why it is not elsewhere."""
         block_hash = self._hashes[at]
         uses, last_use_s = 0, None
         if self.space is not None and (last := self.space.reuse.last_use(block_hash)) is not None:
@@ -193,7 +194,7 @@ class _Case:
         }
 
     def _state(self, block_hash: bytes) -> str:
-        """In one word whether L2 has a block; empty if it has not."""
+        """Return a block's state in L2 in one word; empty if L2 lacks it."""
         space = self.space
         if space is None:
             return ""
@@ -208,7 +209,7 @@ class _Case:
         return self._state(block_hash) not in ("", "writing")
 
     def _holders(self, at: int) -> list[int]:
-        """The tiers that have a block."""
+        """Return the numbers of the tiers that have a block."""
         return [number for number, found in enumerate(self._has) if found and found[at]]
 
     def _is_anywhere(self, at: int) -> bool:
@@ -236,7 +237,7 @@ class _Case:
             yield from self._why_unknown()
 
     def _why_not_read(self, block_hash: bytes) -> Iterator[Reason]:
-        """Tiers that may have it and cannot be asked."""
+        """Yield reasons for tiers that may have a block but did not answer."""
         for number, found in enumerate(self._has):
             queue = self._queues[number]
             if found is None and queue.writes.missed.why(self._digest, block_hash) is None:
@@ -255,7 +256,7 @@ class _Case:
         may_come = bool(self._holders(at)) or None in self._has
         for why, latest in self._unserved.items():
             asked_s = latest.get(block_hash)
-            # It has been in L2 since if it left L2 later.
+            # If it left L2 later, it has been in L2 since that request.
             if asked_s is not None and may_come and (gone is None or gone[1] <= asked_s):
                 yield {"what": why.value, "ago_s": self._ago_s(asked_s)}
         if gone is None:
@@ -271,9 +272,9 @@ class _Case:
     def _why_not_in_tier(self, number: int, at: int) -> Iterator[Reason]:
         queue, block_hash = self._queues[number], self._hashes[at]
         key = self._digest + block_hash
-        had_s = queue.had.records.get(key, -1) >> 1
+        had_s = queue.history.latest_s(key)
         damaged_s = queue.tier.damaged.records.get(key, -1)
-        is_damaged = damaged_s >= max(0, had_s)
+        is_damaged = damaged_s >= (had_s or 0)
         miss = queue.writes.missed.why(self._digest, block_hash)
         if is_damaged:
             yield {"what": "checksum_failed", "tier": number, "ago_s": self._ago_s(damaged_s)}
@@ -284,7 +285,7 @@ class _Case:
             yield {"what": "skipped", "tier": number, "by": miss.value}
         elif is_damaged:
             return
-        elif had_s >= 0:
+        elif had_s is not None:
             flushed_s = self._explainer.flushes.latest(self._digest, queue.tier)
             if flushed_s is not None and flushed_s >= had_s:
                 yield {"what": "flushed", "tier": number, "ago_s": self._ago_s(flushed_s)}
@@ -294,7 +295,7 @@ class _Case:
             yield self._not_admitted(number, self.space, slot)
 
     def _not_admitted(self, number: int, space: Space, slot: int) -> Reason:
-        """L2 has a block, and a tier that has never had it has not."""
+        """Return why a tier has never got a block that L2 has."""
         queue = self._queues[number]
         block_hash, _ = space.identity(slot)
         if slot in space.unverified or (
@@ -304,7 +305,7 @@ class _Case:
         if space.tiers.of(slot) & queue.bit:
             if not queue.tier.config.fill_from_lower:
                 return {"what": "not_admitted", "tier": number, "policy": "fill_from_lower"}
-            # A tier that is said to have it, by the ledger or by a tier above.
+            # The ledger, or a promotion from a higher tier, recorded that the tier has it.
             return {"what": "tier_dropped", "tier": number, "had_s": None}
         reason: Reason = {
             "what": "not_admitted",
@@ -322,7 +323,7 @@ class _Case:
         return reason
 
     def _why_unknown(self) -> Iterator[Reason]:
-        """Nothing is remembered of a block that is nowhere."""
+        """Yield reasons for a block that is nowhere and of which there is no record."""
         explainer, space = self._explainer, self.space
         if explainer.uptime_s <= YOUNG_S:
             adopted = self._memory.counters["adopted_blocks_total"]
@@ -335,8 +336,8 @@ class _Case:
     # --- other namespaces -----------------------------------------------------------
 
     async def _look_elsewhere(self, nowhere: Sequence[bytes], end_s: float) -> None:
-        """Find blocks of the same hashes under other digests."""
-        spaces = await self._likest()
+        """Find blocks with the same hashes in other namespaces."""
+        spaces = await self._similar_spaces()
         if not spaces:
             return
         held = await self._explainer.ask([s.digest for s in spaces], nowhere, end_s)
@@ -345,7 +346,7 @@ class _Case:
             self._note_elsewhere(space, nowhere, held[space.digest])
 
     def _note_elsewhere(self, space: Space, nowhere: Sequence[bytes], has: Has) -> None:
-        """Note which of the blocks L2 and tiers have of another namespace."""
+        """Record which of the blocks L2 and tiers have in another namespace."""
         in_memory = space.items.keys() & set(nowhere)
         in_tiers = [(n, found) for n, found in enumerate(has) if found and True in found]
         if not in_memory and not in_tiers:
@@ -361,8 +362,8 @@ class _Case:
                 self._elsewhere.setdefault(block_hash, []).append(reason)
         self.others.append(self._differing(space.namespace))
 
-    async def _likest(self) -> list[Space]:
-        """The namespaces that may have the same hashes, those first that differ least."""
+    async def _similar_spaces(self) -> list[Space]:
+        """Return the namespaces that may have the same hashes, the most similar ones first."""
         found: list[tuple[int, int, Space]] = []
         own = None if self.space is None else self.space.namespace
         for number, space in enumerate(list(self._memory.host.spaces.values())):
@@ -375,7 +376,7 @@ class _Case:
         return [space for *_, space in sorted(found, key=lambda entry: entry[:2])[:OTHERS_MAX]]
 
     def _differing(self, other: Namespace) -> dict[str, object]:
-        """A namespace, and those of its fields that are not those that were asked for."""
+        """Return a namespace's digest, model, and fields that differ from the requested one's."""
         own = None if self.space is None else self.space.namespace
         return {
             "digest": other.digest.hex(),
@@ -385,7 +386,7 @@ class _Case:
 
 
 def _differences(own: Namespace, other: Namespace) -> list[tuple[str, list[str]]]:
-    """The fields that differ, with both values."""
+    """Return the fields that differ, with both values."""
     mine, theirs = own.to_fields(), other.to_fields()
     return [
         (name, [_shown(mine[name]), _shown(theirs[name])])
@@ -399,7 +400,7 @@ def _shown(value: object) -> str:
 
 
 async def _evicting(space: Space, hashes: Iterable[bytes]) -> set[bytes]:
-    """Those of the blocks that are being evicted and would stay if they were asked for."""
+    """Return the blocks that are evicting and that a request would make readable again."""
     wanted, found = set(hashes), set[bytes]()
     entries = list(space.evicting.items())
     for start in range(0, len(entries), EVICTING_SLICE):

@@ -1,14 +1,14 @@
-"""Flush: what was there before is served to nobody afterwards, by L2 and by no tier.
+"""Flush: drops the blocks of namespaces from L2 and from storage tiers.
 
-A tier's mark does it, not finding every block: once it is there, and every node of a shared tier
-has had the time to see it, blocks of before have keys that nobody asks for. Deleting them only
-makes room, and what it could not do is told. Until the marks are there nothing of the namespaces
-is brought from a tier or written to one, so what engines store meanwhile stays in L2 and is
-offered to the tiers afterwards. Slots that are leased keep their bytes until the leases end;
-nobody finds them any more.
+In a tier a mark bars the blocks; they need not all be found. Once the mark is there, and every
+node that shares the tier has had time to read it, no node asks for the old keys. Deleting the
+blocks only frees space, and the status reports what could not be deleted. Until the marks are
+written, no block of the namespaces is read from a tier or written to one. Blocks that engines
+store meanwhile stay in L2 and are offered to the tiers afterwards. Leased slots keep their bytes
+until the leases end, but no lookup finds them.
 
-Of a flush by another node, L2 keeps what it has, but writes none of it to that tier any more:
-it may be what the flush was for.
+After a flush by another node, L2 keeps its blocks but no longer writes them to that tier, because
+they may be the blocks that the flush was meant to drop.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from tierd.core.space import Space
 from tierd.core.writes import WriteMoment
 from tierd.daemon.jobs.cleaning import Cleaning
 from tierd.daemon.l2.memory import HostMemory
-from tierd.daemon.l3.backup import Backups, Covers, nobody
+from tierd.daemon.l3.backup import Backups, Covers, no_namespace
 from tierd.daemon.l3.epochs import MARGIN_S, News
 from tierd.daemon.l3.promotion import Promotions, Spawn
 from tierd.daemon.l3.tier import StorageTier
 from tierd.errors import BackendError, RefusedError
 
 SLICE: Final = 256
-"""Blocks of L2 dropped, or offered again, between two turns of the loop: about 1 ms."""
+"""Blocks of L2 dropped, or offered again, before the loop does other work: about 1 ms."""
 
 OTHERS_S: Final = EPOCH_VALID_S + MARGIN_S
-"""How long a node that has seen another one's flush brings and writes nothing of its namespaces:
-the flush may still be adding marks to other tiers that both have."""
+"""How long a node that sees another node's flush neither reads nor writes the namespaces: the
+flush may still be adding marks to other tiers that both nodes use."""
 
 POLL_S: Final = 0.01
-"""How often it is looked whether what was being written has been."""
+"""How often a flush checks whether writes in progress have ended."""
 
 LATEST_MAX: Final = 64
-"""Flushes that are remembered."""
+"""Maximum flushes remembered."""
 
 NAMESPACES_TOLD_MAX: Final = 1024
-"""So that a status fits one frame; a tier may have had more."""
+"""Maximum namespaces in a status, so that it fits one frame."""
 
 Take = Callable[[Space, Sequence[int]], None]
 
@@ -55,24 +55,24 @@ log = logging.getLogger("tierd")
 
 
 class TierFlush:
-    """How it goes in one storage tier."""
+    """Progress of a flush in one storage tier."""
 
     def __init__(self, tier: StorageTier) -> None:
         self.tier = tier
         self.final = False
-        """No node can be served from it what was there before."""
+        """Whether no node can read the flushed blocks from the tier any longer."""
         self.waits = ""
-        """What it waits for."""
+        """What the flush waits for in this tier; empty if nothing."""
         self.blocks = 0
         """Blocks deleted."""
         self.why = ""
-        """Why it is not final."""
+        """Why the flush failed in this tier; empty if it did not."""
         self.cleaning: Cleaning | None = None
         self.mark: Mark | None = None
-        """Its mark, once that is in the tier."""
+        """The flush's mark, once the tier has it."""
 
     def status(self) -> dict[str, object]:
-        """For PROGRESS and DONE."""
+        """Return the tier's part of PROGRESS and DONE."""
         return {
             "name": self.tier.name,
             "shared": self.tier.raw.shared,
@@ -86,35 +86,35 @@ class TierFlush:
 
 
 class FlushJob:
-    """One flush: of namespaces whose digest begins with `prefix`, in hex."""
+    """One flush, of the namespaces whose digests begin with `prefix`, in hex."""
 
     def __init__(self, prefix: str, *, host: bool, tiers: Sequence[StorageTier]) -> None:
         self.prefix = prefix
         self.host = host
         self.host_blocks = 0
-        """Blocks that L2 no longer has."""
+        """Blocks dropped from L2."""
         self.leased_blocks = 0
-        """Those of them that somebody still had when they were dropped."""
+        """Dropped blocks that were still held, such as by a lease."""
         self.tiers = [TierFlush(tier) for tier in tiers]
         self.by_namespace: Counter[str] = Counter()
         self.dropped = False
-        """L2 has none of it any more, if it was to be dropped."""
+        """Whether L2 is done with its part."""
         self.yields = asyncio.Event()
-        """Another flush is to begin, which goes on with deleting."""
+        """Set when another flush begins, which continues the deletions."""
         self.done = asyncio.Event()
         self.began_s = asyncio.get_running_loop().time()
 
     def covers(self, digest: bytes) -> bool:
-        """Whether a namespace is flushed."""
+        """Whether the flush includes a namespace."""
         return digest.hex().startswith(self.prefix)
 
     @property
     def complete(self) -> bool:
-        """Nothing of before can be served again; deleting may go on."""
+        """Whether no flushed block can be served again; deletions may continue."""
         return self.dropped and all(tier.final for tier in self.tiers)
 
     def status(self) -> dict[str, object]:
-        """For PROGRESS and DONE."""
+        """Return the body of PROGRESS and DONE."""
         return {
             "complete": self.complete,
             "host": {
@@ -139,7 +139,7 @@ class Flushes:
         spawn: Spawn,
     ) -> None:
         self.tiers_alone = asyncio.Lock()
-        """Whoever has it is the only one that puts blocks into tiers, but for backups."""
+        """Excludes flushes and all other writers to tiers, except backups, from each other."""
         self._memory = memory
         self._backups = backups
         self._promotions = promotions
@@ -148,48 +148,49 @@ class Flushes:
         self._bars: list[Covers] = []
         self._risen: asyncio.Queue[tuple[StorageTier, News, tuple[str, ...]]] = asyncio.Queue()
         for tier in tiers:
-            tier.epochs.on_news = partial(self.risen, tier)
+            tier.epochs.on_news = partial(self.note_news, tier)
         self._current: FlushJob | None = None
         self._latest: deque[FlushJob] = deque(maxlen=LATEST_MAX)
 
     def latest(self, digest: bytes, tier: StorageTier) -> float | None:
-        """When a flush that covers this last dropped blocks, on the loop's clock; None if none of
-        the latest did."""
+        """Return when the latest flush of a namespace in a tier began, by the loop's clock.
+
+        None if no remembered flush did that.
+        """
         for flush in reversed(self._latest):
-            if flush.covers(digest) and any(told.tier is tier for told in flush.tiers):
+            if flush.covers(digest) and any(part.tier is tier for part in flush.tiers):
                 return flush.began_s
         return None
 
     def begin(self, prefix: str, *, host: bool, numbers: Sequence[int]) -> FlushJob:
-        """A flush of L2, if `host`, and of tiers by their numbers; `run` carries it out.
+        """Begin a flush of tiers by their numbers and, if `host`, of L2; `run` carries it out.
 
-        Raises RefusedError while another one is going on that is not complete yet. One that only
-        deletes gives way: the new one deletes whatever is barred.
+        Raises RefusedError while another flush is not complete. A complete flush that still
+        deletes blocks ends: the new one deletes all barred blocks.
         """
         if self._current is not None:
             if not self._current.complete:
-                raise RefusedError("a flush is going on already")
+                raise RefusedError("another flush is in progress")
             self._current.yields.set()
         tiers = [self._tiers[number] for number in dict.fromkeys(numbers)]
         self._current = FlushJob(prefix, host=host, tiers=tiers)
         return self._current
 
     async def run(self, flush: FlushJob) -> None:
-        """Until nothing that was there can be served again, or a tier will not have it so, and
-        what can be deleted is."""
+        """Carry out a flush until it is complete or has failed, and the deletions have ended."""
         self._latest.append(flush)
         self._memory.counters["flushes_total"] += 1
         try:
             with self._barred(flush.covers):
                 await self._bar(flush)
             if flush.host:
-                # What was stored meanwhile, and nobody was to write.
+                # Blocks stored during the flush, which were not written to tiers.
                 await self._in_slices(flush.covers, self._offer)
             async with asyncio.TaskGroup() as group:
-                for told in flush.tiers:
-                    if told.mark is not None:
-                        group.create_task(_agree(told, told.mark))
-                        group.create_task(self._clean(flush, told))
+                for part in flush.tiers:
+                    if part.mark is not None:
+                        group.create_task(_agree(part, part.mark))
+                        group.create_task(self._clean(flush, part))
             self._memory.counters["flushed_blocks_total"] += flush.by_namespace.total()
             log.info("flushed %s: %s", flush.prefix or "everything", flush.status())
         finally:
@@ -198,66 +199,67 @@ class Flushes:
             flush.done.set()
 
     async def _bar(self, flush: FlushJob) -> None:
-        """Empty L2, and have marks in the tiers."""
+        """Drop the blocks from L2, and add marks to the tiers."""
         self._promotions.void(flush.covers)
         self._backups.give_up(flush.covers)
         if flush.host:
             await self._drop_host(flush)
         flush.dropped = True
         async with self.tiers_alone:
-            # What began to be written after the mark would be of the new epoch.
+            # A write that ends after the mark would belong to the new epoch.
             while self._backups.under_way(flush.covers):
                 await asyncio.sleep(POLL_S)
-            # Before the marks: a daemon that ends in between must not leave to the next one that
-            # a tier has what its mark bars.
-            bits = sum(1 << self._tiers.index(told.tier) for told in flush.tiers)
+            # Before the marks: if the daemon ends in between, the next incarnation must not find
+            # in a ledger that a tier has blocks which its mark bars.
+            bits = sum(1 << self._tiers.index(part.tier) for part in flush.tiers)
             await self._in_slices(
-                flush.covers, lambda space, slots: self._backups.lost(space, slots, bits)
+                flush.covers, lambda space, slots: self._backups.note_lost(space, slots, bits)
             )
             async with asyncio.TaskGroup() as group:
-                for told in flush.tiers:
-                    group.create_task(_mark(told, flush.prefix))
+                for part in flush.tiers:
+                    group.create_task(_mark(part, flush.prefix))
 
-    async def _clean(self, flush: FlushJob, told: TierFlush) -> None:
+    async def _clean(self, flush: FlushJob, part: TierFlush) -> None:
         def deleted(digest: bytes, count: int) -> None:
-            told.blocks += count
+            part.blocks += count
             flush.by_namespace[digest.hex()] += count
 
-        told.cleaning = Cleaning(told.tier, flush.yields, deleted)
-        await told.cleaning.run()
+        part.cleaning = Cleaning(part.tier, flush.yields, deleted)
+        await part.cleaning.run()
 
-    def risen(self, tier: StorageTier, news: News, prefixes: tuple[str, ...]) -> None:
-        """A tier has been flushed, by another node as a rule, or has lost what it had; `follow`
-        sees to it."""
+    def note_news(self, tier: StorageTier, news: News, prefixes: tuple[str, ...]) -> None:
+        """Queue news of a tier's marks for `follow`."""
         self._risen.put_nowait((tier, news, prefixes))
 
     async def follow(self) -> None:
-        """Do what flushes by other nodes and tiers that forget ask for, for ever."""
+        """React to flushes by other nodes and to tiers that lost their marks, forever."""
         while True:
             tier, news, prefixes = await self._risen.get()
             self._spawn(partial(self._follow, tier, news, prefixes), "marks that are news")
 
     async def _follow(self, tier: StorageTier, news: News, prefixes: tuple[str, ...]) -> None:
-        """Have nothing that L2 has now, and nothing that another tier has, get into a tier that
-        another node has flushed. One that has only lost its blocks may get them again."""
+        """Keep the present blocks of L2 and other tiers out of a tier that was flushed.
+
+        A tier that has only lost its blocks may get them again.
+        """
 
         def covers(digest: bytes) -> bool:
             return digest.hex().startswith(prefixes)
 
         def lost(space: Space, slots: Sequence[int]) -> None:
-            self._backups.lost(space, slots, bit)
+            self._backups.note_lost(space, slots, bit)
 
         def withhold(space: Space, slots: Sequence[int]) -> None:
             self._backups.withhold(space, slots, bit)
 
         bit = 1 << self._tiers.index(tier)
-        log.info("storage tier %s: it has new marks: %s", tier.name, news.value)
+        log.info("storage tier %s has new flush marks: %s", tier.name, news.value)
         if not tier.raw.shared:
-            # A flush of before, whose mark it was not certain of.
+            # The mark of an earlier flush of this node that could not be confirmed then.
             news = News.LOST
         ends_s = asyncio.get_running_loop().time()
         if news is News.FLUSHED:
-            # It may still be adding marks to other tiers.
+            # The flush may still be adding marks to other tiers.
             ends_s += OTHERS_S
         with self._barred(covers):
             self._promotions.void(covers)
@@ -271,7 +273,7 @@ class Flushes:
 
     @contextmanager
     def _barred(self, covers: Covers) -> Iterator[None]:
-        """Meanwhile nothing of these namespaces is brought from a tier, or written to one."""
+        """Keep blocks of these namespaces from being read from tiers or written to them."""
         bars = self._bars
         bars.append(covers)
         try:
@@ -282,13 +284,12 @@ class Flushes:
         finally:
             bars.remove(covers)
             if not bars:
-                self._backups.barred = self._promotions.barred = nobody
+                self._backups.barred = self._promotions.barred = no_namespace
 
     async def _drop_host(self, flush: FlushJob) -> None:
         for space in list(self._memory.host.spaces.values()):
             if flush.covers(space.digest):
-                # Tiers were to get what is being evicted: it goes all at once, since a request
-                # could revive it before its turn comes.
+                # Evicting blocks are dropped all at once: a request could revive one that waits.
                 evicting = [slot for slot in space.evicting if slot not in space.dropped]
                 self._drop(flush, space, evicting)
         await self._in_slices(flush.covers, lambda space, slots: self._drop(flush, space, slots))
@@ -303,8 +304,7 @@ class Flushes:
         self._backups.offer(space, slots, WriteMoment.STORED)
 
     async def _in_slices(self, covers: Covers, take: Take) -> None:
-        """Give `take` the blocks that L2 has now of the namespaces, as far as they are still
-        there when their turn comes."""
+        """Call `take` with the namespaces' blocks in L2 that are still there by their slice."""
         for space in list(self._memory.host.spaces.values()):
             if not covers(space.digest):
                 continue
@@ -314,29 +314,29 @@ class Flushes:
                 await asyncio.sleep(0)
 
 
-async def _mark(told: TierFlush, prefix: str) -> None:
-    """Have the flush's mark in a tier, or say why not."""
-    if not told.tier.is_open:
-        told.why = told.tier.why or "it has not been opened yet"
+async def _mark(part: TierFlush, prefix: str) -> None:
+    """Add the flush's mark to a tier, or note why that failed."""
+    if not part.tier.is_open:
+        part.why = part.tier.why or "the tier has not been opened yet"
         return
     try:
-        told.mark = await told.tier.epochs.bar(prefix)
+        part.mark = await part.tier.epochs.bar(prefix)
     except BackendError as error:
-        told.why = str(error)
+        part.why = str(error)
     else:
-        told.final = not told.tier.raw.shared
+        part.final = not part.tier.raw.shared
 
 
-async def _agree(told: TierFlush, mark: Mark) -> None:
-    """Wait until other nodes go by the mark as well."""
-    if told.final:
+async def _agree(part: TierFlush, mark: Mark) -> None:
+    """Wait until other nodes use the mark too."""
+    if part.final:
         return
-    told.waits = f"other nodes may go by what they knew for up to {OTHERS_S:g} s"
+    part.waits = f"other nodes may serve flushed blocks for up to {OTHERS_S:g} s"
     try:
-        await told.tier.epochs.agree(mark)
+        await part.tier.epochs.agree(mark)
     except BackendError as error:
-        told.why = str(error)
+        part.why = str(error)
     else:
-        told.final = True
+        part.final = True
     finally:
-        told.waits = ""
+        part.waits = ""

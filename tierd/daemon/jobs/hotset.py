@@ -1,10 +1,10 @@
-"""The hot set of this node: gathered from L2, written to the state directory now and then and at
-a stop, and read at the start, so that uses and their order outlive the daemon.
+"""Snapshots of this node's hot set, so that uses and their order survive the daemon.
 
-A snapshot is never poorer than the one before it: what that had and L2 lacks stays in it, older
-by the time in between, until hotter blocks take its place or it has not been used for AGE_S_MAX.
-So neither a boot, nor a crash loop, nor a night without traffic costs the hot set that a warm
-needs. It is a help and no more: whatever goes wrong with it is told, counted, and harms nothing.
+A snapshot is gathered from L2 and written to the state directory at intervals and at a stop; a
+start reads it. It keeps the blocks of the previous snapshot that L2 lacks, older by the time in
+between, until hotter blocks replace them or they were not used for AGE_S_MAX. So a boot, a crash
+loop or a night without traffic does not lose the hot set. A failure is logged and counted, and
+affects nothing else.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ log = logging.getLogger("tierd")
 FILE: Final = "hotset.jsonl"
 
 AGE_S_MAX: Final = 7 * 86_400
-"""What has not been used for a week leaves the hot set once L2 lacks it."""
+"""A block that L2 lacks and that was not used for a week leaves the hot set."""
 
 WORK_S: Final = 0.0005
 PAUSE_S: Final = 0.001
-"""A thread that makes a snapshot holds the interpreter for so long, and then lets the loop have it:
-bench/results/hotset.json says how long that takes, and what the loop feels of it."""
+"""A thread that writes a snapshot works for WORK_S and then pauses, so that the loop can run.
+bench/results/hotset.json has the duration of a snapshot and its effect on the loop's latency."""
 
 STOP_S: Final = 20.0
-"""Longest wait of a stop for its snapshot, several times what a million blocks take
-(bench/results/hotset.json); beyond it the last periodic one stays."""
+"""Maximum time that a stop waits for its snapshot, several times what a million blocks take
+(bench/results/hotset.json). After that the last periodic snapshot stays."""
 
 TICK_S: Final = 1.0
 
 
 async def next_turn() -> None:
-    """Let the loop do what else it has to."""
+    """Let the loop do other work."""
     await asyncio.sleep(0)
 
 
 async def gather(
     host: HostTier, clock: Clock, pause: Callable[[], Awaitable[None]] = next_turn
 ) -> Gathered:
-    """What L2 has, in slices: blocks that come or go meanwhile may be in it or not."""
+    """Gather the blocks of L2 in slices; blocks that come or go meanwhile may be left out."""
     gathered = Gathered()
     for space in list(host.spaces.values()):
         forest = gathered.forest(space.namespace)
@@ -70,13 +70,13 @@ async def gather(
 
 
 def state_directory(configured: str, environ: Mapping[str, str]) -> Path | None:
-    """Where state is kept: as configured, or as a service manager says."""
+    """Return the configured state directory, or else the service manager's; None without one."""
     named = configured or environ.get("STATE_DIRECTORY", "").partition(":")[0]
     return Path(named) if named else None
 
 
 class _Pace:
-    """How a thread works: a while, then not. `over`: its work is not wanted any more."""
+    """Makes a thread pause now and then, and ends its work once `over` is set."""
 
     def __init__(self, pause_s: float) -> None:
         self.over = False
@@ -84,7 +84,7 @@ class _Pace:
         self._since_s = time.perf_counter()
 
     def step(self) -> None:
-        """Between two steps of the work."""
+        """Pause if it is time. Raises _OverError if the work is to end."""
         if self.over:
             raise _OverError
         if self._pause_s and time.perf_counter() - self._since_s > WORK_S:
@@ -93,12 +93,15 @@ class _Pace:
 
 
 class _OverError(Exception):
-    """The work is not wanted any more."""
+    """The work is to end."""
 
 
 class Snapshots:
-    """The hot set's file in a state directory. One daemon writes it: a second one on the same
-    directory serves all the same, since an engine's cache is worth more than this."""
+    """The hot set's file in a state directory.
+
+    Only one daemon writes it. A second daemon on the same directory runs without snapshots, because
+    serving the cache matters more.
+    """
 
     def __init__(
         self,
@@ -119,14 +122,14 @@ class Snapshots:
         self._why = ""
         self._written_s: float | None = None
         self._stopping = False
-        # One at a time; and how the one that is being written does it.
+        # Snapshots are written one at a time; the pace is that of the latest one.
         self._writing = asyncio.Lock()
         self._pace = _Pace(PAUSE_S)
 
-    # --- life -----------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------
 
     def open(self) -> None:
-        """Take the directory, made if it is missing. Blocking; never raises."""
+        """Create and lock the directory. Blocking; never raises."""
         directory = self._path.parent
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -143,13 +146,13 @@ class Snapshots:
             self._failed(str(error))
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Unlock the directory."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     async def run(self) -> None:
-        """Read the snapshot there is, and write one every interval, until `finish`."""
+        """Read the snapshot, and then write one every interval, until `finish`."""
         if self._lock_fd is None:
             return
         await self.load()
@@ -161,11 +164,11 @@ class Snapshots:
                 due_s = self._now_s() + self._config.interval_s
 
     async def finish(self) -> None:
-        """Write one at a stop, if that can be done within `stop_s`."""
+        """Write a snapshot at a stop, within `stop_s`."""
         self._stopping = True
         if not (stop_s := self.stop_s):
             return
-        self._pace.over = True  # One that is being written would only delay this one.
+        self._pace.over = True  # A snapshot in progress would only delay this one.
         try:
             async with asyncio.timeout(stop_s):
                 await self.write(0.0)
@@ -179,11 +182,11 @@ class Snapshots:
 
     @property
     def stop_s(self) -> float:
-        """How long a stop may take for its snapshot; 0 if it writes none."""
+        """Maximum time that a stop needs for its snapshot; 0 if it writes none."""
         return 0.0 if self._lock_fd is None or not self._config.interval_s else STOP_S
 
     def status(self) -> dict[str, object]:
-        """For STATUS; no age if none was written yet."""
+        """Return the hot set's part of STATUS; the age is None before the first snapshot."""
         return {"age_s": self._age_s(), "why": self._why}
 
     def _age_s(self) -> float | None:
@@ -201,7 +204,7 @@ class Snapshots:
     # --- reading --------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Teach the books what the snapshot tells of uses; what is open and what will be."""
+        """Teach the uses in the snapshot, also for namespaces that are not open yet."""
         found: list[tuple[Hot, int]] = []
         try:
             found = await asyncio.to_thread(lambda: list(self._read(_Pace(PAUSE_S))))
@@ -212,7 +215,7 @@ class Snapshots:
         except ConfigError as error:
             self._keep_aside(str(error))
         blocks = 0
-        # The least worth first: a book that is full forgets what it was taught of first.
+        # The least valuable first: a full book forgets the blocks first that were taught first.
         for hot, age_s in reversed(found):
             hashes = hot.run.hashes
             assert len(hashes) <= TAUGHT_MAX
@@ -221,25 +224,25 @@ class Snapshots:
             self._host.teach(hot.namespaces[0], hashes, uses, ages_s, now_ms)
             blocks += len(hashes)
             await asyncio.sleep(0)
-        log.info("hot set %s: uses of %d blocks are known from it", self._path, blocks)
+        log.info("hot set %s: learned the uses of %d blocks", self._path, blocks)
 
     def _read(self, pace: _Pace) -> Iterator[tuple[Hot, int]]:
-        """Runs of the snapshot, and how long ago each was used last, as of now. Blocking.
+        """Yield the snapshot's runs, each with the present age of its last use. Blocking.
 
         Raises OSError and ConfigError.
         """
         with self._path.open("rb") as file:
             hot_set = HotSet(file, str(self._path))
-            # Never younger: the clock may have been set back.
+            # Never negative: the clock may have been set back.
             passed_s = max(0, int(self._wall_s()) - hot_set.written_s)
             for hot in hot_set:
                 pace.step()
-                # What nobody is known to have used yet was there, at least.
+                # A block without a known use was resident when the snapshot was written.
                 age_s = 0 if hot.run.age_s == NEVER else hot.run.age_s
                 yield hot, min(NEVER, age_s + passed_s)
 
     def _keep_aside(self, why: str) -> None:
-        """Out of the way of the next snapshot, for whoever can make something of it."""
+        """Move the file aside, so that the next snapshot does not overwrite it."""
         bad = self._path.with_name(f"{FILE}.bad")
         with contextlib.suppress(OSError):
             os.replace(self._path, bad)
@@ -248,7 +251,7 @@ class Snapshots:
     # --- writing --------------------------------------------------------------------
 
     async def write(self, pause_s: float) -> None:
-        """Write a snapshot in the place of the one before; a failure is told and counted."""
+        """Replace the snapshot; a failure is logged and counted."""
         async with self._writing:
             self._pace = pace = _Pace(pause_s)
             try:
@@ -268,7 +271,7 @@ class Snapshots:
                 pace.over = True
 
     def _write(self, gathered: Gathered, pace: _Pace) -> None:
-        """Blocking, but courteous. The file is there whole, or as it was before."""
+        """Write the file and rename it. Blocking; after a failure the previous file is there."""
         with contextlib.suppress(FileNotFoundError):
             self._take_in_last(gathered, pace)
         size = self._config.size
@@ -285,7 +288,7 @@ class Snapshots:
                     pace.step()
                 file.flush()
                 os.fsync(file.fileno())
-            # Not after a stop has given it up: the next daemon may use the directory by now.
+            # Not after a stop has given up: the next daemon may use the directory by now.
             pace.step()
             os.replace(draft, self._path)
         finally:
@@ -295,7 +298,7 @@ class Snapshots:
         os.fsync(self._lock_fd)
 
     def _take_in_last(self, gathered: Gathered, pace: _Pace) -> None:
-        """Add what the snapshot before has, and L2 may lack, as far as it is not too old."""
+        """Add the runs of the previous snapshot that are not too old."""
         for hot, age_s in self._read(pace):
             if age_s <= AGE_S_MAX:
                 hashes = hot.run.hashes

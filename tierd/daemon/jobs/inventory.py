@@ -1,7 +1,7 @@
-"""What L2 or a storage tier has of a namespace, listed a page at a time for whoever asks for one.
+"""Lists the blocks of a namespace in L2 or in a storage tier, one page per request.
 
-Nothing is locked: blocks that come or go meanwhile may be in a list or not. A tier's scan waits
-while nobody asks for more, and ends with the session.
+Nothing is locked: a block that comes or goes meanwhile may be listed or not. A tier's scan waits
+until the session asks for the next page, and ends with the session.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ PAGE_BLOCKS: Final = 8192
 """Blocks of a page: 576 KiB on the wire."""
 
 SLICE: Final = 256
-"""Blocks looked at between two turns of the loop: 0.3 ms."""
+"""Blocks listed before the loop does other work: 0.3 ms."""
 
 
 def known_of(book: Reuse | None, hashes: list[bytes], parents: list[bytes], now_ms: int) -> Blocks:
-    """Blocks, and what their book says of their uses."""
+    """Return blocks with their known uses."""
     if book is None:
         return Blocks(hashes, parents, [0] * len(hashes), [NEVER] * len(hashes))
     return Blocks(hashes, parents, *book.told(hashes, now_ms))
 
 
 def resident(space: Space, now_ms: Callable[[], int]) -> Iterator[Blocks]:
-    """What L2 has of a namespace, in slices. One that moves between slots meanwhile may be missed,
-    or come twice."""
+    """Yield the blocks of a namespace in L2, in slices.
+
+    A block that moves between slots meanwhile may be left out, or yielded twice.
+    """
     start = 0
     while (part := space.part(start, SLICE)) is not None:
         yield known_of(space.reuse, *part, now_ms())
@@ -68,7 +70,7 @@ class InventoryListings:
         self._answering: asyncio.Task[None] | None = None
 
     def ask(self, message: m.Inventory) -> None:
-        """Answer with the next page, of a new listing if it is not of the one that goes on."""
+        """Answer with the next page; another namespace or source begins a new listing."""
         if len(message.digest) != DIGEST_BYTES or message.source > len(self._tiers):
             raise RemoteProtocolError(
                 f"INVENTORY names a digest of {DIGEST_BYTES} bytes and one of "
@@ -86,7 +88,7 @@ class InventoryListings:
         self._answering.add_done_callback(self._answered)
 
     def close(self) -> None:
-        """The session has ended."""
+        """End the listing, because the session has ended."""
         self._end()
         if self._answering is not None:
             self._answering.cancel()
@@ -102,7 +104,7 @@ class InventoryListings:
 
     async def _answer(self, call: int) -> None:
         page = await self._pages.get()
-        # Before the answer: whoever has it may ask again before this task is done.
+        # Before the answer: the client may ask again before this task is done.
         self._answering = None
         more = not isinstance(page, str) and len(page.hashes) == PAGE_BLOCKS
         if not more:
@@ -122,7 +124,7 @@ class InventoryListings:
         )
 
     async def _list(self, digest: bytes, source: int, pages: asyncio.Queue[Blocks | str]) -> None:
-        """Fill pages, of which all but the last one are full; or say why it ended before."""
+        """Queue pages, all full except the last one; or a text that says why the scan failed."""
         space = self._host.spaces.get(digest)
         page = Blocks([], [], [], [])
         if source == 0:
@@ -134,12 +136,12 @@ class InventoryListings:
             await pages.put(page)
             return
         book = None if space is None else space.reuse
-        looked_at = 0
+        scanned = 0
 
         async def take(header: BlockHeader) -> None:
-            nonlocal looked_at
-            looked_at += 1
-            if looked_at % SLICE == 0:
+            nonlocal scanned
+            scanned += 1
+            if scanned % SLICE == 0:
                 await asyncio.sleep(0)
             if header.key.namespace == digest:
                 block_hash = header.key.block_hash

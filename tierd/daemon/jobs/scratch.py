@@ -1,4 +1,4 @@
-"""Memory for blocks that are only passing through: what is read to be verified, or to be copied."""
+"""Temporary memory for blocks that are read to be verified, or to be copied between tiers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tierd.shared_memory.mapping import SharedMapping
 
 
 class Scratch:
-    """Memory to read into, as backends want it. Grows to the largest batch."""
+    """Page-aligned shared memory to read into. Grows to the largest batch."""
 
     def __init__(self) -> None:
         self._fd = -1
         self._view = memoryview(b"")
 
     def views(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
-        """A slot for each size; those of the call before are over."""
+        """Return a slot for each size; the slots of the previous call are no longer valid."""
         total = sum(sizes_bytes)
         if total > len(self._view):
             self.close()
@@ -29,7 +29,7 @@ class Scratch:
         return [self._view[end - size : end] for end, size in zip(ends, sizes_bytes, strict=True)]
 
     def close(self) -> None:
-        """Let go of the memory; nobody has a view of it any more."""
+        """Release the memory; there must be no view in use."""
         self._view = memoryview(b"")
         if self._fd >= 0:
             os.close(self._fd)
@@ -38,7 +38,7 @@ class Scratch:
 
 @contextmanager
 def scratch_memory() -> Iterator[Scratch]:
-    """Such memory, given back afterwards."""
+    """Provide temporary memory, released when the context ends."""
     scratch = Scratch()
     try:
         yield scratch

@@ -1,8 +1,7 @@
-"""Scrub: read what tiers hold, slowly and behind everything else, so that rot is found early.
+"""Scrub: reads all blocks of tiers, slowly and at the lowest priority, to find damage early.
 
-A block that is not what it was is dropped by its tier, as on any read. It is written again if
-L2 or another tier has it. Blocks are read into memory of the scrub's own: nothing leaves L2 for
-them, and none of them comes into it.
+A tier drops a damaged block, as on any read. The scrub writes it again if L2 or another tier has
+it. Blocks are read into temporary memory, so a scrub neither evicts blocks from L2 nor adds any.
 """
 
 from __future__ import annotations
@@ -19,46 +18,46 @@ from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups
-from tierd.daemon.l3.read_scheduler import LAST_NS, ReadScheduler, ReadTurn
+from tierd.daemon.l3.read_scheduler import LAST_NS, QueuedRead, ReadScheduler
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, StorageTier
 from tierd.errors import BackendError, RefusedError
 from tierd.types import slot_bytes_for
 
 AWAY_S_MAX: Final = 60.0
-"""How long a tier that takes no reads is waited for before its scrub is given up."""
+"""How long a scrub waits for a tier that takes no reads before it gives up."""
 
 AWAY_POLL_S: Final = 0.5
-"""How often such a tier is looked at."""
+"""How often a scrub checks whether such a tier takes reads again."""
 
 log = logging.getLogger("tierd")
 
 
 class TierScrub:
-    """How it goes in one storage tier."""
+    """Progress of a scrub in one storage tier."""
 
     def __init__(self, tier: StorageTier) -> None:
         self.tier = tier
         self.blocks = 0
-        """Blocks that were read, or could not be."""
+        """Blocks that the scrub read or tried to read."""
         self.size_bytes = 0
         self.corrupt = 0
-        """Blocks that were not what they had been."""
+        """Damaged blocks."""
         self.unreadable = 0
-        """Blocks that the tier did not give."""
+        """Blocks that the tier failed to deliver."""
         self.repaired = 0
-        """Blocks of both kinds that were written again."""
+        """Damaged or unreadable blocks that were written again."""
         self.barred = 0
-        """Blocks deleted that flushes had barred."""
+        """Deleted blocks that flushes had barred."""
         self.ended = False
         self.why = ""
-        """Why not all was read, or not all deleted that is barred."""
+        """Why blocks were not read, or barred blocks not deleted; empty if none."""
 
     def deleted(self, digest: bytes, count: int) -> None:
-        """So many barred blocks of a namespace are gone."""
+        """Count deleted barred blocks of a namespace."""
         self.barred += count
 
     def status(self) -> dict[str, object]:
-        """For PROGRESS and DONE."""
+        """Return the tier's part of PROGRESS and DONE."""
         return {
             "name": self.tier.name,
             "blocks": self.blocks,
@@ -74,7 +73,7 @@ class TierScrub:
 
 
 class ScrubJob:
-    """One scrub of some tiers, one after the other."""
+    """One scrub of some tiers, one after another."""
 
     def __init__(self, tiers: Sequence[StorageTier], bytes_per_s: int) -> None:
         self.tiers = [TierScrub(tier) for tier in tiers]
@@ -83,7 +82,7 @@ class ScrubJob:
         self.stop = asyncio.Event()
 
     def status(self) -> dict[str, object]:
-        """For PROGRESS and DONE."""
+        """Return the body of PROGRESS and DONE."""
         return {
             "complete": all(each.ended and not each.why for each in self.tiers),
             "stopped": self.stop.is_set(),
@@ -99,75 +98,76 @@ class Scrubs:
         self,
         memory: HostMemory,
         backups: Backups,
-        turns: ReadScheduler,
+        read_scheduler: ReadScheduler,
         flushes: Flushes,
         tiers: Sequence[StorageTier],
     ) -> None:
         self.current: ScrubJob | None = None
-        """The one that is going on."""
+        """The scrub in progress, if any."""
         self.memory = memory
         self.backups = backups
-        self.turns = turns
+        self.read_scheduler = read_scheduler
         self.flushes = flushes
         self.tiers = list(tiers)
 
     def begin(self, numbers: Sequence[int], bytes_per_s: int) -> ScrubJob:
-        """A scrub of tiers by their numbers, of those that no other node uses if there are none.
+        """Begin a scrub of tiers by their numbers, or of all tiers that are not shared.
 
-        `run` carries it out. Raises RefusedError while another one is going on.
+        `run` carries it out. Raises RefusedError while another scrub is in progress, or without
+        a tier.
         """
         if self.current is not None:
-            raise RefusedError("a scrub is going on already")
+            raise RefusedError("another scrub is in progress")
         chosen = [self.tiers[number] for number in dict.fromkeys(numbers)]
         chosen = chosen or [tier for tier in self.tiers if not tier.raw.shared]
         if not chosen:
-            raise RefusedError("no tier is this node's own: name those that are to be read")
+            raise RefusedError("all tiers are shared with other nodes: name the tiers to scrub")
         self.current = ScrubJob(chosen, bytes_per_s)
         return self.current
 
     async def run(self, scrub: ScrubJob) -> None:
-        """Until all is read, a tier will not be read, or `scrub.stop` is set."""
+        """Read all tiers of the scrub; end early when `scrub.stop` is set."""
         assert scrub is self.current
         try:
-            for told in scrub.tiers:
+            for part in scrub.tiers:
                 if not scrub.stop.is_set():
-                    await self._read(scrub, told)
+                    await self._read(scrub, part)
             log.info("scrubbed: %s", scrub.status())
         finally:
             self.current = None
             scrub.done.set()
 
-    async def _read(self, scrub: ScrubJob, told: TierScrub) -> None:
+    async def _read(self, scrub: ScrubJob, part: TierScrub) -> None:
         with scratch_memory() as scratch:
-            reading = _Reading(self, scrub, told, scratch)
-            sweep = Sweep(told.tier, told.deleted)
+            reading = _Reading(self, scrub, part, scratch)
+            sweep = Sweep(part.tier, part.deleted)
 
             async def rest() -> None:
                 await reading.batch()
                 await sweep.rest()
 
-            unread = await told.tier.each(reading.take, rest, sweep.take)
-            told.why = unread or sweep.why
-        told.ended = True
+            unread = await part.tier.each(reading.take, rest, sweep.take)
+            part.why = unread or sweep.why
+        part.ended = True
 
 
 class _Reading:
-    """The blocks of one tier, batch by batch."""
+    """Reads the blocks of one tier, batch by batch."""
 
-    def __init__(self, scrubs: Scrubs, scrub: ScrubJob, told: TierScrub, scratch: Scratch) -> None:
+    def __init__(self, scrubs: Scrubs, scrub: ScrubJob, part: TierScrub, scratch: Scratch) -> None:
         self._scrubs = scrubs
         self._scrub = scrub
-        self._told = told
-        self._tier = told.tier
+        self._part = part
+        self._tier = part.tier
         self._scratch = scratch
         self._batch: list[BlockHeader] = []
         self._batch_bytes = 0
         self._due_s = asyncio.get_running_loop().time()
 
     async def take(self, header: BlockHeader) -> None:
-        """A block that the tier says to have. Raises BackendError to end the scan."""
+        """Add a block that the tier lists. Raises BackendError to end the scan."""
         if self._scrub.stop.is_set():
-            raise BackendError("it was stopped")
+            raise BackendError("the scrub was stopped")
         size_bytes = slot_bytes_for(header.length)
         if self._batch and (
             header.key.namespace != self._batch[0].key.namespace
@@ -179,7 +179,7 @@ class _Reading:
         self._batch_bytes += size_bytes
 
     async def batch(self) -> None:
-        """Read what has come together, and see to what is rotten. Raises BackendError."""
+        """Read the collected blocks, and repair damaged ones. Raises BackendError."""
         headers, self._batch, self._batch_bytes = self._batch, [], 0
         if not headers:
             return
@@ -189,11 +189,11 @@ class _Reading:
         lost = []
         for header, view, result in zip(headers, views, results, strict=True):
             if result.outcome is Outcome.MISS:
-                continue  # It has left the tier since.
-            self._told.blocks += 1
-            self._told.size_bytes += header.length
-            self._told.corrupt += result.outcome is Outcome.CORRUPT
-            self._told.unreadable += result.outcome is Outcome.ERROR
+                continue  # The tier has dropped it since.
+            self._part.blocks += 1
+            self._part.size_bytes += header.length
+            self._part.corrupt += result.outcome is Outcome.CORRUPT
+            self._part.unreadable += result.outcome is Outcome.ERROR
             if result.outcome is not Outcome.HIT:
                 lost.append((header, view))
         self._count(results)
@@ -204,8 +204,8 @@ class _Reading:
     async def _get(
         self, headers: Sequence[BlockHeader], views: Sequence[memoryview]
     ) -> list[GetResult]:
-        turn = ReadTurn(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
-        async with self._scrubs.turns.take(turn):
+        read = QueuedRead(self._tier.reads, sum(map(len, views)), lambda: (LAST_NS, 0))
+        async with self._scrubs.read_scheduler.take(read):
             requests = [
                 GetRequest(header.key.block_hash, view, header.length)
                 for header, view in zip(headers, views, strict=True)
@@ -224,32 +224,32 @@ class _Reading:
         end_s = loop.time() + AWAY_S_MAX
         while not self._tier.reads_allowed:
             if loop.time() >= end_s:
-                raise BackendError(f"it has taken no reads for {AWAY_S_MAX:g} s")
+                raise BackendError(f"the tier has taken no reads for {AWAY_S_MAX:g} s")
             await self._sleep(AWAY_POLL_S)
 
     async def _pace(self, size_bytes: int) -> None:
-        """Wait until so much more may be read."""
+        """Wait until the speed limit lets the next batch be read."""
         now_s = asyncio.get_running_loop().time()
-        # What it was too slow for is not made up for.
+        # Time lost to a slow tier is not made up for.
         self._due_s = max(self._due_s, now_s - 1.0) + size_bytes / self._scrub.bytes_per_s
         await self._sleep(max(0.0, self._due_s - now_s))
 
     async def _sleep(self, seconds: float) -> None:
-        """So long, or until the scrub is stopped."""
+        """Sleep; raise BackendError as soon as the scrub is stopped."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._scrub.stop.wait()
         if self._scrub.stop.is_set():
-            raise BackendError("it was stopped")
+            raise BackendError("the scrub was stopped")
 
     # --- repair ---------------------------------------------------------------------
 
     async def _repair(self, lost: Sequence[tuple[BlockHeader, memoryview]]) -> None:
-        """Write blocks again that L2 or another tier has now."""
+        """Write lost blocks again from L2 or another tier."""
         async with self._scrubs.flushes.tiers_alone:
             for header, view in lost:
                 if await self._from_host(header) or await self._from_tiers(header, view):
-                    self._told.repaired += 1
+                    self._part.repaired += 1
                     self._scrubs.memory.counters["scrub_repaired_total"] += 1
 
     async def _from_host(self, header: BlockHeader) -> bool:
@@ -272,7 +272,7 @@ class _Reading:
             )
             if not stored:
                 bit = 1 << self._scrubs.tiers.index(self._tier)
-                self._scrubs.backups.lost(space, [slot], bit)
+                self._scrubs.backups.note_lost(space, [slot], bit)
             return stored
         finally:
             memory.let_go(space, [slot])

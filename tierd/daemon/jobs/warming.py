@@ -1,8 +1,8 @@
-"""Warming: bring blocks into L2, or into a storage tier, that no request waits for yet.
+"""Warming: copies blocks that no request waits for yet into L2 or into a storage tier.
 
-It comes last everywhere: its reads get a turn behind every request's, leave one of a tier's
-turns alone, and are few while engines ask; what it brings takes the room of nothing that is
-leased, kept, or worth as much. It leases nothing.
+Warming has the lowest priority. Its reads start after the reads of all requests, leave one of a
+tier's concurrent reads free, and are rare while engines are active. Warmed blocks do not evict
+blocks that are leased, kept, or worth as much. Warming leases nothing.
 """
 
 from __future__ import annotations
@@ -23,55 +23,56 @@ from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.verification import Verification
 from tierd.daemon.l3.backup import Backups
 from tierd.daemon.l3.promotion import Promotions, Spawn, Waiter
-from tierd.daemon.l3.read_scheduler import LAST_NS, ReadTurn
+from tierd.daemon.l3.read_scheduler import LAST_NS, QueuedRead
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.wire.messages import Warmth
 
 QUIET_NS: Final = 250_000_000
-"""Engines are at work until so long after the last ACQUIRE, and while one has a lease."""
+"""Engines count as active for this time after the last ACQUIRE, and while any lease exists."""
 
 BUSY_SHARE: Final = 0.02
-"""Share of the time that may be spent reading for this while engines are at work."""
+"""Maximum share of the time that warming reads while engines are active."""
 
-LOOK_S: Final = 0.02
-"""How often it is looked whether they still are."""
+POLL_S: Final = 0.02
+"""How often warming checks whether engines are still active."""
 
 ASKED_AT_ONCE: Final = 4096
-"""Blocks in one question to a tier: 1 ms of the loop."""
+"""Blocks per lookup in a tier: 1 ms of the loop."""
 
 BATCHES_AHEAD: Final = 16
-"""Batches of one order that wait for their turn, or are read."""
+"""Maximum batches of one order that wait or are being read."""
 
 AGAIN_S: Final = 0.05
-"""Pause before the second attempt at blocks that were being written, or waited for evictions."""
+"""Pause before the second attempt at blocks that an engine was storing, or that needed the slots
+of evicting blocks."""
 
 _FATES: Final = {
     None: Warmth.NO_ROOM,
     Outcome.MISS: Warmth.NOWHERE,
     Outcome.CORRUPT: Warmth.CORRUPT,
 }
-"""Of a block that a promotion failed to bring; all other outcomes mean a tier that is away."""
+"""Outcome for a block that a promotion did not deliver; others mean that the tier was away."""
 
 
 class WarmOrder(NamedTuple):
-    """What an order wants done, and how."""
+    """Options of an order to warm."""
 
     target: int = 0
-    """0: into L2, else into the storage tier of the number before."""
+    """0 for L2; n for storage tier number n - 1."""
     bytes_per_s: int = 0
-    """How fast to read at most; 0: no limit."""
+    """Maximum read speed; 0 for no limit."""
     pin_ms: int = 0
     verify: bool = False
 
 
 class Pace:
-    """So many bytes a second, of all orders that share it."""
+    """Limits the read speed of all orders that share it."""
 
     def __init__(self) -> None:
         self._due_s = 0.0
 
     async def wait(self, size_bytes: int, bytes_per_s: int) -> None:
-        """Until so much more may be read; at once if `bytes_per_s` is 0."""
+        """Wait until more bytes may be read; return at once if `bytes_per_s` is 0."""
         if not bytes_per_s:
             return
         now_s = asyncio.get_running_loop().time()
@@ -81,7 +82,7 @@ class Pace:
 
 
 class Warming:
-    """What has become of the blocks of one order, and what it took."""
+    """One order, and the outcome of each of its blocks."""
 
     def __init__(self, space: Space, hashes: Sequence[bytes], want: WarmOrder, pace: Pace) -> None:
         self.space = space
@@ -89,34 +90,34 @@ class Warming:
         self.want = want
         self.pace = pace
         self.stop = asyncio.get_running_loop().create_future()
-        """Done once it is called off; see `call_off`."""
+        """Done once the order is cancelled; see `cancel`."""
         self.fates: dict[bytes, Warmth] = dict.fromkeys(hashes, Warmth.LATE)
         self.sources: Counter[str] = Counter()
-        """Blocks that came from each tier, by its name, or from L2."""
+        """Number of copied blocks by source: a tier's name, or host memory."""
         self.pinned_blocks = 0
         self.unverified_blocks = 0
-        """Blocks that were to be verified and have no checksum yet."""
+        """Blocks that could not be verified because they have no checksum yet."""
 
-    def call_off(self) -> None:
-        """Have it end soon, with what has come; idempotent."""
+    def cancel(self) -> None:
+        """Have the order end soon, with the blocks copied so far; idempotent."""
         if not self.stop.done():
             self.stop.set_result(None)
 
     def which(self, *fates: Warmth) -> list[bytes]:
-        """Blocks that have come to one of these, parents first."""
+        """Return the blocks with one of these outcomes, parents first."""
         return [block_hash for block_hash, fate in self.fates.items() if fate in fates]
 
     def all_are(self, hashes: Iterable[bytes], fate: Warmth) -> None:
-        """The same has become of several blocks."""
+        """Set the outcome of several blocks."""
         self.fates.update(dict.fromkeys(hashes, fate))
 
     @property
     def outcomes(self) -> bytes:
-        """A byte a block, in the order that they were given in."""
+        """One outcome byte per block, in the order of the call."""
         return bytes(map(self.fates.__getitem__, self.hashes))
 
     def status(self) -> dict[str, object]:
-        """For WARMED."""
+        """Return the body of WARMED."""
         return {
             "from": dict(self.sources),
             "pinned": self.pinned_blocks,
@@ -139,7 +140,7 @@ class Warmings:
         spawn: Spawn,
     ) -> None:
         self.asked_ns = clock.monotonic_ns() - QUIET_NS
-        """When an engine last asked for blocks, CLOCK_MONOTONIC; written by who hears of it."""
+        """When an engine last sent ACQUIRE, CLOCK_MONOTONIC; set from outside."""
         self._memory = memory
         self._backups = backups
         self._promotions = promotions
@@ -148,14 +149,14 @@ class Warmings:
         self._tiers = list(tiers)
         self._clock = clock
         self._spawn = spawn
-        # One turn of each tier is left to requests.
-        self._turns = [asyncio.Semaphore(max(1, t.config.read_batches - 1)) for t in self._tiers]
+        # One concurrent read of each tier is left to requests.
+        self._reads = [asyncio.Semaphore(max(1, t.config.read_batches - 1)) for t in self._tiers]
         self._alone = asyncio.Lock()
 
     async def run(self, warming: Warming, deadline_s: float) -> None:
-        """Carry an order out. Ends at the deadline, or when it is called off, with what has come.
+        """Carry out an order until it is done, cancelled, or at its deadline.
 
-        Nothing is waited for beyond that: a backend may take its time to let go of a read.
+        Reads in progress are not waited for then: a backend may take long to end one.
         """
         work = self._fill_tier if warming.want.target else self._fill_host
         task = self._spawn(partial(work, warming), "warm")
@@ -175,32 +176,34 @@ class Warmings:
         now_ns = self._clock.monotonic_ns()
         warming.pinned_blocks = self._memory.host.hint([warming.space], hashes, hint, now_ns)
 
-    # --- giving way to engines ---------------------------------------------------------
+    # --- yielding to engines -----------------------------------------------------------
 
     @property
-    def engines_work(self) -> bool:
-        """Whether engines ask for blocks, or copy some, just now."""
+    def engines_active(self) -> bool:
+        """Whether engines have asked for blocks lately, or hold leases."""
         now_ns = self._clock.monotonic_ns()
         return bool(self._memory.host.leases) or now_ns - self.asked_ns < QUIET_NS
 
-    async def _in_turn(self, turns: asyncio.Semaphore, work: Callable[[], Awaitable[None]]) -> None:
-        """Carry out a batch: alone, and with a long pause after it, while engines are at work."""
+    async def _yielding(
+        self, reads: asyncio.Semaphore, work: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Carry out a batch; while engines are active, alone and with a long pause after it."""
         loop = asyncio.get_running_loop()
         while True:
-            if not self.engines_work:
-                async with turns:
-                    if not self.engines_work:
+            if not self.engines_active:
+                async with reads:
+                    if not self.engines_active:
                         await work()
                         return
                 continue
             async with self._alone:
-                if self.engines_work:
+                if self.engines_active:
                     began_s = loop.time()
-                    async with turns:
+                    async with reads:
                         await work()
                     end_s = began_s + (loop.time() - began_s) / BUSY_SHARE
-                    while self.engines_work and (left_s := end_s - loop.time()) > 0:
-                        await asyncio.sleep(min(LOOK_S, left_s))
+                    while self.engines_active and (left_s := end_s - loop.time()) > 0:
+                        await asyncio.sleep(min(POLL_S, left_s))
                     return
 
     # --- into L2 -----------------------------------------------------------------------
@@ -225,8 +228,11 @@ class Warmings:
             await self._promote(warming, {h: found[h] for h in again})
 
     def _worth_another_try(self, warming: Warming) -> list[bytes]:
-        """Blocks that found no room because an engine is just storing them, or because the room
-        that they were to have is free only once a tier has what is in it."""
+        """Return blocks without a slot that may get one soon.
+
+        An engine was storing the block itself, or its slot becomes free once a tier has written
+        the evicting block in it.
+        """
         space = warming.space
         refused = warming.which(Warmth.NO_ROOM)
         if space.evicting:
@@ -236,8 +242,7 @@ class Warmings:
     async def _find(
         self, space: Space, wanted: Sequence[bytes], tiers: Sequence[StorageTier]
     ) -> tuple[dict[bytes, int], Warmth]:
-        """Number of the first of some tiers that has each of these blocks, and what is to be said
-        of those that none has."""
+        """Return the number of the first tier that has each block, and the outcome of others."""
         found: dict[bytes, int] = {}
         rest, missed = wanted, Warmth.NOWHERE
         for number, tier in enumerate(tiers):
@@ -259,7 +264,7 @@ class Warmings:
                 await warming.pace.wait(size_bytes, warming.want.bytes_per_s)
                 await room.acquire()
                 work = partial(self._promote_batch, warming, batch, found)
-                task = group.create_task(self._in_turn(self._turns[number], work))
+                task = group.create_task(self._yielding(self._reads[number], work))
                 task.add_done_callback(lambda _: room.release())
 
     async def _promote_batch(
@@ -293,7 +298,7 @@ class Warmings:
                 warming.fates[block_hash] = fate
 
     async def _verify(self, warming: Warming, hashes: Sequence[bytes]) -> None:
-        """See the checksums of blocks in L2 again; those that are wrong are gone, and CORRUPT."""
+        """Verify blocks in L2 again; drop those with a wrong checksum, as CORRUPT."""
         space, memory = warming.space, self._memory
         for at in range(0, len(hashes), batch_blocks(space)):
             some = hashes[at : at + batch_blocks(space)]
@@ -314,7 +319,7 @@ class Warmings:
     # --- into a storage tier -------------------------------------------------------------
 
     async def _fill_tier(self, warming: Warming) -> None:
-        """Put into one tier what L2 or another tier has."""
+        """Copy blocks from L2 or another tier to one tier."""
         space, target = warming.space, self._tiers[warming.want.target - 1]
         there, missed = await self._find(space, list(warming.fates), [target])
         warming.all_are(there, Warmth.HERE)
@@ -346,7 +351,7 @@ class Warmings:
         blocks: int,
         work: Callable[[], Awaitable[None]],
     ) -> None:
-        """Carry out a batch while no flush empties the tiers."""
+        """Carry out a batch while no flush writes its marks."""
         size_bytes = blocks * warming.space.namespace.block_bytes
         await warming.pace.wait(size_bytes, warming.want.bytes_per_s)
 
@@ -354,7 +359,7 @@ class Warmings:
             async with self._flushes.tiers_alone:
                 await work()
 
-        await self._in_turn(self._turns[self._tiers.index(tier)], guarded)
+        await self._yielding(self._reads[self._tiers.index(tier)], guarded)
 
     async def _put_from_host(
         self, warming: Warming, target: StorageTier, batch: Sequence[bytes]
@@ -377,7 +382,7 @@ class Warmings:
                 )
             stored = await self._put(warming, target, requests, "host memory")
             written = [slot for slot in map(slots.__getitem__, stored) if slot not in space.dropped]
-            self._backups.wrote(space, written, self._tiers.index(target))
+            self._backups.note_filled(space, written, self._tiers.index(target))
         finally:
             memory.let_go(space, held)
 
@@ -392,9 +397,9 @@ class Warmings:
         space = warming.space
         views = scratch.views([space.slot_bytes] * len(batch))
         length = space.namespace.block_bytes
-        turn = ReadTurn(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
+        read = QueuedRead(source.reads, len(batch) * space.slot_bytes, lambda: (LAST_NS, 0))
         asked = [GetRequest(h, view, length) for h, view in zip(batch, views, strict=True)]
-        async with self._promotions.turns.take(turn):
+        async with self._promotions.read_scheduler.take(read):
             results = await source.get(space.digest, asked)
         requests = []
         for (block_hash, view, _), (outcome, header) in zip(asked, results, strict=True):
@@ -412,7 +417,7 @@ class Warmings:
         requests: Sequence[PutRequest],
         source: str,
     ) -> list[bytes]:
-        """Blocks that the tier has now."""
+        """Write blocks to a tier; return the blocks that it has now."""
         if not requests:
             return []
         outcomes = await target.put(warming.space.digest, requests)
@@ -430,7 +435,7 @@ _PUT_FATES: Final = {Outcome.STORED: Warmth.BROUGHT, Outcome.PRESENT: Warmth.HER
 
 
 def _batches(found: Mapping[bytes, int], most: int) -> Iterator[tuple[int, list[bytes]]]:
-    """Tier and blocks of batches to read, in the order in which they begin."""
+    """Yield the tier and the blocks of each batch to read, full batches first."""
     open_batches: dict[int, list[bytes]] = {}
     for block_hash, number in found.items():
         batch = open_batches.setdefault(number, [])

@@ -30,7 +30,7 @@ from tierd.core.slots import Adopted
 from tierd.daemon.l2.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger
-from tierd.memory.past import ArenaGuard, LifePage, PastPage
+from tierd.memory.past import ArenaGuard, IncarnationPage, PastPage
 from tierd.types import DIGEST_BYTES
 
 log = logging.getLogger("tierd")
@@ -51,7 +51,7 @@ class Incarnations:
         self._clock = clock
         self._epoch = epoch
         self._tiers = _digest(tiers)
-        self._page: LifePage | None = None
+        self._page: IncarnationPage | None = None
         self._guard: ArenaGuard | None = None
         self._hold = -1
         self._pages_before: dict[str, PastPage] = {}
@@ -74,7 +74,7 @@ class Incarnations:
         self._memory.use(self._epoch)
         try:
             with contextlib.ExitStack() as undo:
-                page = LifePage.create(self._tiers)
+                page = IncarnationPage.create(self._tiers)
                 undo.callback(page.close)
                 guard = ArenaGuard.create()
                 undo.callback(guard.close)
@@ -173,7 +173,7 @@ class Incarnations:
             try:
                 segment = _segment(name, fds)
                 ledger = segment.ledger
-                if ledger.life.hex() not in known_epochs:
+                if ledger.incarnation.hex() not in known_epochs:
                     raise LedgerError("its last incarnation is unknown")
                 segments = by_space.setdefault(ledger.namespace.digest, {})
                 if any(other.ledger.slots != ledger.slots for other in segments.values()):

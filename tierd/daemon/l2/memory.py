@@ -27,7 +27,7 @@ from tierd.daemon.l2.threads import WorkerThreads
 from tierd.daemon.lifecycle.service import ServiceManager
 from tierd.limits import segment_advice
 from tierd.memory.arena import Arena, Segment
-from tierd.memory.ledger import LIFE_BYTES, LedgerRecord
+from tierd.memory.ledger import INCARNATION_BYTES, LedgerRecord
 from tierd.memory.placement import Placement
 
 log = logging.getLogger("tierd")
@@ -69,7 +69,7 @@ class HostMemory:
         # at most 128 KiB.
         self._names = 0
         self._segments_fail = False
-        self._epoch = bytes(LIFE_BYTES)
+        self._epoch = bytes(INCARNATION_BYTES)
 
     def reserve(
         self,
@@ -190,7 +190,7 @@ class HostMemory:
         self._epoch = epoch
         for space in self.host.spaces.values():
             for segment in self.arena.segments(space):
-                segment.ledger.life = epoch
+                segment.ledger.incarnation = epoch
 
     def mark(self, space: Space, slots: Sequence[int], *, add: int = 0, remove: int = 0) -> None:
         """Set or clear the bits of storage tiers that have blocks, in core and ledger."""
@@ -265,7 +265,7 @@ class HostMemory:
             log.info("memory segments can be made again")
         segment.kept_as = f"{self._names:x}"
         self._names += 1
-        segment.ledger.life = self._epoch
+        segment.ledger.incarnation = self._epoch
         self.manager.keep(segment.kept_as, (segment.fd, segment.ledger.fd))
         self.population.add(space, index)
         # A copy: a send to a client that has gone ends its session, which stops listening.

@@ -1,4 +1,4 @@
-"""The backends that `[[storage]]` tables name, found among what is installed."""
+"""Finds and creates the installed backends that `[[storage]]` tables name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.storage.worker.backend import WorkerBackend
 
 
 def backend_class(entry: StorageConfig) -> type[Backend]:
-    """The class that is the tier's type. Raises ConfigError if none is installed."""
+    """Return the class of the tier's type. Raises ConfigError if none is installed."""
     found = importlib.metadata.entry_points(group="tierd.backends")
     if entry.type not in found.names:
         raise ConfigError(
@@ -25,13 +25,15 @@ def backend_class(entry: StorageConfig) -> type[Backend]:
 
 
 def options_of(entry: StorageConfig) -> msgspec.Struct:
-    """The options of the tier's type, the environment's included. Raises ConfigError."""
+    """Return the tier's options, with the environment's overrides. Raises ConfigError."""
     return backend_options(entry, backend_class(entry).Options)
 
 
 def make_backend(entry: StorageConfig) -> Backend:
-    """The tier's backend, not opened: it has checked its options. Raises ConfigError with all that
-    is wrong with them."""
+    """Create the tier's backend, not opened, with checked options.
+
+    Raises ConfigError with every problem of the options.
+    """
     cls = backend_class(entry)
     values, problems = option_values(entry, cls.Options)
     wrong = {*entry.options, *entry.overrides} - {*values}
@@ -39,13 +41,13 @@ def make_backend(entry: StorageConfig) -> Backend:
         options = cls.Options(**values)
         backend = WorkerBackend(cls, options) if cls.in_worker else cls.from_options(options)
     except TypeError:
-        # A key is missing, as `problems` say.
+        # A key is missing; `problems` has it.
         if not problems:
             raise
     except ConfigError as error:
-        # The others have defaults in place of wrong keys, which what is said of those is about.
-        told = [each for each in error.problems if wrong.isdisjoint(re.findall(r"\w+", each))]
-        problems += [f"storage ({entry.name}): {each}" for each in told]
+        # Wrong keys were replaced by defaults, so problems that name those keys mean nothing.
+        valid = [each for each in error.problems if wrong.isdisjoint(re.findall(r"\w+", each))]
+        problems += [f"storage ({entry.name}): {each}" for each in valid]
     if problems:
         raise ConfigError(*problems)
     return backend

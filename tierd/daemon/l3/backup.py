@@ -1,18 +1,18 @@
-"""Backup: checksums of blocks in L2, and their way to the storage tiers that lack them.
+"""Backup: copies blocks from host memory (L2) to the storage tiers that lack them.
 
-Each tier's write policy (tierd.core.writes) says which blocks it gets, and when. What waits
-is held in L2, so each tier has a bound of its own in bytes. Beyond it, or while the tier
-takes no writes, a block is skipped and counted, and offered again when an engine next
-presents or uses it, and when it leaves L2. Nothing here ever makes a client wait.
+Each tier's write policy (`tierd.core.writes`) decides which blocks it gets, and when. Waiting
+blocks are held in L2, so each tier has its own bound in bytes. Beyond it, or while the tier takes
+no writes, a block is skipped and counted. It is offered again when an engine next presents or
+uses it, and when L2 evicts it. No client ever waits for a backup.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
@@ -21,53 +21,40 @@ from tierd.core.space import Space
 from tierd.core.tier_bits import asked_bit
 from tierd.core.writes import Miss, WriteMoment
 from tierd.daemon.l2.memory import HostMemory
+from tierd.daemon.l3.checksums import Checksums, PendingChecksum
+from tierd.daemon.l3.drain import lacked_blocks
 from tierd.daemon.l3.renewal import Covers as Covers
 from tierd.daemon.l3.renewal import Renewal
 from tierd.daemon.l3.tier import StorageTier
 from tierd.daemon.l3.write_queue import WriteQueue
 
 PENDING_SHARE_MAX: Final = 0.25
-"""Share of the capacity that blocks waiting for checksum and backup may pin in L2, of all
-tiers together; each has an equal part, so that one that hangs leaves the others theirs.
-"""
+"""Maximum share of L2's capacity that blocks waiting for checksums and backups of all tiers may
+hold. Each tier has an equal part, so that a tier that hangs takes no room from the others."""
 
-CHECKSUM_BATCH: Final = 32
-"""Blocks summed by one hop to a thread: 64 MiB of 2 MiB blocks take about 3 ms."""
-
-CHECKSUM_PAUSE_S: Final = 0.005
-"""Pause before a round of checksums. A hop to a thread and back costs about 0.1 ms."""
-
-DRAIN_LOOK_S: Final = 0.01
-"""How often a drain is looked at: a tier's write takes longer as a rule."""
+DRAIN_POLL_S: Final = 0.01
+"""How often a drain checks its progress: most writes of a tier take longer."""
 
 
-def nobody(digest: bytes) -> bool:
-    """Covers no namespace."""
+def no_namespace(digest: bytes) -> bool:
+    """Cover no namespace."""
     return False
 
 
-class _Fresh(NamedTuple):
-    """A block that is to get a checksum, and the bits of the tiers that wait for it."""
-
-    space: Space
-    slot: int
-    tiers: int
-
-
 class Backups:
-    """The queues of all tiers, and the checksums before them.
+    """The write queues of all tiers, and the checksums before them.
 
-    What tiers have, or are getting, is in `Space.tiers`.
+    `Space.tiers` says which tiers have a block or are getting it.
     """
 
     def __init__(self, memory: HostMemory, tiers: Sequence[StorageTier], clock: Clock) -> None:
         self._memory = memory
         self._host = memory.host
         self._clock = clock
-        self.barred: Covers = nobody
-        """Namespaces of which nothing is written now."""
+        self.barred: Covers = no_namespace
+        """Namespaces whose blocks are not written now."""
         self.stopping = False
-        """What is stored is written at once from now on; `flush` writes the rest."""
+        """Whether new blocks are written at once; `drain` writes the others."""
         self.queues = [
             WriteQueue(tier, 1 << i, tier.config.write_queue, self._host.capacity_bytes)
             for i, tier in enumerate(tiers)
@@ -81,24 +68,22 @@ class Backups:
             for queue in self.queues
         ]
         self._every = (1 << len(tiers)) - 1
-        self._fresh: deque[_Fresh] = deque()
-        self._fresh_ready = asyncio.Event()
-        self._summing: list[_Fresh] = []
+        self.checksums = Checksums(memory, self._pass_on)
 
     def resize(self) -> None:
-        """Give each tier its part of the capacity as it is now."""
+        """Give each tier its part of the present capacity."""
         share = int(self._host.capacity_bytes * PENDING_SHARE_MAX) // max(1, len(self.queues))
         for queue in self.queues:
             queue.bytes_max = min(queue.tier.config.write_queue, share)
 
-    # --- what is to be backed up -----------------------------------------------------
+    # --- offering blocks to tiers ----------------------------------------------------
 
-    def used(self, space: Space, hashes: Sequence[bytes]) -> None:
-        """A request asks for blocks, and that has been counted: it may make them worth writing."""
+    def note_used(self, space: Space, hashes: Sequence[bytes]) -> None:
+        """Offer blocks whose use by a request has just been counted: it may make them worth it."""
         items, slots = space.items, space.find(hashes)
         for queue in self.queues:
             if len(queue.writes.missed) and len(slots) < len(hashes):
-                queue.asked(space, (h for h in hashes if h not in items))
+                queue.count_refused_hits(space, (h for h in hashes if h not in items))
         lacked = space.tiers.lacking(dict.fromkeys(slots), self._every)
         if lacked:
             self.offer(space, lacked, WriteMoment.USED)
@@ -107,9 +92,12 @@ class Backups:
                 renewal.used(space, slots)
 
     def claim(self, space: Space, slots: Sequence[int], count_max: int) -> None:
-        """Blocks leave L2, the deepest first: hold those that tiers lack and are to get, and
-        write them, and those of which tiers are asked whether they still have them. What a budget
-        or a queue has no room for is what lies deepest."""
+        """Hold blocks that L2 evicts, the deepest first, until tiers have got them.
+
+        Holds the blocks that tiers lack and are to get, and those that a tier is asked about
+        because it may have dropped them. Where a budget or a queue has no room, the deepest
+        blocks are left out.
+        """
         upwards = slots[::-1]
         lacked = space.tiers.lacking(upwards, self._every)
         held = self.offer(space, lacked, WriteMoment.EVICTING, count_max) if lacked else ()
@@ -118,13 +106,11 @@ class Backups:
                 held = {*held, *renewal.claim(space, upwards, held, count_max - len(held))}
 
     def _missing(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
-        """A tier says that it does not have these blocks any more."""
-        self.lost(space, slots, queue.bit)
-        queue.dropped(space, slots)
+        """Offer blocks again that a tier no longer has, as it says."""
+        self.note_lost(space, slots, queue.bit)
+        queue.history.note_dropped(space, slots)
         if self.stopping:
-            identities = zip(slots, space.identities(slots), strict=True)
-            todo = [(space, slot, block_hash) for slot, (block_hash, _) in identities]
-            queue.unflushed.extendleft(reversed(todo))
+            queue.backlog.add_first([(space, h) for h, _ in space.identities(slots)])
             return
         evicting = [slot for slot in slots if slot in space.evicting]
         self.offer(space, [slot for slot in slots if slot not in space.evicting], WriteMoment.USED)
@@ -133,9 +119,9 @@ class Backups:
     def offer(
         self, space: Space, slots: Sequence[int], moment: WriteMoment, count_max: int | None = None
     ) -> Collection[int]:
-        """Queue slots for the tiers that lack them and want them, as far as these take more.
+        """Queue slots for the tiers that lack them, want them and have room for them.
 
-        At most `count_max` slots, whatever the number of tiers; which they are.
+        Returns the queued slots, at most `count_max`, whatever the number of tiers.
         """
         tiers: dict[int, int] = {}
         for queue in self.queues:
@@ -151,14 +137,16 @@ class Backups:
         queue: WriteQueue,
         space: Space,
         wanted: Sequence[int],
-        anyhow: Container[int],
+        held: Container[int],
         more: int,
     ) -> Sequence[int]:
-        """Hold and mark those of the slots that a tier has room for: of those that are not to
-        be held anyhow at most so many `more`."""
+        """Hold and mark the slots that a tier has room for; return them.
+
+        At most `more` of them are not `held` for another tier already.
+        """
         if not wanted:
             return ()
-        fresh = [slot for slot in wanted if slot not in anyhow]
+        fresh = [slot for slot in wanted if slot not in held]
         beyond = set(fresh[max(0, more) :])
         if beyond:
             queue.skip(space, list(beyond), Miss.FULL)
@@ -171,7 +159,7 @@ class Backups:
     def _wanted(
         self, queue: WriteQueue, space: Space, slots: Sequence[int], moment: WriteMoment
     ) -> list[int]:
-        """Those of the slots that a tier lacks and that its policy wants now."""
+        """Return the slots that a tier lacks and its policy wants now."""
         if self.barred(space.digest):
             return []
         lacking = space.lacking(slots, queue.bit)
@@ -181,77 +169,35 @@ class Backups:
             moment = WriteMoment.STOPPING
         return queue.choose(space, lacking, moment, self._clock.monotonic_ns())
 
-    def sum_soon(self, space: Space, slots: Sequence[int]) -> None:
-        """Have blocks get their checksums, whether or not a tier is to get them."""
-        fresh = space.without_checksum(slots)
-        self._host.hold(space, fresh)
-        self._fresh.extend(_Fresh(space, slot, 0) for slot in fresh)
-        if fresh:
-            self._fresh_ready.set()
+    def compute_checksums(self, space: Space, slots: Sequence[int]) -> None:
+        """Queue blocks for their checksums, whether or not a tier is to get them."""
+        without = space.without_checksum(slots)
+        self._host.hold(space, without)
+        self.checksums.add(PendingChecksum(space, slot, 0) for slot in without)
 
     def _begin(self, space: Space, tiers: Mapping[int, int]) -> None:
-        """Have slots written to the tiers whose bits they come with, after their checksums."""
+        """Pass held slots on to the tiers with the given bits, after their checksums."""
         for slot, bits in tiers.items():
+            block = PendingChecksum(space, slot, bits)
             if space.checksums[slot] is None:
-                self._fresh.append(_Fresh(space, slot, bits))
-                self._fresh_ready.set()
+                self.checksums.add([block])
             else:
-                self._pass_on(_Fresh(space, slot, bits))
-
-    def flush(self) -> int:
-        """The daemon stops: begin to write what L2 has and tiers lack, as far as they take more.
-
-        To be called again and again; how many blocks are still to be begun, or have been given
-        up meanwhile.
-        """
-        if not self.stopping:
-            self.stopping = True
-            for queue, renewal in zip(self.queues, self.renewals, strict=True):
-                queue.unflushed.extend(self._unwritten(queue))
-                renewal.recheck(queue.stored_blocks)
-        for queue in self.queues:
-            queue.unbar(self.barred)
-            todo = queue.unflushed
-            while todo and queue.room(todo[0][0]):
-                space, _, block_hash = block = todo.popleft()
-                if self.barred(space.digest):
-                    queue.kept_back.setdefault(space, []).append(block)
-                # It may have moved since, or left.
-                elif (slot := space.items.get(block_hash)) is not None:
-                    wanted = self._wanted(queue, space, [slot], WriteMoment.STOPPING)
-                    taken = self._take(queue, space, wanted, (), len(wanted))
-                    self._begin(space, dict.fromkeys(taken, queue.bit))
-        for queue, renewal in zip(self.queues, self.renewals, strict=True):
-            if not (queue.pending_blocks or queue.undone or renewal.busy):
-                renewal.recheck_after(queue.stored_blocks)
-        return sum(queue.undone + queue.given_up for queue in self.queues)
-
-    def _unwritten(self, queue: WriteQueue) -> list[tuple[Space, int, bytes]]:
-        """What a tier lacks of L2, what is used most first, and parents before their children, or
-        nearly so."""
-        lacking = [
-            (space, slot, block_hash)
-            for space in self._host.spaces.values()
-            for block_hash, slot in space.items.items()
-            if not space.tiers.of(slot) & queue.bit
-        ]
-        lacking.sort(key=lambda todo: -todo[0].reuse.uses(todo[2]))
-        return lacking
+                self._pass_on(block)
 
     def offer_again(self, space: Space, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Offer blocks that an engine presents and that are there already (`slots` < 0)."""
+        """Offer blocks that an engine presents and that L2 has already (`slots` < 0)."""
         refused = (h for h, slot in zip(hashes, slots, strict=True) if slot < 0)
         if again := space.tiers.lacking(dict.fromkeys(space.find(refused)), self._every):
             self.offer(space, again, WriteMoment.USED)
 
-    def promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
-        """Note that tier number `source` had these blocks, and fill those above that want them.
+    def note_promoted(self, space: Space, slots: Sequence[int], source: int) -> None:
+        """Record that tier number `source` gave these blocks, and offer them to the tiers above.
 
-        Those below count as having them, but for what they are known to have missed: a block
-        goes to all tiers at once, and a lower one keeps it longer. To ask would cost a call
-        for each promotion; the next use does.
+        Lower tiers count as having them, except for blocks that they are known to have missed:
+        a block goes to all tiers at once, and a lower tier keeps it longer. Asking the tier would
+        cost a call per promotion; the next use asks it.
         """
-        self.queues[source].read(space, slots)
+        self.queues[source].history.note_read(space, slots)
         bits = self._every & -(1 << source)
         bits |= asked_bit(bits)
         for queue in self.queues[:source]:
@@ -262,21 +208,23 @@ class Backups:
         ]
         self._memory.mark(space, slots, add=bits)
         for queue in below:
-            # What it lacks it is not to be asked for.
-            lacked = queue.lacked(space, slots)
-            self._memory.mark(space, lacked, remove=queue.both)
+            # A tier is not asked for a block that it lacks.
+            missed = queue.take_missed(space, slots)
+            self._memory.mark(space, missed, remove=queue.both)
         if below or bits & self._every != self._every:
             self.offer(space, slots, WriteMoment.STORED)
 
-    # --- what is not to be backed up any more ----------------------------------------
+    # --- ending backups --------------------------------------------------------------
 
     def give_up(self, covers: Covers) -> None:
-        """Blocks of these namespaces that wait for tiers wait no longer. Those that are being
-        written, or summed, are `under_way`."""
+        """Take blocks of these namespaces out of all queues.
+
+        Blocks that are being written, or whose checksum is being computed, are `under_way`.
+        """
         for renewal in self.renewals:
             renewal.give_up(covers)
         for queue in self.queues:
-            queue.resting.clear()
+            queue.history.end_rests()
             given: dict[Space, list[int]] = {}
             kept: deque[tuple[Space, int]] = deque()
             for space, slot in queue.waiting:
@@ -287,132 +235,128 @@ class Backups:
             queue.waiting = kept
             for space, slots in given.items():
                 self._leave_out(queue, space, slots)
-        fresh, self._fresh = self._fresh, deque()
-        for block in fresh:
-            if not block.tiers or not covers(block.space.digest):
-                self._fresh.append(block)
-            else:
-                for queue in self.queues:
-                    if block.tiers & queue.bit:
-                        self._leave_out(queue, block.space, [block.slot])
+        for block in self.checksums.take_out(covers):
+            for queue in self.queues:
+                if block.tiers & queue.bit:
+                    self._leave_out(queue, block.space, [block.slot])
 
     def under_way(self, covers: Covers) -> bool:
-        """Whether blocks of these namespaces are being summed, written, or asked for on their way
-        out, just now."""
+        """Whether a checksum, a write or a query is in progress for blocks of these namespaces."""
         if any(renewal.under_way(covers) for renewal in self.renewals):
             return True
-        summing = any(fresh.tiers and covers(fresh.space.digest) for fresh in self._summing)
-        return summing or any(
+        return self.checksums.under_way(covers) or any(
             covers(space.digest) for queue in self.queues for space, _ in queue.writing
         )
 
     def holds(self, space: Space) -> bool:
-        """Whether blocks of a space stay in L2 until they are summed up or written."""
-        if any(fresh.space is space for fresh in (*self._fresh, *self._summing)):
+        """Whether blocks of a space are held in L2 until their checksum or write is done."""
+        if any(block.space is space for block in self.checksums.pending):
             return True
         return any(
             each is space for queue in self.queues for each, _ in (*queue.writing, *queue.waiting)
         )
 
-    def lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
-        """Tiers, by their bits, do not have these blocks of L2 any more."""
+    def note_lost(self, space: Space, slots: Sequence[int], bits: int) -> None:
+        """Record that the tiers with these bits no longer have these blocks of L2."""
         self._memory.mark(space, slots, remove=bits | asked_bit(bits))
 
     def withhold(self, space: Space, slots: Sequence[int], bit: int) -> None:
-        """A tier is not to get these blocks of L2, nor to be asked for them."""
+        """Keep a tier from getting these blocks of L2, and from being asked for them."""
         self._memory.mark(space, slots, add=bit, remove=asked_bit(bit))
 
-    def wrote(self, space: Space, slots: Sequence[int], number: int) -> None:
-        """Tier `number` has got these blocks from somebody else."""
+    def note_filled(self, space: Space, slots: Sequence[int], number: int) -> None:
+        """Record that a warming call has written these blocks to tier `number`."""
         queue = self.queues[number]
-        # One that waits for the tier counts as its own write ends.
+        # A block that waits for the tier is marked when its own write ends.
         self._memory.mark(space, space.tiers.lacking(slots, queue.bit), add=queue.both)
 
     def _leave_out(self, queue: WriteQueue, space: Space, slots: Sequence[int]) -> None:
-        """Blocks that were to wait for a tier do not; a stop has them wait again afterwards."""
+        """Release admitted blocks unwritten; while the daemon stops they are offered again."""
         if self.stopping:
-            queue.unflushed.extend((space, slot, space.identity(slot)[0]) for slot in slots)
-        queue.lacks(space, slots, Miss.FLUSHED)
+            queue.backlog.add((space, h) for h, _ in space.identities(slots))
+        queue.note_missed(space, slots, Miss.FLUSHED)
         self._memory.mark(space, slots, remove=queue.both)
         self._memory.let_go(space, slots)
-        queue.let_go(space, len(slots))
+        queue.finish(space, len(slots))
 
-    # --- what waits ------------------------------------------------------------------
+    # --- stopping --------------------------------------------------------------------
 
     @property
     def blocks(self) -> int:
-        """Blocks that wait for a checksum or a backup, in flight included, once a tier."""
+        """Blocks that wait for a checksum or a write, or have one in progress, once per tier."""
         return sum(queue.pending_blocks for queue in self.queues)
 
     @property
     def drainable(self) -> bool:
         """Whether blocks wait for a checksum, or for a tier that takes writes."""
-        if self._fresh or self._summing:
+        if self.checksums.busy:
             return True
         if any(renewal.busy and renewal.tier.reads_allowed for renewal in self.renewals):
             return True
-        return any((q.pending_blocks or q.undone) and q.tier.writes_allowed for q in self.queues)
+        return any(
+            (q.pending_blocks or len(q.backlog)) and q.tier.writes_allowed for q in self.queues
+        )
 
     @property
     def left(self) -> int:
-        """Blocks that a drain is still to write, once a tier."""
-        return self.blocks + sum(queue.undone for queue in self.queues)
+        """Blocks that a drain still has to write, once per tier."""
+        return self.blocks + sum(len(queue.backlog) for queue in self.queues)
 
     async def drain(self, end_s: float, enough: asyncio.Event) -> int:
-        """Write what tiers are to get and lack, until `end_s` of the loop's clock at most, and not
-        once there is `enough`; the count left undone."""
-        left = self.flush()
+        """Write the blocks of L2 that tiers lack and want; return how many were not written.
+
+        Ends at `end_s` of the loop's clock, when `enough` is set, or when nothing is left.
+        """
+        left = self._drain_on()
         while self.drainable and asyncio.get_running_loop().time() < end_s:
             if enough.is_set():
                 break
-            await asyncio.sleep(DRAIN_LOOK_S)
-            left = self.flush()
+            await asyncio.sleep(DRAIN_POLL_S)
+            left = self._drain_on()
         return self.blocks + left
 
+    def _drain_on(self) -> int:
+        """Queue as many blocks that tiers lack as there is room for.
+
+        Returns how many blocks are not queued yet, or were given up.
+        """
+        if not self.stopping:
+            self.stopping = True
+            for queue, renewal in zip(self.queues, self.renewals, strict=True):
+                queue.backlog.add(lacked_blocks(self._host.spaces.values(), queue.bit))
+                renewal.recheck(queue.history.written_blocks)
+        for queue in self.queues:
+            for space, block_hash in queue.backlog.take(self.barred, queue.room):
+                # The block may have moved or left since.
+                if (slot := space.items.get(block_hash)) is not None:
+                    wanted = self._wanted(queue, space, [slot], WriteMoment.STOPPING)
+                    taken = self._take(queue, space, wanted, (), len(wanted))
+                    self._begin(space, dict.fromkeys(taken, queue.bit))
+        for queue, renewal in zip(self.queues, self.renewals, strict=True):
+            if not (queue.pending_blocks or len(queue.backlog) or renewal.busy):
+                renewal.recheck_after(queue.history.written_blocks)
+        return sum(queue.backlog.unfinished for queue in self.queues)
+
+    # --- writing ---------------------------------------------------------------------
+
     def note_capacities(self) -> None:
-        """Tell the write budgets what their tiers hold, which open late and may change."""
+        """Tell the write budgets their tiers' capacities: a tier may open late, and may change."""
         for queue in self.queues:
             queue.writes.budget.resize(queue.tier.capacity_bytes)
 
-    # --- work ------------------------------------------------------------------------
-
-    async def compute_checksums(self) -> None:
-        """Compute missing checksums and pass the blocks on to the tiers, for ever."""
-        while True:
-            await self._fresh_ready.wait()
-            self._fresh_ready.clear()
-            # Nobody waits for a checksum: a pause makes one batch of many small commits.
-            await asyncio.sleep(CHECKSUM_PAUSE_S)
-            while self._fresh:
-                count = min(CHECKSUM_BATCH, len(self._fresh))
-                self._summing = [self._fresh.popleft() for _ in range(count)]
-                await self._sum(self._summing)
-                for fresh in self._summing:
-                    self._pass_on(fresh)
-                self._summing = []
-
-    async def _sum(self, batch: Iterable[_Fresh]) -> None:
-        fresh = ((f.space, f.slot) for f in batch if f.space.checksums[f.slot] is None)
-        missing = list(dict.fromkeys(fresh))
-        by_space: dict[Space, dict[int, bytes]] = {}
-        sums = await self._memory.checksums(missing)
-        for (space, slot), digest in zip(missing, sums, strict=True):
-            by_space.setdefault(space, {})[slot] = digest
-        for space, known in by_space.items():
-            self._memory.note_checksums(space, known)
-
-    def _pass_on(self, fresh: _Fresh) -> None:
-        if not fresh.tiers:
-            self._memory.let_go(fresh.space, [fresh.slot])
-        barred = self.barred(fresh.space.digest)
+    def _pass_on(self, block: PendingChecksum) -> None:
+        """Queue a block, which has its checksum, for the tiers that wait for it."""
+        if not block.tiers:
+            self._memory.let_go(block.space, [block.slot])
+        barred = self.barred(block.space.digest)
         for queue in self.queues:
-            if fresh.tiers & queue.bit and barred:
-                self._leave_out(queue, fresh.space, [fresh.slot])
-            elif fresh.tiers & queue.bit:
-                queue.put(fresh.space, fresh.slot)
+            if block.tiers & queue.bit and barred:
+                self._leave_out(queue, block.space, [block.slot])
+            elif block.tiers & queue.bit:
+                queue.enqueue(block.space, block.slot)
 
     async def write(self, queue: WriteQueue) -> None:
-        """Write what waits for a tier, for ever; as many of these run as it has `write_batches`."""
+        """Write a tier's waiting blocks, forever; `write_batches` such tasks run per tier."""
         while True:
             if not queue.waiting:
                 queue.ready.clear()
@@ -431,7 +375,7 @@ class Backups:
                 self._memory.let_go(space, slots)
                 for entry in batch:
                     del queue.writing[entry]
-                queue.let_go(space, len(slots))
+                queue.finish(space, len(slots))
 
     async def _write_batch(self, queue: WriteQueue, space: Space, slots: list[int]) -> None:
         requests = []
@@ -449,18 +393,18 @@ class Backups:
         outcomes = await queue.tier.put(space.digest, requests)
         kept = (Outcome.STORED, Outcome.PRESENT)
         lost = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome not in kept]
-        queue.got(space, slots, outcomes)
+        queue.note_written(space, slots, outcomes)
         got = [slot for slot, outcome in zip(slots, outcomes, strict=True) if outcome in kept]
         self._memory.mark(space, got, add=queue.both)
-        queue.lacks(space, lost, Miss.FAILED)
+        queue.note_missed(space, lost, Miss.FAILED)
         self._not_written(space, lost, queue)
 
     def _not_written(self, space: Space, slots: Sequence[int], queue: WriteQueue) -> None:
         if self.stopping:
-            queue.given_up += len(slots)
+            queue.backlog.given_up += len(slots)
         self._memory.mark(space, slots, remove=queue.both)
 
-    # --- proof -----------------------------------------------------------------------
+    # --- for tests -------------------------------------------------------------------
 
     def waits(self, number: int, space: Space, slot: int) -> bool:
         """Whether a block waits for tier `number`, or is being written to it; for tests."""
@@ -468,8 +412,8 @@ class Backups:
 
     def _pending(self, number: int) -> list[tuple[Space, int]]:
         queue = self.queues[number]
-        fresh = [(f.space, f.slot) for f in (*self._fresh, *self._summing) if f.tiers & queue.bit]
-        return [*fresh, *queue.waiting, *queue.writing]
+        before = [(b.space, b.slot) for b in self.checksums.pending if b.tiers & queue.bit]
+        return [*before, *queue.waiting, *queue.writing]
 
     def check(self) -> None:
         """Assert the invariants of masks and queues; for tests."""

@@ -1,15 +1,15 @@
-"""Learning from what requests ask for: after the reply, and never for long at a time.
+"""Counts the uses of blocks by requests: after the reply, in short slices.
 
-Each ACQUIRE is noted and counted later, in slices between which the loop does other work: as
-a use of its blocks, which says what they are worth in L2 and to tiers, and for what an arena
-of twice the size would have had. It refuses to know clients.
+Each ACQUIRE is queued and counted later, in slices between which the loop does other work. A use
+decides what a block is worth in L2 and to storage tiers. The hits that an arena of twice the size
+would have had are counted too. This module does not know clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -17,35 +17,34 @@ from tierd.clock import Clock
 from tierd.core.host import HostTier
 from tierd.core.space import Space
 from tierd.daemon.l3.backup import Backups
-from tierd.eviction.policy import PrefixRequest
-from tierd.eviction.reuse import SLICE, Reuse
+from tierd.eviction.reuse import SLICE
 
 NS: Final = 1_000_000_000
 
 WAITING_MAX: Final = 1024
-"""Requests that wait to be counted; beyond it the oldest are not."""
+"""Maximum requests that wait to be counted; beyond it the oldest are discarded."""
 
 WAITING_BLOCKS_MAX: Final = 1 << 19
-"""Their blocks, which take 40 MB; the latest request may have them all."""
+"""Maximum blocks of the waiting requests, which take 40 MB; the latest request may have more."""
 
 PAUSE_S: Final = 0.001
-"""Between two slices of SLICE blocks, of less than 0.1 ms: so a request that comes meanwhile mostly
-finds the loop idle. Without it the p99 of the smallest call is five times as long. It leaves time
-to count 60,000 blocks a second, more than an engine computes."""
+"""Pause between two slices of SLICE blocks, each of less than 0.1 ms, so that most calls find the
+loop idle. Without it the p99 of the smallest call is five times as long. With it 60,000 blocks per
+second can be counted, more than an engine computes."""
 
 HURRY_BLOCKS: Final = 1 << 16
-"""With more blocks waiting there is no pause."""
+"""Number of waiting blocks beyond which there is no pause."""
 
 STEP_BLOCKS: Final = 16
-"""A step takes as long as so many blocks even if it has none."""
+"""Fixed cost of a step, in blocks."""
 
 
 Guarded = Callable[[Callable[[], Coroutine[object, object, None]]], Awaitable[None]]
-"""Runs work whose bugs are counted and logged, and end nothing else."""
+"""Runs work; an exception is counted and logged, and ends nothing else."""
 
 
 class _Asked(NamedTuple):
-    """An ACQUIRE: what it asked for, of which namespaces, and when."""
+    """An ACQUIRE: the namespaces, the blocks, and when it arrived."""
 
     spaces: list[Space]
     hashes: Sequence[bytes]
@@ -55,7 +54,7 @@ class _Asked(NamedTuple):
 
 
 class Learning:
-    """What is noted and not yet counted."""
+    """Requests that are not counted yet."""
 
     def __init__(
         self,
@@ -80,9 +79,9 @@ class Learning:
     def note(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], request: int, own: int = 0
     ) -> None:
-        """A request asks for a prefix; returns at once. 0 is a request of its own each time.
+        """Queue a request for a prefix; return at once. Number 0 is a new request each time.
 
-        Of the first `own` blocks the engine has no need, but it uses them.
+        The engine uses the first `own` blocks without needing a load.
         """
         unique, now_ns = list(dict.fromkeys(spaces)), self._clock.monotonic_ns()
         self._waiting.append(_Asked(unique, hashes, request, own, now_ns))
@@ -96,52 +95,38 @@ class Learning:
 
     @property
     def busy(self) -> bool:
-        """Whether something noted is not counted yet."""
+        """Whether a request is not counted yet."""
         return bool(self._waiting) or self._now is not None
 
     async def run(self) -> None:
-        """Count what is noted, for ever."""
+        """Count queued requests, forever."""
         while True:
             await self._ready.wait()
-            # The reply is on its way, and who gets it may ask again at once.
+            # The reply is on its way, and its receiver may send the next call at once.
             await asyncio.sleep(PAUSE_S)
             while self._waiting:
                 asked = self._now = self._waiting.popleft()
                 self._waiting_blocks -= len(asked.hashes)
-                # A bug here costs hits, the daemon's end would cost all.
+                # A bug here may cost hits, but must not end the daemon.
                 await self._guarded(partial(self._count, asked))
             self._now = None
             self._ready.clear()
 
     async def _count(self, asked: _Asked) -> None:
         self._count_ghosts(asked)
-        new: dict[Reuse, Sequence[bytes]] = {}
-        for space in asked.spaces:
-            book = space.reuse
-            if book not in new:
-                new[book] = self._host.uses.new(book, asked.hashes, asked.request)
-                await self._use(book, PrefixRequest(new[book], asked.now_ns / NS))
-        for space in asked.spaces:
-            for part in _slices(new[space.reuse]):
-                self._host.use(space, PrefixRequest(part, asked.now_ns / NS))
-                await self._breathe(len(part))
-            if self._backups.queues:
-                for part in _slices(asked.hashes):
-                    self._backups.used(space, part)
-                    await self._breathe(len(part))
-
-    async def _use(self, book: Reuse, request: PrefixRequest) -> None:
-        if not request.hashes:
+        now_s = asked.now_ns / NS
+        for blocks in self._host.count_use(asked.spaces, asked.hashes, asked.request, now_s):
+            await self._pause_after(blocks)
+        if not self._backups.queues:
             return
-        for _ in book.use_slices(request):
-            await self._breathe(SLICE)
-        await self._breathe(len(request.hashes) % SLICE)
-        if book.rebuild_due:
-            await asyncio.sleep(0)
-            book.rebuild()
+        for space in asked.spaces:
+            for start in range(0, len(asked.hashes), SLICE):
+                part = asked.hashes[start : start + SLICE]
+                self._backups.note_used(space, part)
+                await self._pause_after(len(part))
 
-    async def _breathe(self, blocks: int) -> None:
-        """A step that handled so many blocks is done: let others go first now and then."""
+    async def _pause_after(self, blocks: int) -> None:
+        """Pause if the steps since the last pause handled about SLICE blocks."""
         self._done += blocks + STEP_BLOCKS
         if self._done >= SLICE:
             self._done = 0
@@ -152,10 +137,5 @@ class Learning:
         space, hashes = asked.spaces[0], asked.hashes[asked.own :]
         found = list(map(space.items.get, hashes))
         if None in found:
-            here = found.index(None)
-            self._counters["ghost_blocks_total"] += space.twice(hashes[here:])
-
-
-def _slices(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(hashes), SLICE):
-        yield hashes[start : start + SLICE]
+            resident = found.index(None)
+            self._counters["ghost_blocks_total"] += space.twice(hashes[resident:])

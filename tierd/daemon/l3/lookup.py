@@ -1,8 +1,7 @@
-"""One ACQUIRE's way through the storage tiers: who has what, and what is worth promoting.
+"""One ACQUIRE's lookup in the storage tiers: which tier has each block, and what to promote.
 
-Each rank's blocks are asked for tier by tier, cheaper ones first. As soon as a tier has
-answered, the prefix that every rank is known to have is promoted, while the tiers below
-are asked for the rest.
+Each rank's blocks are looked up tier by tier, in configured order. As soon as a tier has answered,
+the prefix that is known for every rank is promoted, while the lookup goes on in the tiers below.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tierd.daemon.l3.tier import StorageTier
 
 
 class Lookup:
-    """What is known of one waiter's blocks; it begins promotions, and waits for none."""
+    """The lookup for one waiter; it starts promotions without waiting for them."""
 
     def __init__(
         self,
@@ -38,15 +37,15 @@ class Lookup:
         self._found: list[dict[bytes, int]] = [{} for _ in range(ranks)]
         self._asking: list[StorageTier | None] = [None] * ranks
         self._reach = [0] * ranks
-        """Length of each rank's prefix that L2, promotions under way and tiers have together."""
+        """Length of each rank's prefix that is in L2, in promotion, or in a tier."""
         self._begun = 0
         self._got = [0] * ranks
         """Length of each rank's prefix that is in L2."""
         self._answered = asyncio.Event()
-        """Of the next answer that a tier gives; each has an event of its own."""
+        """Set by the next answer of a tier, and then replaced."""
 
     async def ask(self, at: int) -> None:
-        """Ask the tiers for the blocks of the rank at index `at` that are not resident."""
+        """Look up the non-resident blocks of the rank at index `at`, tier by tier."""
         held, found = self._waiter.held[at], self._found[at]
         self._advance(at)
         for number, tier in enumerate(self._tiers):
@@ -54,9 +53,9 @@ class Lookup:
             if not missing:
                 break
             while not tier.reads_allowed and tier in self._asking:
-                # A tier on trial takes one question at a time, and may have just got another
-                # rank's: passed over, this rank would have no prefix, and so none would be read,
-                # and the trial would never end.
+                # A half-open breaker lets one call through, which may be another rank's lookup. If
+                # this rank skipped the tier, the common prefix would be empty, nothing would be
+                # read, and the breaker would never close.
                 await self._answered.wait()
             if not tier.reads_allowed:
                 continue
@@ -66,40 +65,41 @@ class Lookup:
             answered, self._answered = self._answered, asyncio.Event()
             answered.set()
             if not self._waiter.open:
-                return  # A foreign backend may have swallowed the cancellation.
+                return  # A third-party backend may have swallowed the cancellation.
             found.update((h, number) for h, yes in zip(missing, answers, strict=True) if yes)
             self._advance(at)
 
     @property
     def ranks(self) -> int:
-        """How many `ask` there are."""
+        """Number of ranks."""
         return len(self._found)
 
     async def finish(self, asks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait until all ranks have been asked for, and for what was begun as long as it may
-        make the prefix longer."""
+        """Wait for all lookups, and for promotions that may still extend the prefix."""
         await asyncio.wait(asks)
         pending = {batch.done for batch in self._waiter.batches}
         while pending and self._may_grow():
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
     def blame(self) -> None:
-        """The deadline has passed: tell the tiers that are being waited for."""
+        """Report the passed deadline to the tiers that the request still waits for."""
         slow = [tier for tier in self._asking if tier is not None]
         slow += [batch.reading for batch in self._waiter.batches if batch.reading is not None]
         for tier in dict.fromkeys(slow):
             tier.blame_reads()
 
     def unserved(self, why: Why, at_s: int) -> Unserved:
-        """A note of what is still wanted, from the first block on that not all ranks have got."""
+        """Return a note of the missing blocks, from the first one that not all ranks hold."""
         waiter, hashes = self._waiter, self._hashes
         got = min(waiter.length(at, hashes) for at in range(self.ranks))
         digests = frozenset(space.digest for space in waiter.spaces)
         return Unserved(why, at_s, digests, hashes[got:])
 
     def _may_grow(self) -> bool:
-        """Whether the prefix of all ranks is not final yet: what lies behind a block that no
-        tier gave is of no use."""
+        """Whether the prefix of all ranks may still become longer.
+
+        Blocks behind a block that no tier delivered are useless.
+        """
         end = len(self._hashes)
         for at, space in enumerate(self._waiter.spaces):
             held, items, got = self._waiter.held[at], space.items, self._got[at]
@@ -108,22 +108,22 @@ class Lookup:
             ):
                 got += 1
             self._got[at] = got
-            comes = got < len(self._hashes) and (
+            arriving = got < len(self._hashes) and (
                 (space.digest, self._hashes[got]) in self._promotions.under_way
             )
-            if not comes:
+            if not arriving:
                 end = min(end, got)
         return any(got < end for got in self._got)
 
     def _advance(self, at: int) -> None:
-        """See how far the rank at index `at` reaches now, and promote what all ranks have."""
+        """Extend the known prefix of the rank at index `at`, and promote what all ranks have."""
         space, found = self._waiter.spaces[at], self._found[at]
         items, under_way = space.items, self._promotions.under_way
         reach = self._reach[at]
         for block_hash in self._hashes[reach:]:
             if block_hash not in items:
                 batch = under_way.get((space.digest, block_hash))
-                if batch.doubtful if batch is not None else block_hash not in found:
+                if not batch.joinable if batch is not None else block_hash not in found:
                     break
             reach += 1
         self._reach[at] = reach
@@ -134,7 +134,7 @@ class Lookup:
                 self._promotions.join(self._waiter, rank, self._hashes[first:known], has, first)
 
     def _is_worth(self, known: int) -> bool:
-        """Whether to bring what is new of the prefix of so many blocks."""
+        """Whether to promote the prefix of `known` blocks beyond the part already begun."""
         hashes = self._hashes[self._begun : known]
         wanted: Counter[int] = Counter()
         for space, found in zip(self._waiter.spaces, self._found, strict=True):

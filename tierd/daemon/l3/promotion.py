@@ -1,9 +1,9 @@
-"""Bringing blocks from storage tiers into L2 for requests that wait for them.
+"""Promotion: reads blocks from storage tiers into L2 for requests that wait for them.
 
-A promotion is a batch of blocks that some waiter needs, in prefix order; a block is
-promoted once, however many wait for it. What a tier turns out not to have, or to have
-damaged, is asked of the next one. Waiters leave at their deadline; the slots of a batch
-belong to the batch until its I/O has ended, whoever still waits.
+A promotion is a batch of blocks in prefix order. A block is promoted once, however many requests
+wait for it. Blocks that a tier lacks, or has damaged, are requested from the next tier. Waiters
+leave at their deadline. The slots of a batch belong to the batch until its I/O has ended, even if
+no request waits any longer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tierd.core.reasons import Refusal
 from tierd.core.reservations import Found, SlotReservation
 from tierd.core.space import Space
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
-from tierd.daemon.l3.backup import Backups, Covers, nobody
-from tierd.daemon.l3.read_scheduler import Rank, ReadScheduler, ReadTurn
+from tierd.daemon.l3.backup import Backups, Covers, no_namespace
+from tierd.daemon.l3.read_scheduler import QueuedRead, Rank, ReadScheduler
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 
 Spawn = Callable[[Callable[[], Coroutine[object, object, None]], str], asyncio.Task[None]]
@@ -29,16 +29,16 @@ Spawn = Callable[[Callable[[], Coroutine[object, object, None]], str], asyncio.T
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One ACQUIRE: what it holds so far, by space and block hash."""
+    """One ACQUIRE, and the slots that it holds so far, by space and block hash."""
 
     spaces: list[Space]
     arrived_ns: int = 0
     """When its request arrived at the engine, CLOCK_MONOTONIC."""
     worth: float | None = None
-    """Of blocks that no request waits for: what they are worth; see HostTier.reserve."""
+    """Worth of blocks that no request waits for (see HostTier.reserve); None for a request."""
     held: list[dict[bytes, int]] = field(default_factory=list)
     brought: dict[bytes, int] = field(default_factory=dict)
-    """Number of the tier that brought a block, of the first space's, while this waited."""
+    """Number of the tier that delivered a block of the first space during the wait."""
     batches: dict[Promotion, None] = field(default_factory=dict)
     open: bool = True
 
@@ -51,7 +51,7 @@ class Waiter:
         self.held[at].update(zip(hashes, slots, strict=True))
 
     def refresh(self, host: HostTier, hashes: Sequence[bytes]) -> None:
-        """Hold what has become resident at the front since the last look."""
+        """Hold blocks of the prefix that have become resident since the last call."""
         for at, space in enumerate(self.spaces):
             known = self.held[at]
             slots = host.prefix(space, hashes)
@@ -60,7 +60,7 @@ class Waiter:
             self.take(host, at, list(fresh), list(fresh.values()))
 
     def length(self, at: int, hashes: Sequence[bytes]) -> int:
-        """Blocks held without a gap from the first on."""
+        """Return how many blocks are held without a gap from the first on."""
         held = self.held[at]
         for count, block_hash in enumerate(hashes):
             if block_hash not in held:
@@ -68,7 +68,7 @@ class Waiter:
         return len(hashes)
 
     def close(self, host: HostTier) -> None:
-        """Let go of everything and leave the batches; idempotent."""
+        """Release all held slots and leave the batches; idempotent."""
         if not self.open:
             return
         self.open = False
@@ -81,7 +81,7 @@ class Waiter:
     def conclude(
         self, host: HostTier, owner: int, hashes: Sequence[bytes], expires_ns: int
     ) -> SlotLease | None:
-        """Lease the longest prefix that every space holds, and let go of the rest."""
+        """Lease the longest prefix held in every space, and release the rest."""
         count = min(self.length(at, hashes) for at in range(len(self.spaces)))
         for space, held in zip(self.spaces, self.held, strict=True):
             if space.dropped:
@@ -103,74 +103,77 @@ class Waiter:
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """A batch of one space's blocks; the tier number `first` has them, as far as is known."""
+    """A batch of one space's blocks, which tier number `first` probably has."""
 
     space: Space
     first: int
     left: list[bytes]
-    """Its blocks that are still under way."""
+    """Blocks that are still in progress."""
     done: asyncio.Future[None]
     place: int
-    """Of its first block in the prefix of who wanted it first."""
+    """Place of the first block in the prefix of the first waiter."""
     under_way: dict[tuple[bytes, bytes], Promotion]
-    """Where others find it, by space and block."""
+    """Promotions in progress, by space and block, shared by all of them."""
     waiters: set[Waiter] = field(default_factory=set)
     source: StorageTier | None = None
-    """The tier that it reads, or waits for its turn to read."""
+    """The tier that it reads, or waits to read."""
     reading: StorageTier | None = None
     """The tier that is being read."""
-    turn: ReadTurn | None = None
-    """What it waits for, while it waits for a turn to read."""
+    queued: QueuedRead | None = None
+    """The read that has not started yet."""
     room: asyncio.Future[None] | None = None
-    """What it waits for, while it waits for slots."""
+    """Done when slots may be free, while the batch waits for slots."""
     void: bool = False
-    """What it brings is not to be published: it has been flushed since."""
+    """The namespace was flushed since: the blocks must not be published."""
     failed: dict[bytes, Outcome | None] = field(default_factory=dict)
-    """How the last attempt at a block that did not come ended; None: there was no room."""
+    """Last outcome of each block that was not delivered; None if it got no slot."""
 
     @property
-    def doubtful(self) -> bool:
-        """Whether nobody else is to join it: it is void, or its tier is one that no new read would
-        be begun on. Only who waits for it already does: else all that want a popular block would
-        wait in an outage, each in turn."""
-        return self.void or (self.source is not None and not self.source.reads_allowed)
+    def joinable(self) -> bool:
+        """Whether more requests may wait for it: it is not void and its tier takes reads.
+
+        In an outage, all requests for a popular block would otherwise wait, one after another.
+        """
+        return not self.void and (self.source is None or self.source.reads_allowed)
 
     def rank(self) -> Rank:
-        """Whose turn it is: what the request that has waited longest needs, in prefix order."""
+        """Rank by the request that has waited longest, then by the place in the prefix."""
         return min((waiter.arrived_ns for waiter in self.waiters), default=0), self.place
 
     @property
     def worth(self) -> float | None:
-        """What its blocks are worth if no request waits for them."""
+        """Worth of its blocks if no request waits for them, else None."""
         worths = [waiter.worth for waiter in self.waiters if waiter.worth is not None]
         return min(worths, default=0.0) if len(worths) == len(self.waiters) else None
 
     def join(self, waiter: Waiter) -> None:
-        """Another waiter has come; the batch goes to its place in the queue."""
+        """Add a waiter, which may move the batch forward in the queue."""
         if waiter not in self.waiters:
             self.waiters.add(waiter)
-            if self.turn is not None:
-                self.turn.earlier()
+            if self.queued is not None:
+                self.queued.reorder()
 
     def leave(self, waiter: Waiter) -> None:
-        """A waiter has gone. Without any, a batch leaves the queue, and at once is nothing that
-        another could join: behind reads that hang it would keep its blocks from being read from
-        anywhere else."""
+        """Remove a waiter. Without waiters, a batch that has not started is cancelled.
+
+        No request can join a cancelled batch: behind reads that hang, it would keep its blocks
+        from being read from another tier.
+        """
         self.waiters.discard(waiter)
-        waits = self.turn.granted if self.turn is not None else self.room
+        waits = self.queued.granted if self.queued is not None else self.room
         if not self.waiters and waits is not None:
             waits.cancel()
             self.keep([])
 
     def keep(self, left: list[bytes]) -> None:
-        """Only these blocks are under way any more."""
+        """End the promotion of all blocks except these."""
         for block_hash in set(self.left).difference(left):
             del self.under_way[self.space.digest, block_hash]
         self.left = left
 
 
 class Promotions:
-    """All promotions under way, by space and block."""
+    """All promotions in progress, by space and block."""
 
     def __init__(
         self,
@@ -180,11 +183,11 @@ class Promotions:
         spawn: Spawn,
         bytes_max: int,
     ) -> None:
-        """At most `bytes_max` bytes of slots are being read into at once."""
+        """`bytes_max` limits the bytes of slots that are read into at once."""
         self.under_way: dict[tuple[bytes, bytes], Promotion] = {}
-        self.turns = ReadScheduler([tier.reads for tier in tiers], bytes_max)
-        self.barred: Covers = nobody
-        """Namespaces of which nothing is brought now."""
+        self.read_scheduler = ReadScheduler([tier.reads for tier in tiers], bytes_max)
+        self.barred: Covers = no_namespace
+        """Namespaces whose blocks are not promoted now."""
         self._memory = memory
         self._backups = backups
         self._tiers = tiers
@@ -198,26 +201,26 @@ class Promotions:
         found: Mapping[bytes, int],
         first: int,
     ) -> None:
-        """Have `waiter` get these blocks: hold what is resident, and promote the rest.
+        """Hold the resident blocks for `waiter`, and promote the others.
 
-        `found` says which tier has a block, `first` the place of the first one in the prefix.
-        A block that was resident or under way a moment ago and is neither any more is left out.
+        `found` has the tier of each block, `first` is the place of the first block in the prefix.
+        A block that is no longer resident or in progress, and not in `found`, is left out.
         """
         loop = asyncio.get_running_loop()
         space, held = waiter.spaces[at], waiter.held[at]
         items, limit = space.items, batch_blocks(space)
         current: Promotion | None = None
-        begun = []
-        here: dict[bytes, int] = {}
+        started = []
+        resident: dict[bytes, int] = {}
         for place, block_hash in enumerate(hashes, first):
             slot = items.get(block_hash)
             if slot is not None:
                 if block_hash not in held and slot not in space.unverified:
-                    here[block_hash] = slot
+                    resident[block_hash] = slot
                 continue
             key = (space.digest, block_hash)
             batch = self.under_way.get(key)
-            if batch is not None and batch.doubtful:
+            if batch is not None and not batch.joinable:
                 continue
             if batch is None and self.barred(space.digest):
                 continue
@@ -228,17 +231,17 @@ class Promotions:
                 if current is None or current.first != tier or len(current.left) >= limit:
                     done = loop.create_future()
                     current = Promotion(space, tier, [], done, place, self.under_way)
-                    begun.append(current)
+                    started.append(current)
                 current.left.append(block_hash)
                 self.under_way[key] = batch = current
             waiter.batches[batch] = None
             batch.join(waiter)
-        waiter.take(self._memory.host, at, list(here), list(here.values()))
-        for batch in begun:
+        waiter.take(self._memory.host, at, list(resident), list(resident.values()))
+        for batch in started:
             self._spawn(partial(self._run, batch), "promotion")
 
     def void(self, covers: Covers) -> None:
-        """What is under way of these namespaces becomes nobody's."""
+        """Keep promotions in progress of these namespaces from being published."""
         for batch in set(self.under_way.values()):
             batch.void = batch.void or covers(batch.space.digest)
 
@@ -250,23 +253,23 @@ class Promotions:
                 if self._tiers[number].reads_allowed:
                     batch.keep(await self._bring_all(batch, number))
         except asyncio.CancelledError:
-            if batch.waiters:  # It is the daemon that stops.
+            if batch.waiters:  # The daemon is stopping.
                 raise
         finally:
             batch.keep([])
             batch.done.set_result(None)
 
     async def _bring_all(self, batch: Promotion, number: int) -> list[bytes]:
-        """Read a batch's blocks, and wait for slots while blocks that are being written keep them.
+        """Read a batch's blocks, waiting for slots that blocks waiting for tiers still occupy.
 
-        Returns the blocks that the tier did not give.
+        Returns the blocks that the tier did not deliver.
         """
         missed, left = [], batch.left
         while left and self._tiers[number].reads_allowed:
             given, short = await self._bring(batch, number, left)
             missed += given
             holds = self._backups.holds(batch.space)
-            # While the others were read some that kept slots may have been written.
+            # During the reads, blocks that occupied slots may have been written.
             again = short and batch.waiters and (holds or len(short) < len(left))
             if not again:
                 self._no_slots(batch, short)
@@ -282,7 +285,7 @@ class Promotions:
         return missed
 
     def _no_slots(self, batch: Promotion, hashes: Collection[bytes]) -> None:
-        """Blocks of a batch get no slots, and are not under way any more."""
+        """End the promotion of blocks that get no slots."""
         batch.failed.update(dict.fromkeys(hashes))
         batch.keep([h for h in batch.left if h not in hashes])
         self._memory.counters["promotion_no_room_total"] += len(hashes)
@@ -290,22 +293,22 @@ class Promotions:
     async def _bring(
         self, batch: Promotion, number: int, hashes: Sequence[bytes]
     ) -> tuple[list[bytes], list[bytes]]:
-        """Read blocks into fresh slots; what is sound becomes READY and held by the waiters.
+        """Read blocks into new slots; undamaged blocks become READY and held by the waiters.
 
-        Returns the blocks that the tier did not give, and the blocks that got no slot.
+        Returns the blocks that the tier did not deliver, and the blocks that got no slot.
         """
         space, tier = batch.space, self._tiers[number]
         batch.source = tier
-        batch.turn = ReadTurn(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
-        async with self.turns.take(batch.turn):
-            batch.turn = None
+        batch.queued = QueuedRead(tier.reads, len(hashes) * space.slot_bytes, batch.rank)
+        async with self.read_scheduler.take(batch.queued):
+            batch.queued = None
             if not batch.waiters or batch.void:
                 return [], []
             unknown = [space.namespace.hash_root] * len(hashes)
             worth = batch.worth
             reservation = self._memory.reserve(INTERNAL, space, hashes, unknown, worth)
             if worth is None:
-                # As a session does: else the next batch finds what leaves not written yet.
+                # As a session does; otherwise the next batch waits for evicted blocks' writes.
                 self._memory.make_room_ahead(space, len(hashes))
             else:
                 self._memory.grow_ahead(space)
@@ -313,7 +316,7 @@ class Promotions:
             refused = dict(zip(hashes, reservation.slots, strict=True))
             short = [h for h, slot in refused.items() if slot == Refusal.NO_ROOM and worth is None]
             gone = {h for h, slot in refused.items() if slot < 0}.difference(short)
-            # A request that wants one of them must not wait for it here.
+            # Another request for one of these blocks must not wait for this batch.
             self._no_slots(batch, gone)
             if not granted:
                 return [], short
@@ -358,4 +361,4 @@ class Promotions:
                     waiter.take(host, at, hashes, ready)
                     if at == 0:
                         waiter.brought.update(dict.fromkeys(hashes, number))
-        self._backups.promoted(space, ready, number)
+        self._backups.note_promoted(space, ready, number)

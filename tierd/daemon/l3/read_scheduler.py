@@ -1,4 +1,7 @@
-"""Turns: so many in each lane and so many bytes in all, the next one to whoever comes first."""
+"""Decides which read of a storage tier starts next.
+
+A tier's lane limits how many reads run at once; the scheduler limits their bytes in all lanes.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 Rank = tuple[int, int]
-"""The lower comes first."""
+"""Order of reads: arrival time and place in the prefix; the lowest rank starts first."""
 
 LAST_NS: Final = 1 << 63
-"""In the place of when a request arrived: behind every one that did."""
+"""Arrival time of a read that no request waits for: it starts after the reads of all requests."""
 
 _SEQUENCE: Final = itertools.count()
 
 
-class ReadTurn:
-    """One who waits for a turn. Its rank is asked for when a turn gets free."""
+class QueuedRead:
+    """A read that waits to start. Its rank may change and is computed when it is compared."""
 
     def __init__(self, lane: ReadLane, size_bytes: int, rank: Callable[[], Rank]) -> None:
         self.lane = lane
@@ -27,44 +30,44 @@ class ReadTurn:
         self.rank = rank
         self.granted = asyncio.get_running_loop().create_future()
 
-    def earlier(self) -> None:
-        """Its rank may have become lower. That it is higher shows by itself."""
+    def reorder(self) -> None:
+        """Note that the rank may have become lower; a higher rank needs no note."""
         self.lane.enter(self)
 
 
 class ReadLane:
-    """Who waits for one thing of which so many may be used at once."""
+    """Reads of one tier that wait; at most `count` run at once."""
 
     def __init__(self, count: int) -> None:
         self.free = count
-        """Turns that nobody has."""
-        self._waiting: list[tuple[Rank, int, ReadTurn]] = []
-        """A heap. A turn is in it as often as it has become earlier; that it has become later
-        shows when it comes first."""
+        """How many more reads may start."""
+        self._waiting: list[tuple[Rank, int, QueuedRead]] = []
+        """A heap. A read is entered again each time its rank becomes lower. A rank that became
+        higher is found when the read comes first."""
 
-    def enter(self, turn: ReadTurn) -> None:
-        """Have it wait where its rank now says."""
-        heapq.heappush(self._waiting, (turn.rank(), next(_SEQUENCE), turn))
+    def enter(self, read: QueuedRead) -> None:
+        """Queue a read by its present rank."""
+        heapq.heappush(self._waiting, (read.rank(), next(_SEQUENCE), read))
 
-    def first(self) -> tuple[Rank, int, ReadTurn] | None:
-        """Who comes first, if anybody waits."""
+    def first(self) -> tuple[Rank, int, QueuedRead] | None:
+        """Return the waiting read with the lowest rank, or None."""
         waiting = self._waiting
         while waiting:
-            rank, number, turn = waiting[0]
-            if turn.granted.done():
+            rank, number, read = waiting[0]
+            if read.granted.done():
                 heapq.heappop(waiting)
-            elif (now := turn.rank()) > rank:
-                heapq.heapreplace(waiting, (now, number, turn))
+            elif (now := read.rank()) > rank:
+                heapq.heapreplace(waiting, (now, number, read))
             else:
                 return waiting[0]
         return None
 
 
 class ReadScheduler:
-    """Hands out turns of some lanes, whose holders have at most `bytes_max` bytes together.
+    """Starts the reads of several lanes, with at most `bytes_max` bytes in flight.
 
-    One that alone is more gets its turn when nobody else has one. Nobody overtakes who waits
-    for bytes: else many small ones would keep a large one waiting for ever.
+    A larger read starts when no other is in flight. No read overtakes one that waits for bytes,
+    or many small reads could keep a large one waiting forever.
     """
 
     def __init__(self, lanes: Sequence[ReadLane], bytes_max: int) -> None:
@@ -73,40 +76,40 @@ class ReadScheduler:
         self._bytes_max = bytes_max
 
     def resize(self, bytes_max: int) -> None:
-        """Have another bound from the next turn on."""
+        """Change the limit for reads that have not started."""
         self._bytes_max = bytes_max
 
     @asynccontextmanager
-    async def take(self, turn: ReadTurn) -> AsyncIterator[None]:
-        """Around what needs the turn."""
-        turn.lane.enter(turn)
-        self._hand_out()
+    async def take(self, read: QueuedRead) -> AsyncIterator[None]:
+        """Wait until a read may start; the read is in flight until the context ends."""
+        read.lane.enter(read)
+        self._start_reads()
         try:
-            await turn.granted
+            await read.granted
         except asyncio.CancelledError:
-            if turn.granted.cancelled():
-                self._hand_out()  # It may have kept others waiting for bytes.
+            if read.granted.cancelled():
+                self._start_reads()  # It may have kept others waiting for bytes.
             else:
-                self._give_back(turn)  # It came in the same moment.
+                self._finish(read)  # It was started in the same turn of the loop.
             raise
         try:
             yield
         finally:
-            self._give_back(turn)
+            self._finish(read)
 
-    def _give_back(self, turn: ReadTurn) -> None:
-        turn.lane.free += 1
-        self.bytes_in_flight -= turn.size_bytes
-        self._hand_out()
+    def _finish(self, read: QueuedRead) -> None:
+        read.lane.free += 1
+        self.bytes_in_flight -= read.size_bytes
+        self._start_reads()
 
-    def _hand_out(self) -> None:
+    def _start_reads(self) -> None:
         while True:
             firsts = [first for lane in self._lanes if lane.free and (first := lane.first())]
             if not firsts:
                 return
-            turn = min(firsts)[2]
-            if self.bytes_in_flight and self.bytes_in_flight + turn.size_bytes > self._bytes_max:
+            read = min(firsts)[2]
+            if self.bytes_in_flight and self.bytes_in_flight + read.size_bytes > self._bytes_max:
                 return
-            turn.lane.free -= 1
-            self.bytes_in_flight += turn.size_bytes
-            turn.granted.set_result(None)
+            read.lane.free -= 1
+            self.bytes_in_flight += read.size_bytes
+            read.granted.set_result(None)

@@ -1,12 +1,13 @@
-"""What host memory's use means to a storage tier: it hears of it, and says what it has lost.
+"""Renewal: tells a storage tier which of its blocks are used in host memory.
 
-Host memory answers for the blocks that are used most, so a tier never sees them used, and its
-eviction drops them first. Uses are told to it in the background, in batches and seldom, and its
-answers say what it does not have any more: evicted, expired, lost with a server's restart. A block
-that host memory evicts is held until the tier has answered, if requests have used it again.
+Host memory serves the most used blocks, so a tier never sees their uses, and its eviction would
+drop them first. Uses are reported to the tier in the background, rarely and in batches. Its
+answers say which blocks it no longer has: evicted, expired, or lost with a server's restart. A
+block that host memory evicts is held until the tier has answered, if requests used it again.
 
-Answers only ever take away: no block is taken for kept because of one, so none that comes late
-or from before a flush does harm. What is missing is for the write policy to judge.
+An answer can only remove a block from the tier's known ones, never add one, so a late answer or
+one from before a flush does no harm. The write policy decides whether a lost block is written
+again.
 """
 
 from __future__ import annotations
@@ -23,45 +24,47 @@ from tierd.daemon.l3.tier import StorageTier
 from tierd.eviction.policy import Ghosts
 
 TOLD_MAX: Final = 1 << 14
-"""Prefixes remembered as told; each costs about 150 bytes. What is forgotten is told again."""
+"""Prefixes remembered as reported; each costs about 150 bytes. A forgotten one is reported
+again."""
 
 NOTED_MAX: Final = 1 << 16
-"""Blocks whose use waits to be told; beyond it the oldest are not."""
+"""Maximum blocks whose use waits to be reported; beyond it the oldest are discarded."""
 
 ASK_MAX: Final = 1024
-"""Blocks of one call: some 2 ms of a Redis server's time."""
+"""Maximum blocks of one call: some 2 ms of a Redis server's time."""
 
 TELL_PAUSE_S: Final = 0.2
-"""Before each call that nobody waits for: at most 5,000 blocks a second."""
+"""Pause before each background call: at most 5,000 blocks per second."""
 
 CHECK_S: Final = 60.0
-"""A tier that is to be told less often than this is asked for nothing that leaves."""
+"""A tier whose uses are reported less often than this is not asked about evicted blocks."""
 
 USED_AGAIN: Final = 2
-"""Requests that have used a block which is worth a question when it leaves."""
+"""Minimum number of requests that used a block before the tier is asked about it."""
 
 ROUNDS_MAX: Final = 3
-"""Times that a stop asks for what is used often."""
+"""Maximum times that a stop asks about all blocks used again."""
 
 Missing = Callable[[Space, Sequence[int]], None]
-"""Told of slots whose blocks the tier has lost."""
+"""Takes slots whose blocks the tier has lost."""
 
 Covers = Callable[[bytes], bool]
+"""Whether a namespace, by its digest, is among those of a flush."""
 
 
 class Renewal:
-    """What one tier is told and asked."""
+    """Uses to report to one tier, and evicted blocks to ask it about."""
 
     def __init__(self, tier: StorageTier, bit: int, memory: HostMemory, missing: Missing) -> None:
         self.tier = tier
         self.rounds = 0
-        """Times that everything was asked for since the daemon stops."""
+        """How often a stop has asked about all blocks used again; 0 before a stop."""
         self._stored_blocks = 0
         self._asked = asked_bit(bit)
         self._memory = memory
         self._missing = missing
         self._told = Ghosts(TOLD_MAX)
-        """The last block of a part of a prefix, and when it may be told again, in ms."""
+        """Key of the last block of a part of a prefix, and when to report it again, in ms."""
         self._noted: deque[tuple[Space, Sequence[bytes]]] = deque()
         self._noted_blocks = 0
         self._noted_ready = asyncio.Event()
@@ -70,10 +73,10 @@ class Renewal:
         self._evicting_ready = asyncio.Event()
         self._checking: Space | None = None
 
-    # --- what it is to hear -----------------------------------------------------------
+    # --- noting uses and evictions ----------------------------------------------------
 
     def used(self, space: Space, slots: Sequence[int]) -> None:
-        """A request has used these blocks, a part of a prefix, parents first."""
+        """Note that a request has used these blocks, a part of a prefix, parents first."""
         key = space.digest + space.identity(slots[-1])[0]
         now_ms = int(1000 * asyncio.get_running_loop().time())
         if now_ms < self._told.records.get(key, now_ms):
@@ -88,8 +91,10 @@ class Renewal:
     def claim(
         self, space: Space, slots: Sequence[int], held: Collection[int], more: int
     ) -> Sequence[int]:
-        """Hold those of the slots that leave L2 and may have left the tier before, until it has
-        said so; which they are. None that is `held` already, and at most so many `more`."""
+        """Hold evicted slots whose blocks the tier may have lost, until it has answered.
+
+        Returns them: at most `more`, and none that is `held` already.
+        """
         if more <= 0 or not self._asks or not self.tier.reads_allowed:
             return ()
         wanted = [slot for slot in slots if self._is_worth(space, slot) and slot not in held][:more]
@@ -100,8 +105,10 @@ class Renewal:
         return wanted
 
     def recheck(self, stored_blocks: int) -> None:
-        """The daemon stops, and the tier has got so many blocks in all: ask for all that requests
-        have used again."""
+        """Ask about all blocks that requests have used again, because the daemon stops.
+
+        `stored_blocks` is the number of blocks written to the tier so far.
+        """
         if not self._asks:
             return
         self.rounds += 1
@@ -112,8 +119,7 @@ class Renewal:
                 self._note(space, worth[at : at + ASK_MAX])
 
     def recheck_after(self, stored_blocks: int) -> None:
-        """The tier has got so many blocks by now, and nothing waits for it: what is used often may
-        have had to go for them."""
+        """Ask again if blocks were written since: they may have evicted often used ones."""
         if 0 < self.rounds < ROUNDS_MAX and stored_blocks != self._stored_blocks:
             self.recheck(stored_blocks)
 
@@ -122,7 +128,7 @@ class Renewal:
         return self.tier.raw.use_every_s <= CHECK_S and self.tier.writes_allowed
 
     def _is_worth(self, space: Space, slot: int) -> bool:
-        """Whether the tier may be asked for a block that is worth it."""
+        """Whether to ask the tier about a block."""
         if not space.tiers.of(slot) & self._asked or slot in space.unverified:
             return False
         return space.reuse.uses(space.identity(slot)[0]) >= USED_AGAIN
@@ -132,10 +138,10 @@ class Renewal:
         self._noted_blocks += len(hashes)
         self._noted_ready.set()
 
-    # --- what a flush waits for -------------------------------------------------------
+    # --- flushes ----------------------------------------------------------------------
 
     def give_up(self, covers: Covers) -> None:
-        """Blocks of these namespaces that wait to be asked for leave without."""
+        """Release the evicted blocks of these namespaces that wait for a call."""
         waiting, self._evicting = self._evicting, deque()
         for space, slot in waiting:
             if covers(space.digest):
@@ -144,18 +150,18 @@ class Renewal:
                 self._evicting.append((space, slot))
 
     def under_way(self, covers: Covers) -> bool:
-        """Whether blocks that leave are being asked for just now."""
+        """Whether a call about evicted blocks of these namespaces is in progress."""
         return self._checking is not None and covers(self._checking.digest)
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be told or asked, or is."""
+        """Whether a call waits or is in progress."""
         return bool(self._noted or self._telling or self._evicting or self._checking)
 
     # --- work -------------------------------------------------------------------------
 
     async def tell(self) -> None:
-        """Tell what is noted, for ever."""
+        """Report noted uses, forever."""
         while True:
             await self._noted_ready.wait()
             self._noted_ready.clear()
@@ -171,7 +177,7 @@ class Renewal:
                     self._telling = False
 
     async def check(self) -> None:
-        """Ask for what leaves, for ever."""
+        """Ask about evicted blocks, forever."""
         while True:
             await self._evicting_ready.wait()
             self._evicting_ready.clear()
@@ -188,7 +194,7 @@ class Renewal:
                     self._memory.let_go(space, slots)
 
     def _next_noted(self) -> tuple[Space, Sequence[bytes]]:
-        """What is noted of one space, within the limits of a call."""
+        """Take noted blocks of one space, within the limits of a call."""
         space, first = self._noted.popleft()
         hashes = dict.fromkeys(first)
         self._noted_blocks -= len(first)
@@ -208,7 +214,7 @@ class Renewal:
         return space, slots
 
     async def _ask(self, space: Space, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Tell of a use of blocks; those that the tier lacks."""
+        """Report a use of blocks; return the blocks that the tier lacks."""
         answers = await self.tier.use(space.digest, hashes)
         if answers is None:
             return ()
@@ -216,7 +222,7 @@ class Renewal:
         return [h for h, has in zip(hashes, answers, strict=True) if not has]
 
     def _lose(self, space: Space, slots: Sequence[int]) -> None:
-        """The tier has none of these, as it says; it may have been kept from some meanwhile."""
+        """Report blocks that the tier lacks, except those withheld from it meanwhile."""
         asked = space.tiers.having(slots, self._asked)
         lost = [slot for slot in asked if slot not in space.dropped]
         if lost:

@@ -1,8 +1,8 @@
-"""A storage tier as the daemon sees it: it always answers, and never raises.
+"""A storage tier as the daemon sees it: reads and writes always answer and never raise.
 
-Owns the backend with what is put around it, a measure and a breaker, and opens it, again
-and again if need be. What a foreign backend raises or answers wrongly ends here, as a
-counted miss. It refuses to know which blocks go where: that is for backup and promotion.
+Owns the backend, wrapped in a measurement and a breaker, and opens it, repeatedly if need be. An
+exception or a wrong answer of a third-party backend becomes a counted miss here. This module does
+not know which blocks go where; backup and promotion decide that.
 """
 
 from __future__ import annotations
@@ -40,45 +40,43 @@ log = logging.getLogger("tierd")
 
 BATCH_BLOCKS_MAX: Final = 32
 BATCH_BYTES_MAX: Final = 8 << 20
-"""One call's blocks and bytes: enough for every I/O thread, little enough to keep prefix order,
-and to be no slow call where four of them share a link of 1 Gbit/s: 0.3 s.
-"""
+"""Maximum blocks and bytes of one call: enough for every I/O thread, and few enough to keep prefix
+order. Where four calls share a link of 1 Gbit/s, a call takes 0.3 s."""
 
 OPEN_S_MAX: Final = 2.0
-"""Longest that opening the tiers keeps the daemon from serving; it goes on behind it."""
+"""Maximum time that opening the tiers delays serving; it then continues in the background."""
 
 OPEN_CALL_S_MAX: Final = 30.0
-"""Longest that one attempt to open a tier may take: one that hangs for ever never tells."""
+"""Maximum duration of one attempt to open a tier, so that a hanging one is reported."""
 
 LOG_EVERY_S: Final = 10.0
-"""A tier that fails now and then, which no breaker stops, would write a line a call; what is
-not told is still counted."""
+"""Minimum time between two log lines of a kind. A tier that fails too rarely for its breaker
+would otherwise write one per call; failures that are not logged are still counted."""
 
 DAMAGED_MAX: Final = 4096
-"""Damaged blocks that are remembered, the latest ones; each costs about 200 bytes."""
+"""Damaged blocks remembered, the latest ones; each costs about 200 bytes."""
 
 UNREAD_MAX: Final = 3
-"""Places that a scan could not look at that are named."""
+"""Maximum unreadable places that a scan names."""
 
 WHY_CHARS_MAX: Final = 400
 COUNTERS_MAX: Final = 128
-"""What a tier may put into a status, so that all of them fit one frame."""
+"""Limits on a tier's part of a status, so that all tiers fit one frame."""
 
 _T = TypeVar("_T")
 
 
 class TierState(enum.Enum):
-    """One word on a tier: what an operator looks at first."""
+    """State of a tier in one word."""
 
     OPENING = "opening"
-    """Its first open() has not ended yet."""
+    """The first attempt to open it has not ended yet."""
     UNAVAILABLE = "unavailable"
-    """It could not be opened, and is tried again."""
+    """It could not be opened; tierd keeps trying."""
     FAILING = "failing"
-    """It is open, and its breaker lets no reads or no writes through, or they failed when they
-    were last tried."""
+    """It is open, but its breaker stops reads or writes, or the last ones failed."""
     INDEXING = "indexing"
-    """It is open, and does not know all that it has yet."""
+    """It is open, but has not indexed all its blocks yet."""
     READY = "ready"
 
 
@@ -99,13 +97,12 @@ class StorageTier:
         self.counters: Counter[str] = Counter()
         self.reads = ReadLane(config.read_batches)
         self.damaged = Ghosts(DAMAGED_MAX)
-        """Keys of blocks that were not what they had been, and when it was seen, in seconds of the
-        loop's clock."""
+        """Keys of blocks found damaged, and when, in seconds of the loop's clock."""
         self.tried = asyncio.Event()
-        """Its first open() has ended, well or not."""
+        """Set when the first attempt to open the tier has ended, successful or not."""
         self._open = False
         self._why = ""
-        """Why it could not be opened, from the first failure on until it is open."""
+        """Why the tier could not be opened, from the first failure until it is open."""
         self._quiet_until_s: dict[str, float] = {}
         self._measured = MeasuredBackend(raw, now_s=now_s)
         self._backend = BreakerBackend(
@@ -118,7 +115,7 @@ class StorageTier:
         self.epochs = TierEpochs(self._backend, config.name, times or Times.of_loop(config.name))
 
     def configure(self) -> None:
-        """`config` has changed. Calls under way keep their deadline."""
+        """Apply a changed `config`. Calls in progress keep their deadline."""
         self._backend.configure(
             deadline_s=self.config.deadline_ms / 1000,
             slow_s=self.config.slow_ms / 1000,
@@ -126,8 +123,10 @@ class StorageTier:
         )
 
     async def reload(self) -> None:
-        """Have the backend read anew what lies outside of the configuration. Else it does so when
-        it is opened."""
+        """Have an open backend reread its settings outside the configuration.
+
+        A backend that is not open reads them when it is opened.
+        """
         if not self._open:
             return
         await self._guard("reload", self._reloaded(), [True])
@@ -136,12 +135,12 @@ class StorageTier:
         await self._backend.reload()
         return [True]
 
-    # --- life -----------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------
 
     async def keep_opening(self) -> None:
-        """Open the backend, again after each BackendError, with a warning for each new reason.
+        """Try to open the backend until that succeeds; log each new reason for a failure.
 
-        Raises ConfigError for what only a restart can mend; nothing tries again then.
+        Raises ConfigError, without another attempt, if only a restart can help.
         """
         while not await self._try_open():
             await asyncio.sleep(self.config.probe_ms / 1000)
@@ -151,7 +150,7 @@ class StorageTier:
             async with asyncio.timeout(OPEN_CALL_S_MAX):
                 await self._backend.open()
         except ConfigError as error:
-            self._why = f"{error}; restart tierd with this mended"
+            self._why = f"{error}; correct this and restart tierd"
             raise ConfigError(f"storage tier {self.name}: {error}") from error
         except BackendError as error:
             self._unavailable(str(error))
@@ -160,10 +159,10 @@ class StorageTier:
                 f"it did not open within {OPEN_CALL_S_MAX:g} s: does its server's name resolve, "
                 "or its disk answer?"
             )
-        except Exception:  # a foreign backend's bug costs its tier, not the daemon
+        except Exception:  # a third-party backend's bug costs its tier, not the daemon
             self.counters["open_bugs_total"] += 1
             log.exception("storage tier %s: open failed unexpectedly", self.name)
-            self._unavailable("open failed by a bug, which the log tells")
+            self._unavailable("open failed because of a bug; the log has the traceback")
         else:
             if self._why:
                 log.info("storage tier %s: open", self.name, extra={"tierd": {"tier": self.name}})
@@ -174,7 +173,10 @@ class StorageTier:
         return self._open
 
     async def _read_marks(self) -> None:
-        """At once, so that the first request need not wait for it; what fails is tried again."""
+        """Read the marks now, so that the first request need not wait for it.
+
+        After a failure the next use of the tier tries again.
+        """
         self.epochs.forget()
         await self._guard("marks", self._scope_of_all(), [b""])
 
@@ -186,7 +188,7 @@ class StorageTier:
         try:
             await self.epochs.close()
             await self._backend.close()
-        except Exception as error:  # noqa: BLE001  # one tier's trouble must not leave others open
+        except Exception as error:  # noqa: BLE001  # one tier's failure must not leave others open
             log.warning("storage tier %s: closing failed: %s", self.name, error)
 
     def _unavailable(self, why: str) -> None:
@@ -204,7 +206,7 @@ class StorageTier:
 
     @property
     def why(self) -> str:
-        """Why it could not be opened, or why its reads or writes fail; empty if all is well."""
+        """Why it could not be opened, or why its reads or writes fail; empty if they do not."""
         return self._backend.why if self._open else self._why
 
     @property
@@ -216,46 +218,46 @@ class StorageTier:
 
     @property
     def reads_allowed(self) -> bool:
-        """Whether a read may find anything; if not, it misses at once."""
+        """Whether reads are tried; if not, each misses at once."""
         return self._open and self._backend.reads_allowed
 
     @property
     def writes_allowed(self) -> bool:
-        """Whether a write may succeed; if not, it is refused at once."""
+        """Whether writes are tried; if not, each is refused at once."""
         return self._open and self._backend.writes_allowed
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """How fast blocks come from it, waiting included; None before the first one."""
+        """Speed at which blocks arrive, including waits; None before the first block."""
         return self._measured.read_bytes_per_s
 
     def doubt_read_speed(self) -> None:
-        """Have the next blocks that come from it say how fast it is."""
+        """Measure the speed again with the next blocks read."""
         self._measured.doubt_read_speed()
 
     @property
     def blocks(self) -> int:
-        """Blocks that it has, as far as is known."""
+        """Number of blocks in the tier, as far as is known."""
         return self._backend.stats().blocks if self._open else 0
 
     @property
     def capacity_bytes(self) -> int:
-        """What the backend can hold; 0 while that is not known."""
+        """Capacity of the backend; 0 while it is not known."""
         return self._backend.stats().capacity_bytes if self._open else 0
 
     def blame_reads(self) -> None:
-        """A request's deadline has passed while it waited for a read of this tier."""
+        """Report that a request's deadline passed while it waited for a read of this tier."""
         self._backend.blame_reads()
 
     async def contains(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
-        """For each hash whether the tier probably has it."""
+        """Return for each hash whether the tier probably has the block."""
         failed = [False] * len(hashes)
         if not self._open:
             return failed
         return await self._guard("contains", self._contains(namespace, hashes), failed)
 
     async def knows(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool] | None:
-        """The same, but None if that is not known now: it takes no reads, or fails."""
+        """Return the same as `contains`, but None if the tier takes no reads or fails."""
         if not self.reads_allowed:
             return None
         failed = [False] * len(hashes)
@@ -267,8 +269,11 @@ class StorageTier:
         return await self._backend.contains_many(scope, hashes)
 
     async def use(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool] | None:
-        """Have the tier keep blocks that requests use in host memory; for each whether it may have
-        it still. None if that is not known now: it takes no reads, or fails."""
+        """Tell the tier that requests use these blocks in host memory, so that it keeps them.
+
+        Returns for each block whether the tier may still have it; None if the tier takes no reads
+        or fails.
+        """
         if not self.reads_allowed:
             return None
         failed = [True] * len(hashes)
@@ -279,11 +284,11 @@ class StorageTier:
         scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
         answers = await self._backend.use_many(scope, hashes)
         if self.epochs.now(namespace) != scope:
-            raise BackendError("the namespace was flushed while its blocks were asked for")
+            raise BackendError("the namespace was flushed during the call")
         return answers
 
     async def get(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
-        """Bring blocks into their slots. A HIT is the block that was asked for."""
+        """Read blocks into their slots. A HIT is checked to be the requested block."""
         failed = [GetResult(Outcome.ERROR)] * len(requests)
         if not self._open:
             return failed
@@ -301,10 +306,10 @@ class StorageTier:
                 or header.key != BlockKey(scope, request.block_hash)
                 or header.length != request.length
             ):
-                # Not an assert: the backend may be anybody's, and this would be a wrong byte.
+                # Not an assert: the backend may be third-party, and this would be a wrong byte.
                 self.counters["wrong_answers_total"] += 1
-                if self._may_tell("another block"):
-                    log.error("storage tier %s gave another block than it was asked for", self.name)
+                if self._may_log("another block"):
+                    log.error("storage tier %s returned a block that was not requested", self.name)
                 results[i] = GetResult(Outcome.ERROR)
             elif header is not None:
                 key = BlockKey(namespace, request.block_hash)
@@ -312,13 +317,13 @@ class StorageTier:
             elif result.outcome is Outcome.CORRUPT:
                 now_s = int(asyncio.get_running_loop().time())
                 self.damaged.put(namespace + request.block_hash, now_s)
-        # The call may have taken long enough for a flush to begin and to end.
+        # A flush may have begun and ended during the call.
         if await self.epochs.scope(namespace, lambda: self.reads_allowed) != scope:
-            raise BackendError("the namespace was flushed while blocks of it were read")
+            raise BackendError("the namespace was flushed while its blocks were read")
         return results
 
     async def put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
-        """Keep blocks; the outcome of each."""
+        """Write blocks; return the outcome of each."""
         failed = [Outcome.ERROR] * len(requests)
         if not self._open:
             return failed
@@ -327,11 +332,11 @@ class StorageTier:
     async def _put(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         scope = await self.epochs.scope(namespace, lambda: self.reads_allowed)
         if self.epochs.unheeded(namespace):
-            # These blocks may be what it was for: L2 has not heard of it yet.
-            raise BackendError("the namespace was flushed before blocks of it could be written")
+            # L2 has not seen the flush yet, so these blocks may be older than it.
+            raise BackendError("the namespace was flushed before its blocks could be written")
         outcomes = await self._backend.put_many(scope, requests)
         if self.epochs.now(namespace) != scope:
-            raise BackendError("the namespace was flushed while blocks of it were written")
+            raise BackendError("the namespace was flushed while its blocks were written")
         return outcomes
 
     async def each(
@@ -340,10 +345,11 @@ class StorageTier:
         finish: Callable[[], Awaitable[None]],
         take_stale: Callable[[BlockKey], Awaitable[None]] | None = None,
     ) -> str:
-        """Call `take` with the header of every block that the tier has, and then `finish`.
+        """Call `take` with the header of each block in the tier, and then `finish`.
 
-        What flushes have barred is not among them; `take_stale` gets its keys, with scopes.
-        Empty if all was looked at, else why not. A BackendError of a call is a reason too.
+        Blocks that flushes have barred are left out; `take_stale` gets their keys, with scopes.
+        Returns why the scan was incomplete, or an empty string. A BackendError of `take`,
+        `take_stale` or `finish` ends the scan and is returned too.
         """
         if not self._open:
             return self._why or "it has not been opened yet"
@@ -366,41 +372,41 @@ class StorageTier:
         except Exception as error:
             self.counters["wrong_answers_total"] += 1
             log.exception("storage tier %s: a scan failed unexpectedly", self.name)
-            return f"it failed unexpectedly: {type(error).__name__}"
+            return f"the scan failed unexpectedly: {type(error).__name__}"
         finally:
             if isinstance(steps, AsyncGenerator):
                 await steps.aclose()
-        return f"not all of it could be looked at: {'; '.join(unread)}" if unread else ""
+        return f"parts of it could not be read: {'; '.join(unread)}" if unread else ""
 
     async def delete(self, scope: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks; how many. Raises BackendError."""
+        """Delete blocks; return how many. Raises BackendError."""
         try:
             return await self._backend.delete_many(scope, hashes)
         except BackendError:
             raise
-        except Exception as error:  # a backend's bug is told, not an outage
+        except Exception as error:  # a backend's bug is reported, not an outage
             self.counters["wrong_answers_total"] += 1
             log.exception("storage tier %s: delete failed unexpectedly", self.name)
-            raise BackendError(f"it failed unexpectedly: {type(error).__name__}") from error
+            raise BackendError(f"delete failed unexpectedly: {type(error).__name__}") from error
 
     async def _guard(self, what: str, call: Awaitable[list[_T]], failed: list[_T]) -> list[_T]:
-        """The answer of a backend, or `failed` if it raised: a tier never ends the daemon."""
+        """Return a backend's answer, or `failed` if it raised or its length is wrong."""
         try:
             answer = await call
         except BackendError as error:
-            if self._may_tell(what):
+            if self._may_log(what):
                 log.warning("storage tier %s: %s failed: %s", self.name, what, error)
             return failed
         except Exception:  # a backend's bug is a counted miss, not an outage
             self.counters["wrong_answers_total"] += 1
-            if self._may_tell(f"{what} unexpectedly"):
+            if self._may_log(f"{what} unexpectedly"):
                 log.exception("storage tier %s: %s failed unexpectedly", self.name, what)
             return failed
         if len(answer) != len(failed):
             self.counters["wrong_answers_total"] += 1
-            if self._may_tell(f"{what} answers"):
+            if self._may_log(f"{what} answers"):
                 log.error(
-                    "storage tier %s: %s gave %d answers to %d questions",
+                    "storage tier %s: %s returned %d results for %d blocks",
                     self.name,
                     what,
                     len(answer),
@@ -409,8 +415,8 @@ class StorageTier:
             return failed
         return list(answer)
 
-    def _may_tell(self, what: str) -> bool:
-        """Whether a line about `what` is due in the log; if so, the next is in LOG_EVERY_S."""
+    def _may_log(self, what: str) -> bool:
+        """Whether a log line about `what` is due; if so, the next is due after LOG_EVERY_S."""
         now_s = asyncio.get_running_loop().time()
         due = now_s >= self._quiet_until_s.get(what, now_s)
         if due:
@@ -420,7 +426,7 @@ class StorageTier:
     # --- status ---------------------------------------------------------------------
 
     def status(self) -> dict[str, object]:
-        """The tier's state for STATUS; bounded, whatever the backend says."""
+        """Return the tier's part of STATUS; its size is bounded whatever the backend returns."""
         stats = self._backend.stats() if self._open else BackendStats()
         circuits = self._backend.status()
         for circuit in circuits.values():
@@ -445,7 +451,7 @@ class StorageTier:
 
     @property
     def state(self) -> TierState:
-        """One word on it."""
+        """The tier's state in one word."""
         if not self._open:
             return TierState.UNAVAILABLE if self._why else TierState.OPENING
         if self._backend.failing:
@@ -455,16 +461,16 @@ class StorageTier:
 
 
 def batch_blocks(space: Space) -> int:
-    """Blocks of `space` that make one batch."""
+    """Return the maximum number of blocks of `space` in one call."""
     return max(1, min(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX // space.slot_bytes))
 
 
 @asynccontextmanager
 async def opened(tiers: Sequence[StorageTier]) -> AsyncIterator[None]:
-    """The tiers open, or being opened, until the block ends; then closed.
+    """Keep the tiers open, or being opened, until the context ends; then close them.
 
-    Waits for the first attempt of each, at most OPEN_S_MAX. Raises the ConfigError of a tier
-    that can never be opened as it is configured; all others are closed then.
+    Waits at most OPEN_S_MAX for the first attempt of each tier. Raises the ConfigError of a tier
+    that cannot be opened with its configuration, after closing the others.
     """
     tasks = [asyncio.create_task(tier.keep_opening(), name=f"open-{tier.name}") for tier in tiers]
     try:
@@ -475,17 +481,17 @@ async def opened(tiers: Sequence[StorageTier]) -> AsyncIterator[None]:
         for task in tasks:
             if task.done():
                 task.result()
-            task.add_done_callback(_tell)
+            task.add_done_callback(_log_failure)
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # All at once: each that hangs takes the time that it is given, and a stop has little.
+        # All at once: each tier that hangs takes all its time, and a stop has little.
         await asyncio.gather(*(tier.close() for tier in tiers))
 
 
-def _tell(task: asyncio.Task[None]) -> None:
-    """A ConfigError that came too late to keep the daemon from starting."""
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log a ConfigError that came after the daemon had started."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s; tierd serves without it until it is restarted", error)

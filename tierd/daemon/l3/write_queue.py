@@ -1,6 +1,6 @@
-"""The write queue of one storage tier: what it is to get, and what it had.
+"""The write queue of one storage tier: which blocks it is to get, within a bound in bytes.
 
-Its bound in bytes is the tier's alone, so that a tier that hangs leaves the others theirs.
+Each tier has a bound of its own, so that a tier that hangs takes no room from the others.
 """
 
 from __future__ import annotations
@@ -13,64 +13,36 @@ from typing import Final
 from tierd.backend import Outcome
 from tierd.core.space import Space
 from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import LAST, MISSED_MAX, Miss, WriteMoment, Writes
-from tierd.daemon.l3.renewal import Covers
+from tierd.core.writes import LAST, Miss, WriteMoment, Writes
+from tierd.daemon.l3.drain import DrainBacklog
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
-from tierd.eviction.policy import Ghosts
+from tierd.daemon.l3.tier_history import TierHistory
 
 WRITE_PAUSE_S: Final = 0.02
-"""How often a tier that takes no writes is looked at again while something waits for it."""
-
-UNREAD: Final = 1
-"""Bit of what is known of a block that a tier took: nobody has read it yet."""
-
-REST_S: Final = 300
-"""A block that a tier drops sooner after it took or gave it is not written again for so long while
-it stays in L2: what uses it may be more than the tier can hold, and each use would be a write."""
+"""How often the queue checks whether a tier that takes no writes takes them again."""
 
 
 class WriteQueue:
-    """Blocks that one tier is to get. Each is held once for it, from `admit` to `let_go`."""
+    """Blocks that one tier is to get. Each is held once for it, from `admit` to `finish`."""
 
     def __init__(self, tier: StorageTier, bit: int, bytes_max: int, l2_bytes: int) -> None:
         self.tier = tier
         self.writes = Writes(tier.config, l2_bytes)
+        self.history = TierHistory(tier.counters)
+        self.backlog = DrainBacklog()
         self.bit = bit
         self.both = bit | asked_bit(bit)
         self.bytes_max = bytes_max
         self.pending_bytes = 0
         self.pending_blocks = 0
-        """Waiting for a checksum, waiting to be written, and being written."""
+        """Blocks that wait for a checksum, wait to be written, or are being written."""
         self.waiting: deque[tuple[Space, int]] = deque()
         self.writing: dict[tuple[Space, int], None] = {}
-        self.stored_blocks = 0
-        """Blocks written."""
-        self.had = Ghosts(MISSED_MAX)
-        """Keys of blocks that the tier took or gave lately, with when, in seconds of the loop's
-        clock, and UNREAD."""
-        self.unflushed: deque[tuple[Space, int, bytes]] = deque()
-        """What it is still to be offered before the daemon stops."""
-        self.kept_back: dict[Space, list[tuple[Space, int, bytes]]] = {}
-        """The same, but of namespaces of which a flush has nothing written now."""
-        self.given_up = 0
-        """Blocks that waited for it since then and were not written."""
-        self.resting: dict[bytes, int] = {}
-        """Keys of blocks that it dropped soon, and until when they are not written again."""
         self.ready = asyncio.Event()
         self._stopped_s: float | None = None
 
-    @property
-    def undone(self) -> int:
-        """Blocks that it is still to be offered before the daemon stops."""
-        return len(self.unflushed) + sum(map(len, self.kept_back.values()))
-
-    def unbar(self, barred: Covers) -> None:
-        """Offer what is kept back of namespaces that are not `barred` any more."""
-        for space in [space for space in self.kept_back if not barred(space.digest)]:
-            self.unflushed.extendleft(reversed(self.kept_back.pop(space)))
-
     def room(self, space: Space) -> int:
-        """Blocks of a space that may wait in addition."""
+        """Return how many more blocks of a space may wait."""
         if not self.tier.writes_allowed:
             return 0
         count = (self.bytes_max - self.pending_bytes) // space.slot_bytes
@@ -78,7 +50,7 @@ class WriteQueue:
         return max(0 if self.pending_blocks else 1, count)
 
     def admit(self, space: Space, lacking: Sequence[int]) -> Sequence[int]:
-        """As many of the slots as may wait, from the first on; the others are counted."""
+        """Admit slots from the first on as long as there is room; count the others as skipped."""
         if self.tier.writes_allowed:
             self._stopped_s = None
         taken = lacking[: self.room(space)]
@@ -90,21 +62,22 @@ class WriteQueue:
         return taken
 
     def skip(self, space: Space, slots: Sequence[int], why: Miss) -> None:
-        """Count blocks that the tier does not get this time, or not at all because they leave L2,
-        and remember that it lacks them."""
+        """Count blocks that the tier does not get now, and remember that it lacks them.
+
+        An evicting block counts as dropped, because the tier will not get another chance.
+        """
         if slots:
             dropped = sum(slot in space.evicting for slot in slots)
             self.tier.counters["backup_skipped_total"] += len(slots) - dropped
             self.tier.counters["backup_dropped_total"] += dropped
-            self.lacks(space, slots, why)
+            self.note_missed(space, slots, why)
 
     def choose(
         self, space: Space, lacking: Sequence[int], moment: WriteMoment, now_ns: int
     ) -> list[int]:
-        """Those of the slots, all of which the tier lacks, that its policy wants now."""
-        if self.resting and moment is WriteMoment.USED:
-            keyed = zip(lacking, _keys(space, lacking), strict=True)
-            lacking = [slot for slot, key in keyed if not self._rests(key)]
+        """Return the slots that the tier's policy wants now, out of slots that the tier lacks."""
+        if moment is WriteMoment.USED:
+            lacking = self.history.without_resting(space, lacking)
         hashes = [block_hash for block_hash, _ in space.identities(lacking)]
         places = self.writes.choose(
             moment, space.digest, hashes, space.reuse, space.slot_bytes, now_ns
@@ -113,64 +86,36 @@ class WriteQueue:
             self.tier.counters["backup_refused_total"] += len(lacking) - len(places)
         return [lacking[place] for place in places]
 
-    def dropped(self, space: Space, slots: Iterable[int]) -> None:
-        """The tier has dropped these blocks by itself."""
-        now, had = _now(), self.had.records
-        for key in _keys(space, slots):
-            until = (had.get(key, 0) >> 1) + REST_S
-            if key in had and now < until and len(self.resting) < MISSED_MAX:
-                self.resting[key] = until
-
-    def _rests(self, key: bytes) -> bool:
-        if self.resting.get(key, 0) > _now():
-            return True
-        self.resting.pop(key, None)
-        return False
-
-    def lacks(self, space: Space, slots: Iterable[int], why: Miss) -> None:
+    def note_missed(self, space: Space, slots: Iterable[int], why: Miss) -> None:
         """Remember that the tier did not get these blocks, though its policy wanted them."""
         hashes = [block_hash for block_hash, _ in space.identities(slots)]
         self.writes.missed.add(space.digest, hashes, why)
 
-    def got(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Note how the writes of a batch ended."""
-        now, records = _now() << 1, self.had.records
-        self.lacked(space, slots)
-        for key, outcome in zip(_keys(space, slots), outcomes, strict=True):
-            if outcome is Outcome.STORED:
-                self.stored_blocks += 1
-                self.had.put(key, now | UNREAD)
-            elif outcome is Outcome.PRESENT:
-                self.had.put(key, now | records.get(key, 0) & UNREAD)
-        unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
-        self.writes.budget.refund(unwritten * space.slot_bytes)
-
-    def lacked(self, space: Space, slots: Sequence[int]) -> list[int]:
-        """Those of the blocks that the tier is known not to have got; forgets that."""
+    def take_missed(self, space: Space, slots: Sequence[int]) -> list[int]:
+        """Return the slots whose blocks the tier is known not to have got, and forget that."""
         remove, digest = self.writes.missed.remove, space.digest
         identities = zip(slots, space.identities(slots), strict=True)
         return [slot for slot, (block_hash, _) in identities if remove(digest, block_hash)]
 
-    def read(self, space: Space, slots: Iterable[int]) -> None:
-        """Blocks came from the tier: count those whose write this is the first use of."""
-        now, records = _now() << 1, self.had.records
-        for key in _keys(space, slots):
-            if records.get(key, 0) & UNREAD:
-                self.tier.counters["written_and_read_total"] += 1
-            self.had.put(key, now)
+    def note_written(self, space: Space, slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Record how the writes of a batch ended, and refund what was not written."""
+        self.take_missed(space, slots)
+        self.history.note_written(space, slots, outcomes)
+        unwritten = len(outcomes) - outcomes.count(Outcome.STORED)
+        self.writes.budget.refund(unwritten * space.slot_bytes)
 
-    def asked(self, space: Space, hashes: Iterable[bytes]) -> None:
-        """A request asks for blocks that are not in L2: count those that were refused."""
+    def count_refused_hits(self, space: Space, hashes: Iterable[bytes]) -> None:
+        """Count the requested blocks that host memory lacks and the tier did not get."""
         lost = self.writes.missed.lost(space.digest, hashes)
         self.tier.counters["refused_hits_total"] += lost
 
-    def put(self, space: Space, slot: int) -> None:
+    def enqueue(self, space: Space, slot: int) -> None:
         """Let an admitted block, which has a checksum, wait to be written."""
         self.waiting.append((space, slot))
         self.ready.set()
 
     def next_batch(self) -> tuple[Space, list[int]]:
-        """Waiting slots of one space, within the limits of a batch. There must be one."""
+        """Take waiting slots of one space, within the limits of a batch. There must be one."""
         space, slot = self.waiting.popleft()
         slots = [slot]
         limit = batch_blocks(space)
@@ -179,7 +124,10 @@ class WriteQueue:
         return space, slots
 
     async def may_write(self) -> bool:
-        """Whether the tier takes writes, if not now then before long; no longer than that."""
+        """Wait until the tier takes writes; False if it takes none for too long.
+
+        The wait ends `deadline_ms + probe_ms` after the tier stopped taking writes.
+        """
         loop = asyncio.get_running_loop()
         while not self.tier.writes_allowed:
             if self._stopped_s is None:
@@ -192,33 +140,18 @@ class WriteQueue:
         self._stopped_s = None
         return True
 
-    def let_go(self, space: Space, count: int) -> None:
-        """`count` admitted blocks are written, or given up."""
+    def finish(self, space: Space, count: int) -> None:
+        """Give back the room of `count` admitted blocks that are written or given up."""
         self.pending_bytes -= count * space.slot_bytes
         self.pending_blocks -= count
 
     def status(self) -> dict[str, object]:
-        """What STATUS shows of the queue."""
+        """Return the queue's part of STATUS."""
         return {
             "backup_queue": self.pending_blocks,
             "backup_queue_bytes": self.pending_bytes,
             "backup_queue_bytes_max": self.bytes_max,
             "write_policy": self.writes.policy.value,
             "write_demand": round(self.writes.budget.demand, 3),
-            "written_unread_share": self._unread_share(),
+            "written_unread_share": self.history.unread_share,
         }
-
-    def _unread_share(self) -> float:
-        """Share of the blocks written, since the daemon's start, that it has never read."""
-        written = self.stored_blocks
-        read = self.tier.counters["written_and_read_total"]
-        return round(1 - read / written, 4) if written else 0.0
-
-
-def _now() -> int:
-    return int(asyncio.get_running_loop().time())
-
-
-def _keys(space: Space, slots: Iterable[int]) -> list[bytes]:
-    digest = space.digest
-    return [digest + block_hash for block_hash, _ in space.identities(slots)]

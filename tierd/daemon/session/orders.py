@@ -112,7 +112,7 @@ class Orders:
     def cancel(self, call: int) -> None:
         """Cancel a WARM; nothing if no WARM has that number."""
         if call in self._warmings:
-            self._warmings[call].call_off()
+            self._warmings[call].cancel()
 
     def explain(self, message: m.Explain) -> None:
         """Report where blocks are, and why they are not elsewhere."""
@@ -146,7 +146,7 @@ class Orders:
         if self._explaining is not None:
             self._explaining.cancel()
         for warming in self._warmings.values():
-            warming.call_off()
+            warming.cancel()
 
     def _check_free(self) -> None:
         if self._following is not None:
