@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from tierd.storage.circuit import Call, Circuit, State
+from tierd.storage.circuit import Circuit, State
+from tierd.storage.in_flight import Call
 
 SLOW_S = 1.0
 
