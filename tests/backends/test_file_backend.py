@@ -59,7 +59,9 @@ from tierd.testing.suite import (
 )
 from tierd.types import PAGE_BYTES
 from tierd_backends.file import FileBackend
+from tierd_backends.file import health as health_module
 from tierd_backends.file import space as space_module
+from tierd_backends.file.health import DiskHealth
 from tierd_backends.file.shelf import Shelf
 from tierd_backends.file.slab import Slab, slab_bytes
 from tierd_backends.file.slab_index import ENTRY_BYTES, FREE_ENTRY, entry_at
@@ -803,7 +805,7 @@ async def test_one_bad_sector(tmp_path, monkeypatch):
         (Slab, "clear"),
         (Shelf, "use"),
         (Shelf, "store"),
-        (FileBackend, "_note_errors"),
+        (DiskHealth, "note_errors"),
     ],
 )
 async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
@@ -832,7 +834,7 @@ async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
                     await call()
                 raised -= 1
             # Both of two calls may raise, and the second of them later.
-            while any(shelf.writing for shelf in backend._space.shelves.values()):
+            while any(shelf.writing for shelf in backend._shelves):
                 await asyncio.sleep(0)
             check(backend)
         assert raised
@@ -1007,7 +1009,7 @@ def _replaced(path):
 @pytest.mark.parametrize("lose", [_removed, _emptied, _moved, _replaced])
 async def test_a_directory_that_is_lost(tmp_path, monkeypatch, lose):
     """Blocks and marks would go where no restart finds them, or nowhere, and nobody would know."""
-    monkeypatch.setattr(space_module, "OURS_S", 0.0)
+    monkeypatch.setattr(health_module, "OURS_S", 0.0)
     path = tmp_path / "store"
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     blocks, more = make_chain("lost", 4, BLOCK_BYTES), make_chain("more", 16, BLOCK_BYTES)
