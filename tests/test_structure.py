@@ -153,9 +153,6 @@ FILES: Final = {
     "tierd/daemon/copies/copying.py": "rules of copies and their bookkeeping: two ideas",
     "tierd/daemon/session/server.py": "the session and the listener: two ideas",
     "tierd/hotset.py": "what is worth having and the file format: two ideas",
-    "tierd_backends/redis/backend.py": "opening, reading and writing",
-    "tierd_backends/s3/backend.py": "opening, reading, writing and counting",
-    "tierd_backends/s3/bucket.py": "requests and their retries",
     "tierd_connectors/vllm/connector.py": "the interface of vLLM, whose methods it must have",
     "tierd_connectors/vllm/scheduler.py": "lookups, stores and releases of requests",
 }
@@ -183,8 +180,6 @@ CLASSES: Final = {
     "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",
     "tierd/daemon/session/server.py:Session": "handlers of several kinds of messages",
     "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
-    "tierd_backends/redis/backend.py:RedisBackend": "composes the tier",
-    "tierd_backends/s3/backend.py:S3Backend": "composes the tier",
     "tierd_connectors/vllm/connector.py:TierdConnector": "composes the connector",
     "tierd_connectors/vllm/scheduler.py:SchedulerSide": "composes the scheduler's part",
     "tierd_connectors/vllm/worker/mover.py:Mover": "one more than the budget",

@@ -186,7 +186,7 @@ async def test_unknown_end(fake, header):
         assert await get(backend, blocks[:1]) == [ERROR]
         fake.script = None
         # Its body would be next on that connection.
-        assert not any(connection.reusable for connection in backend._bucket._idle)
+        assert not any(connection.reusable for connection in backend._bucket._requests._idle)
         assert await contains(backend, blocks) == [True, False]
 
 
@@ -590,7 +590,7 @@ async def test_endless_listing(fake):
 
 async def test_counting_waits_for_the_server(fake, monkeypatch):
     """A hiccup while the bucket is counted would leave the operator without numbers."""
-    monkeypatch.setattr("tierd_backends.s3.backend.INDEX_RETRY_S", 0.01)
+    monkeypatch.setattr("tierd_backends.s3.usage.INDEX_RETRY_S", 0.01)
     blocks = make_chain("counting", 2, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)

@@ -331,7 +331,7 @@ class Nodes:
                     moving = moving or any(word.startswith(b"[") for word in words[8:])
         return shape, moving
 
-    def log_in_anew(self) -> None:
+    def log_in_again(self) -> None:
         """Make every later call use a new link."""
         with self._lock:
             nodes = [*self._nodes.values()]
