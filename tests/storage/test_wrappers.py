@@ -19,7 +19,7 @@ from tierd.storage.measured import BOUNDS_S, Histogram, MeasuredBackend, Measure
 from tierd.storage.wrapper import Wrapper
 from tierd.testing.backend import MemoryBackend, StoredBlock
 from tierd.testing.faulty import DAMAGE, NO_FAULTS, FaultPlan, FaultyBackend, InjectedFault
-from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulation
+from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
@@ -430,64 +430,6 @@ async def faulty(plan: FaultPlan, seed: int = 0) -> FaultyBackend:
     return backend
 
 
-async def test_failed_blocks_leave_their_neighbours() -> None:
-    """One block's outcome would be reported for another one."""
-    outcomes: set[Outcome] = set()
-    for seed in range(5):
-        backend = await faulty(FaultPlan({InjectedFault.FAIL_BLOCK: 0.5}), seed)
-        # get() checks every HIT against its own block.
-        outcomes |= set(await get(backend, CHAIN))
-        more = make_chain(f"more {seed}", 10, BLOCK_BYTES)
-        stored = await put(backend, more)
-        backend.plan = NO_FAULTS
-        assert await contains(backend, more) == [o is Outcome.STORED for o in stored]
-        await backend.close()
-    assert outcomes == {Outcome.HIT, Outcome.ERROR}
-
-
-async def test_torn_reads_leave_noise() -> None:
-    """A caller that publishes a slot before the outcome would never be caught."""
-    backend = await faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}))
-    slots = CanarySlots(1, SLOT_BYTES)
-    request = GetRequest(CHAIN[0].key.block_hash, slots.view(0), BLOCK_BYTES)
-    assert await backend.get_into(NAMESPACE, [request]) == [GetResult(Outcome.ERROR)]
-    assert not slots.is_blank(0)
-    slots.check()
-    await backend.close()
-
-
-async def test_vanished_blocks_are_gone() -> None:
-    """What contains_many promised a moment ago may be gone: that must be tried."""
-    backend = await faulty(FaultPlan({InjectedFault.VANISH: 1.0}))
-    assert await contains(backend, CHAIN) == [True] * len(CHAIN)
-    assert await get(backend, CHAIN[:3]) == [Outcome.MISS] * 3
-    assert await contains(backend, CHAIN[:4]) == [False] * 3 + [True]
-    await backend.close()
-
-
-async def test_lost_writes_are_reported_as_stored() -> None:
-    """A disk that lies about its cache could not be tried."""
-    backend = await faulty(FaultPlan({InjectedFault.LOSE_WRITE: 1.0}))
-    more = make_chain("lost", 3, BLOCK_BYTES)
-    assert await put(backend, more) == [Outcome.STORED] * 3
-    assert await contains(backend, more) == [False] * 3
-    await backend.close()
-
-
-async def test_failed_calls_may_have_done_their_work() -> None:
-    """A retry after a failure meets blocks that the failed call stored."""
-    held: set[bool] = set()
-    for seed in range(20):
-        backend = await faulty(FaultPlan({InjectedFault.FAIL_CALL: 1.0}), seed)
-        more = make_chain("failed", 1, BLOCK_BYTES)
-        with pytest.raises(BackendError, match="simulated"):
-            await put(backend, more)
-        backend.plan = NO_FAULTS
-        held |= set(await contains(backend, more))
-        await backend.close()
-    assert held == {True, False}
-
-
 async def test_faults_are_counted_with_those_inside() -> None:
     """A test could not tell whether what it is about has happened."""
     backend = FaultyBackend(
@@ -506,16 +448,6 @@ async def test_damage_is_refused(fault: InjectedFault) -> None:
     """A test of bit rot would pass because there was none."""
     with pytest.raises(AssertionError, match="from outside"):
         FaultyBackend(MemoryBackend(), FaultPlan({fault: 0.1}))
-
-
-def test_a_hung_call_ends_only_by_cancelling() -> None:
-    """A caller without a deadline would be found by luck."""
-
-    async def patient(loop: SimulationLoop) -> None:
-        await get(await faulty(FaultPlan({InjectedFault.HANG: 1.0})), CHAIN)
-
-    with pytest.raises(SimulationDeadlock):
-        run_simulation(0, patient)
 
 
 def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
