@@ -236,13 +236,13 @@ async def test_progress_is_reported(tier, monkeypatch):
     path, _, _ = tier
     disk.bad_entries(path / NAMESPACE.hex())
     check(path, repair=True)  # Empty records are not read.
-    told: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     monkeypatch.setattr(fsck, "TELL_S", 0.0)
-    check(path, tell=lambda done, whole: told.append((done, whole)))
+    check(path, tell=lambda done, whole: steps.append((done, whole)))
     whole = 16 * RECORD_BYTES
-    assert {size for _, size in told} == {whole}
-    assert told[-2:] == [(whole, whole)] * 2
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {size for _, size in steps} == {whole}
+    assert steps[-2:] == [(whole, whole)] * 2
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
 
 
 # The directory and its owner.
@@ -344,12 +344,12 @@ async def test_exit_codes_and_output_of_the_command(tier, tmp_path, capsys):
     assert main(["fsck", str(path), "--quick"]) == 0
     assert main(["fsck", str(path)]) == 4
     out = capsys.readouterr().out
-    assert "a block's payload has another checksum: 1, repaired 0" in out
+    assert "payloads with a wrong checksum: 1, repaired 0" in out
     assert f"{NAMESPACE.hex()}/00000002.slab, record 3" in out
     assert main(["fsck", "--config", config, "--tier", "nvme", "--json", "--repair"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["tier"], told["blocks"], told["left"]) == ("nvme", 15, 0)
-    assert told["damage"][fsck.BAD_PAYLOAD]["repaired"] == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["tier"], result["blocks"], result["left"]) == ("nvme", 15, 0)
+    assert result["damage"][fsck.BAD_PAYLOAD]["repaired"] == 1
     assert main(["fsck", str(path)]) == 0
 
 
@@ -376,3 +376,9 @@ async def test_all_namespaces_are_checked(tmp_path):
     flip(tmp_path / "tier" / OTHER_NAMESPACE.hex() / "00000001.slab", PAGE_BYTES)
     report = check(tmp_path / "tier", repair=True)
     assert (report.blocks, kinds(report)) == (79, {fsck.BAD_PAYLOAD: 1})
+
+
+def test_every_kind_of_damage_has_a_text():
+    """An operator would read the key of the JSON output."""
+    kinds = {value for name, value in vars(fsck).items() if name.isupper() and type(value) is str}
+    assert set(fsck.TEXTS) == kinds

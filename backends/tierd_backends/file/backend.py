@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -36,7 +36,7 @@ from tierd.types import BlockKey, slot_bytes_for
 from tierd_backends.common.again import COUNTERS, DamageSite
 from tierd_backends.file.descriptors import too_many_files
 from tierd_backends.file.directory import StoreDirectory
-from tierd_backends.file.fsck import check_store
+from tierd_backends.file.fsck import TEXTS, check_store
 from tierd_backends.file.health import DiskHealth
 from tierd_backends.file.jobs import FileJob, clear_run, read_run, write_run
 from tierd_backends.file.options import FileOptions
@@ -59,6 +59,7 @@ class FileBackend(Backend):
     Options: ClassVar[type[msgspec.Struct]] = FileOptions
     in_worker: ClassVar[bool] = True
     checks_offline: ClassVar[bool] = True
+    damage_texts: ClassVar[Mapping[str, str]] = TEXTS
     lets_go_s: ClassVar[float] = 30.0
     """A disk that hangs for seconds usually comes back. Giving up on it means reading the index
     from it again."""
