@@ -455,7 +455,7 @@ async def test_second_read_bypasses_the_page_cache(tmp_path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("faults", "sound", "told"),
+    ("faults", "sound", "damage"),
     [
         ([7], 8, {fsck.UNSTEADY: 1}),
         ([EIO], 8, {fsck.UNSTEADY: 1}),
@@ -467,7 +467,7 @@ async def test_second_read_bypasses_the_page_cache(tmp_path, monkeypatch) -> Non
     ids=["flip", "eio", "flips", "flip and eio", "flips alike", "eios"],
 )
 async def test_repair_on_a_disk_that_returns_wrong_bytes(
-    tmp_path, monkeypatch, faults, sound, told
+    tmp_path, monkeypatch, faults, sound, damage
 ) -> None:
     """`fsck --repair` would drop sound blocks because of a bad cable, or report that all is
     well."""
@@ -478,8 +478,8 @@ async def test_repair_on_a_disk_that_returns_wrong_bytes(
     disk = Disk(monkeypatch, 3, 3 * PAGE_BYTES)
     disk.faults = iter(faults)
     report = file_check.check(tmp_path, repair=True)
-    assert (report.blocks, file_check.kinds(report)) == (sound, told)
-    assert report.left == (fsck.UNSTEADY in told)
-    kept = sound == 8 or fsck.UNSTEADY in told
+    assert (report.blocks, file_check.kinds(report)) == (sound, damage)
+    assert report.left == (fsck.UNSTEADY in damage)
+    kept = sound == 8 or fsck.UNSTEADY in damage
     again = file_check.check(tmp_path)
     assert (again.blocks, again.found) == (8 if kept else 7, 0)

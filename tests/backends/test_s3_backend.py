@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from tests.support.servers.s3 import Rclone, S3Server, SeaweedFS, Tls
-from tests.support.tiers.stack import as_the_daemon_has_it
+from tests.support.tiers.stack import daemon_stack
 from tierd.backend import (
     Outcome,
 )
@@ -132,7 +132,7 @@ class TestDaemonStack(S3Suite):
         self.server = seaweed
 
     async def _open(self):
-        make = partial(as_the_daemon_has_it, S3Backend)
+        make = partial(daemon_stack, S3Backend)
         return await opened(self.server, make, bucket=self.bucket, prefix=self.prefix)
 
 

@@ -471,17 +471,17 @@ async def test_reason_of_failing_blocks_is_shown_while_they_fail(rig: Rig) -> No
     guess the reason."""
     rig.tier.writes = replace(OK, outcomes=[ERROR] * 4)
     rig.tier.stats = lambda: BackendStats(trouble="/store: gone")  # type: ignore[method-assign]
-    told = [rig.breaker.why]
+    shown = [rig.breaker.why]
     for _ in range(3):
         await rig.put(4)
     assert rig.breaker.failing
-    told.append(rig.breaker.why)
+    shown.append(rig.breaker.why)
     await asyncio.sleep(PROBE_S + 1)
     await rig.put(4)
-    told.append(rig.breaker.why)
+    shown.append(rig.breaker.why)
     rig.tier.writes = OK
     await asyncio.sleep(PROBE_S + 1)
     await rig.put(4)
     assert not rig.breaker.failing
     why = "4 of 4 blocks failed: /store: gone"
-    assert [*told, rig.breaker.why] == ["", why, why, ""]
+    assert [*shown, rig.breaker.why] == ["", why, why, ""]

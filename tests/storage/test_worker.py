@@ -123,7 +123,7 @@ def gets(slots, length=PAGE_BYTES):
 
 
 async def test_killed_during_calls():
-    """A crashed client would hang loads for ever, or free slots that it still writes to."""
+    """A crashed client would hang loads forever, or free slots that it still writes to."""
     async with running() as backend:
         pid = pid_of(backend)
         calls = [begin(backend) for _ in range(20)]
