@@ -20,7 +20,7 @@ from tierd import child
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.errors import BackendError, ConfigError
 from tierd.storage.worker import backend as worker
-from tierd.storage.worker import life
+from tierd.storage.worker import incarnation
 from tierd.storage.worker import wire as wire_module
 from tierd.storage.worker.backend import BackendBugError, WorkerBackend
 from tierd.testing.suite import CanarySlots, scanned
@@ -92,11 +92,11 @@ def children():
 
 async def died(backend):
     """Wait until the daemon has noticed the death of the worker."""
-    await until(lambda: backend._life is None)
+    await until(lambda: backend._incarnation is None)
 
 
 def pid_of(backend):
-    return backend._life.pid
+    return backend._incarnation.pid
 
 
 def fds():
@@ -110,7 +110,7 @@ def begin(backend, namespace=b"hang"):
 
 async def serving(backend):
     """Wait until calls are answered again."""
-    await until(lambda: backend._life is not None and not backend._life.dying)
+    await until(lambda: backend._incarnation is not None and not backend._incarnation.dying)
     assert await backend.contains_many(b"", HASHES) == ANSWERS
     assert await backend.use_many(b"", HASHES) == [not answer for answer in ANSWERS]
 
@@ -213,7 +213,7 @@ async def test_counters_never_fall():
         os.kill(pid_of(backend), signal.SIGKILL)
         await died(backend)
         assert counters["calls_total"] == 3
-        await until(lambda: backend._life is not None)
+        await until(lambda: backend._incarnation is not None)
         assert counters["calls_total"] == 3
         await backend.contains_many(b"", HASHES)
         assert counters["calls_total"] == 4
@@ -234,7 +234,7 @@ def test_worker_ends_when_the_daemon_is_killed():
                 await backend.open()
             blocked = asyncio.create_task(backends[0].contains_many(b"block", [bytes(32)]))
             await asyncio.sleep(0)
-            print(*(backend._life.pid for backend in backends), flush=True)
+            print(*(backend._incarnation.pid for backend in backends), flush=True)
             await blocked
 
         asyncio.run(main())
@@ -260,7 +260,7 @@ async def test_worker_ends_when_its_socket_closes():
     """A worker whose daemon died before the worker asked for the death signal would stay."""
     async with running() as backend:
         pid = pid_of(backend)
-        backend._life._stream.close()
+        backend._incarnation._stream.close()
         await died(backend)
         assert not alive(pid)
         assert backend.counters["worker_kills_total"] == 0
@@ -374,7 +374,7 @@ async def test_requests_to_a_stopped_worker_are_bounded(monkeypatch):
         calls = [asyncio.create_task(backend.contains_many(b"", many)) for _ in range(12)]
         calls += [asyncio.create_task(backend.get_into(b"", gets(slots))) for _ in calls]
         await asyncio.sleep(0.05)
-        assert backend._life._stream._queued_bytes < 3 * child.OUTBOUND_BYTES_MAX
+        assert backend._incarnation._stream._queued_bytes < 3 * child.OUTBOUND_BYTES_MAX
         os.kill(pid, signal.SIGCONT)
         answers = await asyncio.gather(*calls)
         assert answers[:12] == [ANSWERS * 12_500] * 12
@@ -383,7 +383,7 @@ async def test_requests_to_a_stopped_worker_are_bounded(monkeypatch):
 
 async def test_worker_that_hangs_in_close_is_killed(monkeypatch):
     """A tier that does not close would keep the daemon from stopping."""
-    monkeypatch.setattr(life, "CLOSE_S_MAX", 0.05)
+    monkeypatch.setattr(incarnation, "CLOSE_S_MAX", 0.05)
     backend = WorkerBackend(OddBackend, OddOptions(close_hangs=True))
     await backend.open()
     pid, call = pid_of(backend), begin(backend)
@@ -680,7 +680,7 @@ async def test_garbage_on_the_socket(garbage):
     reasons: list[str] = []
 
     def take(payload, _):
-        life._replies.decode(payload)
+        incarnation._replies.decode(payload)
 
     stream = child.Stream(near, take, reasons.append)
     with far:

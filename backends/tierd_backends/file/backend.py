@@ -33,7 +33,7 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey, slot_bytes_for
-from tierd_backends.common.again import COUNTERS, DamageSite
+from tierd_backends.common.second_read import COUNTERS, DamageSite
 from tierd_backends.file.descriptors import too_many_files
 from tierd_backends.file.directory import StoreDirectory
 from tierd_backends.file.fsck import TEXTS, check_store

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from tierd_backends.common.again import DamageSite
+from tierd_backends.common.second_read import DamageSite
 from tierd_backends.file.directory import StoreDirectory
 from tierd_backends.file.jobs import FileJob
 from tierd_backends.file.threads import DiskThreads

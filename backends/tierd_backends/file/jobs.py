@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tierd.backend import BlockHeader
 from tierd.types import BlockKey, slot_bytes_for
-from tierd_backends.common.again import DamageSite
+from tierd_backends.common.second_read import DamageSite
 from tierd_backends.file.slab import RUN_RECORDS_MAX, Slab
 
 RUN_BYTES_MAX = 1 << 20

@@ -45,10 +45,10 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
-from tierd_backends.common.again import COUNTERS, DamageSite
 from tierd_backends.common.calls import CallThreads
 from tierd_backends.common.failures import Failures
 from tierd_backends.common.open_calls import OpenCalls
+from tierd_backends.common.second_read import COUNTERS, DamageSite
 from tierd_backends.common.shared_capacity import SharedCapacity
 from tierd_backends.redis.census import Census
 from tierd_backends.redis.options import RedisOptions, parse_target

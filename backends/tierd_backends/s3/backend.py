@@ -32,10 +32,10 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import COUNTERS, DamageSite, judge
 from tierd_backends.common.calls import CallThreads, CallTurn
 from tierd_backends.common.failures import Failures
 from tierd_backends.common.open_calls import OpenCalls
+from tierd_backends.common.second_read import COUNTERS, DamageSite, judge
 from tierd_backends.common.shared_capacity import SharedCapacity
 from tierd_backends.s3.bucket import Bucket, Read
 from tierd_backends.s3.changes import ObjectChanges

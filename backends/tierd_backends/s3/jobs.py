@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from tierd.backend import BlockHeader, Outcome
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import DamageSite
 from tierd_backends.common.failures import Failures
+from tierd_backends.common.second_read import DamageSite
 from tierd_backends.s3.failure import FailureKind, S3Error
 from tierd_backends.s3.requests import OnCall
 
