@@ -454,7 +454,7 @@ async def test_put_cut_before_its_last_byte(fake):
     """A put that is cancelled just when everything is sent would be stored later, unexpectedly."""
     [block] = make_chain("last moment", 1, LENGTH)
 
-    class CalledOff:
+    class CancelledTurn:
         cancelled = True
 
         @contextlib.contextmanager
@@ -466,7 +466,9 @@ async def test_put_cut_before_its_last_byte(fake):
         bucket = backend._bucket
         name = bucket.name(block.key)
         with pytest.raises(S3Error):
-            bucket.write(CalledOff(), name, pack_header(block.header), memoryview(block.payload))
+            bucket.write(
+                CancelledTurn(), name, pack_header(block.header), memoryview(block.payload)
+            )
     while fake.connections:
         await asyncio.sleep(0.001)
     assert fake.count("PUT") == 1

@@ -1,9 +1,9 @@
 """The breaker's decisions: whether a call of one kind to a storage tier may begin.
 
 A pure state machine: its methods report when calls begin and how they end, and answer whether
-another call may begin. in_flight.py decides whether the calls in flight show a stall. It knows no
-backends, timers or tasks. All times are seconds on the loop's
-clock; methods get the current time as an argument.
+another call may begin. It knows no backends, timers or tasks. in_flight.py decides whether the
+calls in flight show a stall. All times are seconds on the loop's clock; methods get the current
+time as an argument.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class FileBackend(Backend):
                 job.slab.mark_used(job.item, job.use)
             return Outcome.HIT
         if not job.done:
-            return Outcome.MISS  # The call was called off before this read.
+            return Outcome.MISS  # The call was cancelled before this read.
         return Outcome.CORRUPT if job.fault is DamageSite.STORED else Outcome.ERROR
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:

@@ -56,7 +56,7 @@ LOG_EVERY_S: Final = 60.0
 """Failures of one kind are logged at most this often; all are counted."""
 
 CLOSE_S_MAX: Final = 5.0
-"""Longest wait for calls in flight when the tier is closed; then they are called off."""
+"""Longest wait for calls in flight when the tier is closed; then they are cancelled."""
 
 __all__ = ["S3Backend", "S3Options"]
 
@@ -369,7 +369,7 @@ class S3Backend(Backend):
     def _fetch(self, batch: Batch, turn: CallTurn[Fetch]) -> None:
         raw_header = memoryview(bytearray(HEADER_BYTES))
         while (fetch := turn.take()) is not None:
-            if batch.hopeless:
+            if batch.given_up:
                 batch.skip()
                 continue
             try:

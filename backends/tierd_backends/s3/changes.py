@@ -60,7 +60,7 @@ class ObjectChanges:
         while (change := turn.take()) is not None:
             change.begun = True
             try:
-                if batch.hopeless:
+                if batch.given_up:
                     batch.skip()
                 elif change.raw_header:
                     self._put(turn, change)

@@ -62,7 +62,7 @@ class Batch:
             raise BackendError(f"{where}: {self.failure}") from self.failure
 
     @property
-    def hopeless(self) -> bool:
+    def given_up(self) -> bool:
         """Whether the remaining jobs need not be tried."""
         return self._patience <= 0
 

@@ -1,8 +1,8 @@
 """Estimate of the blocks in a bucket, as one node sees them.
 
-A listing in the background counts the objects in order of their names. This node's own changes
-during a listing count at once if the listing has passed their names, and are seen by it if not.
-Other nodes' changes show in the next listing. Without a capacity there is only one listing.
+A listing in the background counts the objects in order of their names. If it has passed the name
+of an object that this node changes, the change is counted at once; if not, the listing sees it.
+Changes by other nodes show in the next listing. Without a capacity there is only one listing.
 """
 
 from __future__ import annotations
