@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -249,6 +249,9 @@ class Backend(ABC):
 
     checks_offline: ClassVar[bool] = False
     """Whether `check` works, because the tier's data is on this machine's disks."""
+
+    damage_texts: ClassVar[Mapping[str, str]] = {}
+    """For each kind of damage in a report of `check`: the text that people read."""
 
     counters: dict[str, int]
     """Events since the start, counted by name. Each name ends in `_total` and is there from the

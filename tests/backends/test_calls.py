@@ -20,7 +20,23 @@ async def threads(count):
         await made.close()
 
 
-async def test_every_job_once():
+async def begun(pool, work, event, jobs=range(5)):
+    """Begin a call and wait until `work` has set `event`; return the call's task."""
+    task = asyncio.create_task(pool.run(work, jobs))
+    while not event.is_set():
+        await asyncio.sleep(0.001)
+    return task
+
+
+async def cancelled(pool, work, event):
+    """Begin a call, cancel it once `work` has set `event`, and wait until it has ended."""
+    task = await begun(pool, work, event)
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
+
+
+async def test_every_job_is_done_once():
     """A block would be left out, or written twice."""
     done = []
 
@@ -34,8 +50,8 @@ async def test_every_job_once():
     assert sorted(done) == list(range(500))
 
 
-async def test_an_error_ends_the_call():
-    """A bug in a backend would leave the daemon waiting for ever, or end a thread."""
+async def test_error_ends_the_call():
+    """A bug in a backend would leave the daemon waiting forever, or end a thread."""
 
     def work(turn):
         while (job := turn.take()) is not None:
@@ -50,7 +66,7 @@ async def test_an_error_ends_the_call():
 
 
 async def test_calls_take_turns():
-    """A lookup would wait for the whole of a large batch."""
+    """A lookup would wait for all of a large batch."""
     order = []
     first = threading.Event()
     go = threading.Event()
@@ -62,9 +78,7 @@ async def test_calls_take_turns():
             order.append(job)
 
     async with threads(1) as pool:
-        large = asyncio.create_task(pool.run(work, ["large"] * 100))
-        while not first.is_set():
-            await asyncio.sleep(0.001)
+        large = await begun(pool, work, first, ["large"] * 100)
         small = asyncio.create_task(pool.run(work, ["small"]))
         await asyncio.sleep(0)
         go.set()
@@ -72,8 +86,8 @@ async def test_calls_take_turns():
     assert order.index("small") <= 2
 
 
-async def test_cancel_wakes_who_blocks():
-    """A call that is given up would wait for a peer that says nothing."""
+async def test_cancel_wakes_blocked_threads():
+    """A cancelled call would wait for a silent peer."""
     near, far = socket.socketpair()
     inside = threading.Event()
     ended = []
@@ -87,18 +101,13 @@ async def test_cancel_wakes_who_blocks():
 
     with near, far:
         async with threads(2) as pool:
-            task = asyncio.create_task(pool.run(work, range(5)))
-            while not inside.is_set():
-                await asyncio.sleep(0.001)
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled()
+            await cancelled(pool, work, inside)
             assert ended
             assert all(ended)
 
 
-async def test_nobody_enters_after_a_cancel():
-    """A thread that was connecting would write to memory that has another owner by then."""
+async def test_no_thread_enters_after_a_cancel():
+    """A thread that was still connecting would write to memory that has another owner by then."""
     near, far = socket.socketpair()
     release, trying = threading.Event(), threading.Event()
     touched = []
@@ -112,17 +121,12 @@ async def test_nobody_enters_after_a_cancel():
 
     with near, far:
         async with threads(2) as pool:
-            task = asyncio.create_task(pool.run(work, range(5)))
-            while not trying.is_set():
-                await asyncio.sleep(0.001)
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
-            assert task.cancelled()
+            await cancelled(pool, work, trying)
             release.set()
         assert not touched
 
 
-async def test_interrupt():
+async def test_interrupt_ends_calls():
     """A tier could not be closed while a peer is silent."""
     near, far = socket.socketpair()
     inside = threading.Event()
@@ -135,9 +139,7 @@ async def test_interrupt():
 
     with near, far:
         async with threads(1) as pool:
-            task = asyncio.create_task(pool.run(work, range(5)))
-            while not inside.is_set():
-                await asyncio.sleep(0.001)
+            task = await begun(pool, work, inside)
             pool.interrupt()
             async with asyncio.timeout(5):
                 await task

@@ -1,7 +1,7 @@
-"""Reads that are damaged on their way: a sound block is neither lost to others nor served wrong.
+"""Reads that are damaged in transit: a sound block is neither deleted nor served wrong.
 
-On a real Redis and a real S3 server behind a proxy that damages bytes, and on the file tier with
-a disk that does.
+Against a real Redis and a real S3 server behind a proxy that damages bytes, and against the file
+tier on a disk that does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HIT, MISS, ERROR, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.ERROR, Outcome.CO
 LENGTH = 5000
 BUCKET = "damaged"
 LARGE_BYTES = 2000
-"""A piece of a reply of so many bytes carries a payload."""
+"""A piece of a reply with at least this many bytes carries a payload."""
 
 TRANSIT, STORED, UNKNOWN = (
     "damaged_in_transit_total",
@@ -51,7 +51,8 @@ _prefixes = itertools.count()
 
 
 class Spoiler:
-    """Flips a bit near the end of each payload whose turn is in `places`, which gives where."""
+    """Flips a bit near the end of payloads: for each one `places` yields the place, or None for
+    none."""
 
     def __init__(self, places: Iterator[int | None]) -> None:
         self._places = places
@@ -73,7 +74,7 @@ def once() -> Iterator[int | None]:
     return itertools.chain([50], itertools.repeat(None))
 
 
-def each_in_another_way() -> Iterator[int | None]:
+def each_in_a_different_place() -> Iterator[int | None]:
     return itertools.count(50, 7)
 
 
@@ -82,7 +83,7 @@ def alike() -> Iterator[int | None]:
 
 
 class Tier:
-    """A shared tier behind a proxy, and its server seen past it."""
+    """A shared tier behind a proxy, and the names of what its server holds."""
 
     def __init__(self, backend: Backend, proxy: Proxy, names: Callable[[], set[str]]) -> None:
         self.backend = backend
@@ -98,7 +99,8 @@ class Tier:
         return spoiler
 
     def spoil_first_and_silence_second(self) -> Callable[[], Awaitable[None]]:
-        """What waits until there is a second connection, on which nothing is answered."""
+        """Damage the first reply and silence the second connection. Returns a function that waits
+        for that connection."""
         spoiler, before = Spoiler(once()), self.proxy.accepted
 
         def change(data: bytes) -> bytes:
@@ -162,42 +164,47 @@ def tier(request: pytest.FixtureRequest) -> Callable[..., object]:
 # --- Redis and S3 -----------------------------------------------------------------------
 
 
-@pytest.mark.slow
-async def test_damage_in_transit_costs_nothing(tier) -> None:
-    """One bit flipped on one node's link would delete a sound block for the whole fleet."""
-    blocks = make_chain("transit", 3, LENGTH)
+@contextlib.asynccontextmanager
+async def holding(
+    tier: Callable[[], contextlib.AbstractAsyncContextManager[Tier]], text: str, count: int
+) -> AsyncIterator[tuple[Tier, list[suite.SelfNamingBlock]]]:
+    """A tier that holds `count` blocks, and holds the same ones at the end."""
+    blocks = make_chain(text, count, LENGTH)
     async with tier() as at:
         await put(at.backend, blocks)
         names = at.names()
-        assert len(names) == 3
-        for count, block in enumerate(blocks, 1):
-            spoiler = at.spoil(once())
-            assert await get(at.backend, [block]) == [HIT]
-            assert spoiler.seen == 2, "the value was read once, so it was not damaged at all"
-            assert at.counts() == (count, 0, 0)
+        assert len(names) == count
+        yield at, blocks
         assert at.names() == names
 
 
 @pytest.mark.slow
-async def test_a_link_that_damages_all_deletes_nothing(tier) -> None:
-    """A node with a bad NIC would empty the tier, two reads a block."""
-    blocks = make_chain("bad link", 4, LENGTH)
-    async with tier() as at:
-        await put(at.backend, blocks)
-        names = at.names()
-        at.spoil(each_in_another_way())
+async def test_damage_in_transit_loses_no_block(tier) -> None:
+    """One flipped bit on one node's link would delete a sound block for the whole fleet."""
+    async with holding(tier, "transit", 3) as (at, blocks):
+        for count, block in enumerate(blocks, 1):
+            spoiler = at.spoil(once())
+            assert await get(at.backend, [block]) == [HIT]
+            assert spoiler.seen == 2, "the value was read once, so no read was damaged"
+            assert at.counts() == (count, 0, 0)
+
+
+@pytest.mark.slow
+async def test_link_that_damages_every_read_deletes_nothing(tier) -> None:
+    """A node with a bad NIC would empty the tier, at two reads per block."""
+    async with holding(tier, "bad link", 4) as (at, blocks):
+        at.spoil(each_in_a_different_place())
         for block in blocks:
             assert await get(at.backend, [block]) == [ERROR]
         assert at.counts() == (4, 0, 0)
         at.proxy.heal()
         assert await get(at.backend, blocks) == [HIT] * 4
-        assert at.names() == names
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["silence", "reset"])
-async def test_no_second_read_no_deletion(tier, how) -> None:
-    """A block would be deleted on the word of one damaged read when the second cannot be made."""
+async def test_block_is_kept_if_the_second_read_fails(tier, how) -> None:
+    """A block would be deleted after a single damaged read."""
     [block] = make_chain("no second", 1, LENGTH)
     async with tier(timeout_ms=300) as at:
         await put(at.backend, [block])
@@ -214,9 +221,9 @@ async def test_no_second_read_no_deletion(tier, how) -> None:
 
 
 @pytest.mark.slow
-async def test_a_deadline_between_two_reads(tier) -> None:
-    """The second read would outlast the call's deadline, or write to slots that are others' by
-    then, or a block would go for which there was no time to read it again."""
+async def test_cancel_between_two_reads(tier) -> None:
+    """The second read would outlast the call's deadline, or write to slots that have another owner
+    by then, or a block would be deleted without a second read."""
     [block] = make_chain("deadline", 1, LENGTH)
     async with tier(timeout_ms=30_000) as at:
         await put(at.backend, [block])
@@ -232,9 +239,9 @@ async def test_a_deadline_between_two_reads(tier) -> None:
         assert await get(at.backend, [block]) == [HIT]
 
 
-async def test_what_redis_got_meanwhile_stays(redis_server) -> None:
-    """A sound block that another node stores after the second read would be deleted for the
-    damaged one that it replaces."""
+async def test_redis_keeps_a_block_stored_after_the_second_read(redis_server) -> None:
+    """A sound block that another node stores after the second read would be deleted instead of the
+    damaged one that it replaced."""
     [block] = make_chain("meanwhile", 1, LENGTH)
     async with redis_tier(redis_server) as at:
         await put(at.backend, [block])
@@ -256,8 +263,9 @@ async def test_what_redis_got_meanwhile_stays(redis_server) -> None:
         assert await get(at.backend, [block]) == [HIT]
 
 
-async def test_redis_rights_to_delete_what_was_read(tmp_path, caplog) -> None:
-    """A user without the transaction's commands would fail the batch, or delete unwatched."""
+async def test_redis_user_without_transaction_commands(tmp_path, caplog) -> None:
+    """A user without the commands of a transaction would fail the batch, or delete without a
+    watch."""
     rights = LEAST_RIGHTS.replace("+watch +multi +exec ", "")
     for missing in ("watch", "multi"):
         granted = {"watch", "multi", "exec"} - {missing}
@@ -279,9 +287,9 @@ async def test_redis_rights_to_delete_what_was_read(tmp_path, caplog) -> None:
 
 
 @pytest.mark.parametrize("conditions", ["kept", "ignored", "refused"])
-async def test_what_s3_got_meanwhile_stays(conditions) -> None:
-    """A sound object that another node stores after the second read would be deleted for the
-    damaged one, or a damaged one could never be deleted where a server knows no conditions."""
+async def test_s3_keeps_an_object_stored_after_the_second_read(conditions) -> None:
+    """A sound object that another node stores after the second read would be deleted instead of the
+    damaged one. Or a server that knows no conditions could never delete a damaged one."""
     blocks = make_chain("meanwhile", 2, LENGTH)
     with FakeS3() as fake:
         async with fake_s3.running(fake) as backend:
@@ -292,7 +300,7 @@ async def test_what_s3_got_meanwhile_stays(conditions) -> None:
             victim = blocks[0].key.block_hash.hex()
 
             def meanwhile(request):
-                # With the condition as late as can be, without just before the look.
+                # With conditions at the last moment, without them just before the lookup.
                 late = "DELETE" if conditions == "kept" else "HEAD"
                 if request.method == late and victim in request.name:
                     fake.objects[request.name] = sound[request.name]
@@ -311,8 +319,8 @@ async def test_what_s3_got_meanwhile_stays(conditions) -> None:
             assert backend.counters[STORED] == 2
 
 
-async def test_an_object_without_an_etag_is_kept(caplog) -> None:
-    """What cannot be named would be deleted whatever lies there by then."""
+async def test_damaged_object_without_an_etag_is_kept(caplog) -> None:
+    """An unconditional delete could hit a sound object that replaced the damaged one."""
     [block] = make_chain("no etag", 1, LENGTH)
     with FakeS3() as fake:
         async with fake_s3.running(fake) as backend:
@@ -327,9 +335,9 @@ async def test_an_object_without_an_etag_is_kept(caplog) -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_serves_what_was_damaged_on_its_way(tmp_path) -> None:
-    """Requests would be recomputed, other nodes too, and the operator would look at the server
-    instead of the link."""
+def test_daemon_serves_blocks_damaged_in_transit(tmp_path) -> None:
+    """Requests would be recomputed, on other nodes as well, and the operator would suspect the
+    server instead of the link."""
     space = node_blocks.namespace(16384)
     hashes, parents = node_blocks.chain(6)
     payloads = [node_blocks.payload(space, block_hash) for block_hash in hashes]
@@ -362,7 +370,7 @@ def test_a_daemon_serves_what_was_damaged_on_its_way(tmp_path) -> None:
 
 
 class Disk:
-    """os.preadv, of which the reads of one record go wrong as told."""
+    """os.preadv, with `faults` for the reads of one record, in their order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, record: int, record_bytes: int) -> None:
         self.faults: Iterator[int | OSError | None] = iter(())
@@ -408,17 +416,17 @@ EIO = OSError(errno.EIO, "Input/output error")
     ],
     ids=["flip", "eio", "flips alike", "flips", "flip and eio", "flips, eio", "eios"],
 )
-async def test_a_disk_that_reads_wrong(
+async def test_disk_that_returns_wrong_bytes(
     tmp_path, monkeypatch, count, faults, outcome, counted, kept
 ) -> None:
-    """A cable or controller that damages reads would cost sound blocks, for good; or a bad
-    sector would be tried for ever."""
+    """A cable or controller that damages reads would cost sound blocks permanently, or a bad sector
+    would be tried forever."""
     options = FileOptions(path=str(tmp_path), capacity="64MiB", reserve_free=0)
     blocks = make_chain("disk", 8, 2 * PAGE_BYTES)
     async with suite.running(FileBackend(options)) as backend:
         await put(backend, blocks)
         disk = Disk(monkeypatch, 3, 3 * PAGE_BYTES)
-        # A run is read once together, and those of it that are damaged on their own.
+        # A run is read in one call, and then each damaged record alone.
         disk.faults = iter(faults[-2:] if count == 1 and len(faults) > 1 else faults)
         wanted = blocks if count == 8 else blocks[3:4]
         outcomes = await get(backend, wanted)
@@ -432,8 +440,8 @@ async def test_a_disk_that_reads_wrong(
         assert await contains(backend, blocks[3:4]) == [kept]
 
 
-async def test_reads_past_the_page_cache(tmp_path, monkeypatch) -> None:
-    """Without O_DIRECT the second read would be of the same damaged page of memory."""
+async def test_second_read_bypasses_the_page_cache(tmp_path, monkeypatch) -> None:
+    """Without O_DIRECT the second read would return the same damaged page of memory."""
     options = FileOptions(path=str(tmp_path), capacity="64MiB", reserve_free=0, direct="off")
     [block] = make_chain("cache", 1, PAGE_BYTES)
     dropped = []
@@ -447,7 +455,7 @@ async def test_reads_past_the_page_cache(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "sound", "told"),
+    ("faults", "sound", "damage"),
     [
         ([7], 8, {fsck.UNSTEADY: 1}),
         ([EIO], 8, {fsck.UNSTEADY: 1}),
@@ -458,19 +466,20 @@ async def test_reads_past_the_page_cache(tmp_path, monkeypatch) -> None:
     ],
     ids=["flip", "eio", "flips", "flip and eio", "flips alike", "eios"],
 )
-async def test_a_repair_on_a_disk_that_reads_wrong(
-    tmp_path, monkeypatch, faults, sound, told
+async def test_repair_on_a_disk_that_returns_wrong_bytes(
+    tmp_path, monkeypatch, faults, sound, damage
 ) -> None:
-    """`fsck --repair` would drop sound blocks for a bad cable, or say that all is well."""
+    """`fsck --repair` would drop sound blocks because of a bad cable, or report that all is
+    well."""
     options = FileOptions(path=str(tmp_path), capacity="64MiB", reserve_free=0)
     async with suite.running(FileBackend(options)) as backend:
         await put(backend, make_chain("fsck", 8, 2 * PAGE_BYTES))
-    monkeypatch.setattr(fsck, "CHUNK_BYTES", 1)  # Records one by one.
+    monkeypatch.setattr(fsck, "CHUNK_BYTES", 1)  # Read records one by one.
     disk = Disk(monkeypatch, 3, 3 * PAGE_BYTES)
     disk.faults = iter(faults)
     report = file_check.check(tmp_path, repair=True)
-    assert (report.blocks, file_check.kinds(report)) == (sound, told)
-    assert report.left == (fsck.UNSTEADY in told)
-    kept = sound == 8 or fsck.UNSTEADY in told
+    assert (report.blocks, file_check.kinds(report)) == (sound, damage)
+    assert report.left == (fsck.UNSTEADY in damage)
+    kept = sound == 8 or fsck.UNSTEADY in damage
     again = file_check.check(tmp_path)
     assert (again.blocks, again.found) == (8 if kept else 7, 0)

@@ -1,4 +1,4 @@
-"""The file tier: the contract on real file systems, and what disks and crashes do to it."""
+"""The file tier: the contract on real file systems, and faults of disks and crashes."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,9 @@ from tierd.testing.suite import (
 )
 from tierd.types import PAGE_BYTES
 from tierd_backends.file import FileBackend
+from tierd_backends.file import health as health_module
 from tierd_backends.file import space as space_module
+from tierd_backends.file.health import DiskHealth
 from tierd_backends.file.shelf import Shelf
 from tierd_backends.file.slab import Slab, slab_bytes
 from tierd_backends.file.slab_index import ENTRY_BYTES, FREE_ENTRY, entry_at
@@ -68,12 +70,12 @@ needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root"
 
 
 def disk_usage(path):
-    """What du would say of the tier's files."""
+    """Return the bytes that du reports for the tier's files."""
     return sum(p.stat().st_blocks * 512 for p in path.glob("*/*"))
 
 
 class TestDisk(FileSuite):
-    """On the disk that the temporary directory lies on."""
+    """On the file system of the temporary directory."""
 
 
 class TestTmpfs(FileSuite):
@@ -105,7 +107,7 @@ class TestRamfs(FileSuite):
             yield path / "tier"
 
 
-# Options, and what lies in the directory at start.
+# Options, and the content of the directory at start.
 
 
 @pytest.mark.parametrize(
@@ -118,22 +120,22 @@ class TestRamfs(FileSuite):
         ({"threads": 1000}, "threads"),
     ],
 )
-def test_wrong_options(tmp_path, wrong, named):
-    """A wrong option would start a tier that is not the one meant."""
+def test_malformed_options_are_reported(tmp_path, wrong, named):
+    """A wrong option would start a tier with other settings than the operator meant."""
     with pytest.raises(ConfigError, match=named):
         FileBackend.from_options(options(tmp_path, **wrong))
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_path_is_a_file(tmp_path):
-    """A wrong path would end in a stack trace instead of naming itself."""
+    """A wrong path would cause a stack trace instead of an error that names it."""
     (tmp_path / "tier").write_text("not a directory")
     with pytest.raises(ConfigError, match="tier"):
         await opened(tmp_path / "tier")
 
 
 async def test_direct_off_and_on(tmp_path):
-    """Blocks written with O_DIRECT would be lost to a tier without, or the other way round."""
+    """Blocks written with O_DIRECT could not be read without it, or the other way round."""
     blocks = make_chain("direct", 4, BLOCK_BYTES)
     for direct in ("on", "off", "auto"):
         async with running(tmp_path, direct=direct) as backend:
@@ -143,8 +145,8 @@ async def test_direct_off_and_on(tmp_path):
 
 
 @needs_mount
-async def test_direct_on_where_it_does_not_work(tmp_path):
-    """`direct = "on"` would quietly run through the page cache."""
+async def test_direct_on_without_support(tmp_path):
+    """`direct = "on"` would silently go through the page cache."""
     with mounted(tmp_path / "ramfs", "-t", "ramfs", "ramfs") as path:
         with pytest.raises(ConfigError, match="O_DIRECT"):
             await opened(path, direct="on")
@@ -174,7 +176,7 @@ def python(code, *arguments, **more):
 
 
 @pytest.mark.slow
-async def test_one_owner(tmp_path):
+async def test_directory_has_one_owner(tmp_path):
     """Two daemons on one directory would overwrite each other's blocks."""
     with python(HOLDER, tmp_path) as holder:
         assert holder.stdout.readline() == b"open\n"
@@ -186,8 +188,8 @@ async def test_one_owner(tmp_path):
             await opened(tmp_path)
 
 
-async def test_owner_that_is_ending(tmp_path, monkeypatch):
-    """A daemon started right after a crash would refuse to start, while the old worker ends."""
+async def test_open_waits_for_an_owner_that_ends(tmp_path, monkeypatch):
+    """A daemon started right after a crash would refuse to start while the old worker ends."""
     with python(HOLDER, tmp_path) as holder:
         assert holder.stdout.readline() == b"open\n"
 
@@ -201,7 +203,7 @@ async def test_owner_that_is_ending(tmp_path, monkeypatch):
 
 
 async def test_unknown_version(tmp_path):
-    """An older tierd would destroy what a newer one stored."""
+    """An older tierd would destroy the blocks of a newer one."""
     async with running(tmp_path) as backend:
         await put(backend, make_chain("version", 2, BLOCK_BYTES))
     (tmp_path / "FORMAT").write_text("tierd file store 3\n")
@@ -211,8 +213,8 @@ async def test_unknown_version(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
-async def test_foreign_files(tmp_path, caplog):
-    """Files of somebody else in the directory would be removed, or keep tierd from starting."""
+async def test_foreign_files_are_left_alone(tmp_path, caplog):
+    """Files of other programs in the directory would be removed, or keep tierd from starting."""
     async with running(tmp_path) as backend:
         await put(backend, make_chain("foreign", 2, BLOCK_BYTES))
     folder = tmp_path / NAMESPACE.hex()
@@ -227,8 +229,8 @@ async def test_foreign_files(tmp_path, caplog):
     assert "3 entries are not tierd's" in caplog.text
 
 
-async def test_prompts_are_private(tmp_path):
-    """Other users of the node could read what the prompts' KV tells."""
+async def test_files_are_private(tmp_path):
+    """Other users of the node could read the prompts' KV."""
     old = os.umask(0)
     try:
         async with running(tmp_path / "tier") as backend:
@@ -265,8 +267,8 @@ def _directory_for_index(folder):
         (other_slab, None),
     ],
 )
-async def test_harmed_while_closed(tmp_path, harm, left):
-    """One bad file would end the start, or take other blocks along."""
+async def test_damage_while_closed(tmp_path, harm, left):
+    """One bad file would end the start, or cost other blocks."""
     blocks, capacity = await two_slabs(tmp_path)
     harm(tmp_path / NAMESPACE.hex())
     async with running(tmp_path, capacity=capacity) as backend:
@@ -286,8 +288,8 @@ async def test_harmed_while_closed(tmp_path, harm, left):
 
 
 async def test_files_vanish_while_open(tmp_path, caplog):
-    """Somebody's rm -rf would crash the daemon, or give wrong blocks, or nobody be told why blocks
-    fail."""
+    """An rm -rf would crash the daemon or make it serve wrong blocks, or no message would explain
+    why blocks fail."""
     blocks, capacity = await two_slabs(tmp_path)
     async with running(tmp_path, capacity=capacity) as backend:
         for path in (tmp_path / NAMESPACE.hex()).iterdir():
@@ -299,7 +301,7 @@ async def test_files_vanish_while_open(tmp_path, caplog):
         assert Outcome.ERROR in await put(backend, more)
         assert ".slab was removed by another process" in backend.stats().trouble
         assert f"{backend.stats().trouble}: its blocks are lost" in caplog.text
-        # Each failing put lets go of the slabs that it met; there are two.
+        # Each failing put drops the slabs that it used; there are two.
         for _ in range(2):
             outcomes = await put(backend, more)
         assert Outcome.ERROR not in outcomes
@@ -310,8 +312,8 @@ async def test_files_vanish_while_open(tmp_path, caplog):
         check(backend)
 
 
-async def test_a_mark_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
-    """A flush would be called complete, and a loss of power take its mark away."""
+async def test_mark_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """A flush would be reported complete, and a loss of power would take its mark away."""
     calls = []
 
     def recorded(name):
@@ -346,8 +348,8 @@ def failing(_):
     raise OSError(errno.EIO, "EIO")
 
 
-async def test_what_is_emptied_gives_its_room_back(tmp_path):
-    """After a flush a tier would stay full of slabs that nobody asks for."""
+async def test_emptied_slabs_are_removed(tmp_path):
+    """After a flush a tier would stay full of slabs without blocks."""
     blocks, capacity = await two_slabs(tmp_path)
     async with running(tmp_path, capacity=capacity) as backend:
         held = backend.stats().used_bytes
@@ -358,8 +360,9 @@ async def test_what_is_emptied_gives_its_room_back(tmp_path):
         check(backend)
 
 
-async def test_an_empty_slab_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
-    """What an unlink did not remove would be back at the next start, and nobody would know."""
+async def test_failure_to_remove_an_empty_slab_is_reported(tmp_path, monkeypatch):
+    """Blocks of files that could not be unlinked would be back at the next start without a
+    warning."""
     blocks, capacity = await two_slabs(tmp_path)
     async with running(tmp_path, capacity=capacity) as backend:
         monkeypatch.setattr(Path, "unlink", lambda *_, **__: failing(0))
@@ -368,8 +371,8 @@ async def test_an_empty_slab_that_cannot_be_removed_is_told(tmp_path, monkeypatc
         monkeypatch.undo()
 
 
-async def test_cut_short_while_open(tmp_path):
-    """A slab cut short under load would be a SIGBUS, or a block served in part."""
+async def test_slab_cut_short_while_open(tmp_path):
+    """A slab cut short under load would cause a SIGBUS, or a block would be served in part."""
     blocks, capacity = await two_slabs(tmp_path)
     folder = tmp_path / NAMESPACE.hex()
     async with running(tmp_path, capacity=capacity) as backend:
@@ -381,7 +384,7 @@ async def test_cut_short_while_open(tmp_path):
 
 
 async def test_recency_survives_restart(tmp_path):
-    """After a restart the tier would evict what is used most."""
+    """After a restart the tier would evict the most used blocks."""
     capacity = 9 * slab_bytes(8, SLOT_BYTES)
     chains = [make_chain(f"recency {n}", 8, BLOCK_BYTES) for n in range(8)]
     async with running(tmp_path, capacity=capacity) as backend:
@@ -399,7 +402,7 @@ async def test_recency_survives_restart(tmp_path):
 
 
 async def test_start_above_capacity(tmp_path):
-    """A lower capacity would not be kept until the old blocks happen to be replaced."""
+    """A lower capacity would be exceeded until the old blocks happen to be replaced."""
     big, small = 16 * slab_bytes(8, SLOT_BYTES), 6 * slab_bytes(8, SLOT_BYTES)
     chains = [make_chain(f"above {n}", 8, BLOCK_BYTES) for n in range(12)]
     async with running(tmp_path, capacity=big, slab=slab_bytes(8, SLOT_BYTES)) as backend:
@@ -418,7 +421,8 @@ async def test_start_above_capacity(tmp_path):
 
 
 async def test_put_before_the_index_is_read(tmp_path):
-    """A block stored again during the start would be held twice, and outlive its deletion."""
+    """A block stored again during the start would be held twice, and one copy would outlive its
+    deletion."""
     blocks, capacity = await two_slabs(tmp_path)
     backend = await opened(tmp_path, capacity=capacity)
     assert not backend.stats().index_complete
@@ -435,8 +439,8 @@ async def test_put_before_the_index_is_read(tmp_path):
         check(backend)
 
 
-async def test_two_copies(tmp_path):
-    """A stale index after a power loss would bring a block back twice, or the older copy."""
+async def test_stale_copy_of_a_slab(tmp_path):
+    """A stale index after a power loss would bring a block back twice, or its older copy."""
     blocks, capacity = await two_slabs(tmp_path)
     folder = tmp_path / NAMESPACE.hex()
     (folder / "00000001.slab").rename(folder / "00000003.slab")
@@ -476,8 +480,8 @@ async def test_stale_index(tmp_path):
 # Namespaces that share a tier.
 
 
-async def test_idle_namespace_gives_way(tmp_path):
-    """Blocks of a model that nobody runs any more would hold the disk for ever."""
+async def test_idle_namespace_gives_up_its_slabs(tmp_path):
+    """Blocks of a model that is no longer used would hold the disk forever."""
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     async with running(tmp_path, capacity=capacity) as backend:
         for number in range(8):
@@ -494,7 +498,7 @@ async def test_idle_namespace_gives_way(tmp_path):
 
 
 async def test_busy_namespace_keeps_its_slabs(tmp_path):
-    """Two models in use would evict each other by whole slabs, over and over."""
+    """Two models in use would evict whole slabs of each other, over and over."""
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     async with running(tmp_path, capacity=capacity) as backend:
         ours = [make_chain(f"ours {n}", 4, BLOCK_BYTES) for n in range(6)]
@@ -510,8 +514,8 @@ async def test_busy_namespace_keeps_its_slabs(tmp_path):
 
 
 @pytest.mark.parametrize("eviction", STORAGE_POLICIES)
-async def test_what_is_read_again_outlives_a_scan(tmp_path, eviction):
-    """One long document that nobody reads again would push out what every request reads."""
+async def test_reused_blocks_outlive_a_scan(tmp_path, eviction):
+    """One long document that is read once would evict the blocks that every request reads."""
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     async with running(tmp_path, capacity=capacity, eviction=eviction) as backend:
         hot, idle = (make_chain(name, 8, BLOCK_BYTES) for name in ("hot", "idle"))
@@ -527,8 +531,9 @@ async def test_what_is_read_again_outlives_a_scan(tmp_path, eviction):
         check(backend)
 
 
-async def test_a_block_that_is_put_again_is_recent(tmp_path):
-    """What an engine has just computed anew, because only this tier still had it, would go next."""
+async def test_block_put_again_is_recent(tmp_path):
+    """A block that an engine has just computed again, because only this tier still had it, would be
+    evicted next."""
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     async with running(tmp_path, capacity=capacity) as backend:
         first, second = (make_chain(name, 8, BLOCK_BYTES) for name in ("first", "second"))
@@ -541,8 +546,8 @@ async def test_a_block_that_is_put_again_is_recent(tmp_path):
         assert not any(await contains(backend, second))
 
 
-async def test_eviction_spares_what_is_read(tmp_path, monkeypatch):
-    """A record would be overwritten under the thread that still reads it."""
+async def test_eviction_spares_blocks_being_read(tmp_path, monkeypatch):
+    """A record would be overwritten while a thread still reads it."""
     capacity = 4 * slab_bytes(8, SLOT_BYTES)
     real = os.preadv
     begun, go_on = threading.Semaphore(0), threading.Event()
@@ -565,7 +570,7 @@ async def test_eviction_spares_what_is_read(tmp_path, monkeypatch):
         assert Outcome.REFUSED in await put(backend, more)
         assert backend.counters["evicted_blocks_total"] == 12
         assert await contains(backend, old) == [True] * 4
-        # Deleted, but its record is not given to anybody before the read is over.
+        # Deleted, but its record is not reused before the read is over.
         await backend.delete_many(NAMESPACE, [old[3].key.block_hash])
         await put(backend, more)
         go_on.set()
@@ -574,7 +579,7 @@ async def test_eviction_spares_what_is_read(tmp_path, monkeypatch):
         check(backend)
 
 
-# What disks do.
+# Faults of disks.
 
 
 @needs_mount
@@ -595,7 +600,7 @@ async def test_disk_full(tmp_path, monkeypatch):
             expected = [Outcome.HIT] * stored + [Outcome.MISS] * (64 - stored)
             assert await get(backend, chain) == expected
             check(backend)
-            # Other blocks are taken in place of old ones.
+            # New blocks replace old ones.
             assert await put(backend, make_chain("next", 4, length)) == [Outcome.STORED] * 4
             filler.unlink()
             more = make_chain("more", 40, length)
@@ -606,8 +611,8 @@ async def test_disk_full(tmp_path, monkeypatch):
 
 
 @needs_mount
-async def test_reserve(tmp_path, monkeypatch):
-    """The tier would take the last of a disk that others need too."""
+async def test_reserve_is_left_free(tmp_path, monkeypatch):
+    """The tier would use up a disk that other programs need too."""
     monkeypatch.setattr(space_module, "RETRY_S", 0.0)
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=8m", "tmpfs") as path:
         async with running(path, capacity=64 << 20, reserve_free="50%") as backend:
@@ -624,8 +629,8 @@ def free_on(path):
 
 @needs_mount
 @pytest.mark.slow
-async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeypatch, caplog):
-    """Logs, or an engine's checkpoint, would hit a full disk of which the cache has the most."""
+async def test_reserve_is_freed_for_other_programs(tmp_path, monkeypatch, caplog):
+    """Logs, or an engine's checkpoint, would meet a full disk while the tier holds most of it."""
     monkeypatch.setattr(space_module, "WATCH_S", 0.02)
     monkeypatch.setattr(space_module, "RETRY_S", 0.0)
     length = 64 << 10
@@ -638,17 +643,17 @@ async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeyp
             used = backend.stats().used_bytes
             (path / "others").write_bytes(bytes(free_on(path) - (3 << 20)))
             async with asyncio.timeout(10):
-                # A slab's file goes before it is taken off the account.
+                # A slab's file is removed before its bytes are subtracted.
                 while free_on(path) < 8 << 20 or used - backend.stats().used_bytes < 5 << 20:
                     await asyncio.sleep(0.01)
             gone = used - backend.stats().used_bytes
-            assert 5 << 20 <= gone < 9 << 20, "more went than was needed"
+            assert 5 << 20 <= gone < 9 << 20, "more was dropped than was needed"
             assert (
                 backend.counters["reserve_slabs_total"] == backend.counters["evicted_slabs_total"]
             )
             assert await get(backend, hot) == [Outcome.HIT] * 96
             assert any(outcome is Outcome.MISS for outcome in await get(backend, cold))
-            # It rests, though the others make room again: they may be back at once.
+            # The tier pauses although the others have made room: they may need it again at once.
             (path / "others").unlink()
             slabs, used = len(list(path.glob("*/*.slab"))), backend.stats().used_bytes
             await put(backend, make_chain("more", 96, length))
@@ -661,7 +666,7 @@ async def test_others_that_fill_the_disk_find_the_reserve_free(tmp_path, monkeyp
             check(backend)
 
 
-def test_allocation_fails_clean(tmp_path, monkeypatch):
+def test_failed_allocation_leaves_no_slab(tmp_path, monkeypatch):
     """A slab that the disk had no room for would stay behind half-made."""
 
     def no_room(fd, offset, size):
@@ -678,7 +683,7 @@ def test_allocation_fails_clean(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def loop_ext4(tmp_path):
-    """A small ext4 of its own, mounted."""
+    """A small ext4 file system, mounted for the test."""
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(32 << 20)
@@ -694,7 +699,7 @@ def remount(path, mode):
 @needs_mount
 @pytest.mark.slow
 async def test_read_only_disk(tmp_path):
-    """A disk remounted read-only would take the blocks with it that can still be read."""
+    """A disk remounted read-only would make its blocks unreadable as well."""
     blocks = make_chain("read-only", 8, BLOCK_BYTES)
     with loop_ext4(tmp_path) as path:
         async with running(path, capacity=16 << 20) as backend:
@@ -737,11 +742,11 @@ async def test_dead_disk(tmp_path):
 
 
 def covered(buffers, offset):
-    """The bytes of a file that a vectored call moves."""
+    """Return the range of bytes of a file that a vectored call moves."""
     return range(offset, offset + sum(map(len, buffers)))
 
 
-async def test_neighbours_move_together(tmp_path, monkeypatch):
+async def test_neighbouring_records_move_in_one_call(tmp_path, monkeypatch):
     """A prefix of small blocks would be read and written at half of the disk's speed."""
     blocks = make_chain("together", 16, BLOCK_BYTES)
     calls = []
@@ -762,13 +767,13 @@ async def test_neighbours_move_together(tmp_path, monkeypatch):
         assert await get(backend, blocks) == [Outcome.HIT] * 16
         assert calls.count("pwritev") <= 2
         assert calls.count("preadv") <= 2
-        # One block of a run that is wrong costs that block alone.
+        # A damaged block of a run costs only that block.
         await backend.delete_many(NAMESPACE, [blocks[15].key.block_hash])
         assert await get(backend, blocks) == [Outcome.HIT] * 15 + [Outcome.MISS]
 
 
 async def test_one_bad_sector(tmp_path, monkeypatch):
-    """One bad sector would fail the whole batch, or be tried for ever."""
+    """One bad sector would fail the whole batch, or be tried forever."""
     blocks, capacity = await two_slabs(tmp_path)
     real = os.preadv
     bad = 3 * (PAGE_BYTES + SLOT_BYTES)
@@ -803,12 +808,12 @@ async def test_one_bad_sector(tmp_path, monkeypatch):
         (Slab, "clear"),
         (Shelf, "use"),
         (Shelf, "store"),
-        (FileBackend, "_note_errors"),
+        (DiskHealth, "note_errors"),
     ],
 )
-async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
-    """One call that raises would keep its records pinned and its blocks being written: the tier
-    serves and stores nothing any more, and a close hangs."""
+async def test_bug_leaks_no_records(tmp_path, monkeypatch, owner, name):
+    """One call that raises would keep its records pinned and its blocks marked as being written:
+    the tier would no longer serve or store them, and a close would hang."""
     blocks, capacity = await two_slabs(tmp_path)
     more = make_chain("more", 4, BLOCK_BYTES)
     hashes = [block.key.block_hash for block in blocks]
@@ -831,8 +836,8 @@ async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
                 async with asyncio.timeout(10):
                     await call()
                 raised -= 1
-            # Both of two calls may raise, and the second of them later.
-            while any(shelf.writing for shelf in backend._space.shelves.values()):
+            # Two concurrent calls may both raise, the second one later.
+            while any(shelf.writing for shelf in backend._shelves):
                 await asyncio.sleep(0)
             check(backend)
         assert raised
@@ -841,7 +846,7 @@ async def test_a_bug_leaks_nothing(tmp_path, monkeypatch, owner, name):
         check(backend)
 
 
-async def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
+async def test_failed_write_leaves_no_block(tmp_path, monkeypatch):
     """A block whose write failed would be found, now or after a restart."""
     blocks, capacity = await two_slabs(tmp_path)
     more = make_chain("failing", 6, BLOCK_BYTES)
@@ -869,14 +874,14 @@ async def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
         assert await get(backend, blocks) == [Outcome.HIT] * 16
 
 
-async def test_write_order(tmp_path, monkeypatch):
-    """A SIGKILL between two writes would leave an index that names half a block."""
+async def test_data_is_written_before_the_index(tmp_path, monkeypatch):
+    """A SIGKILL between two writes would leave an index entry for half a block."""
     capacity = 2 * slab_bytes(8, SLOT_BYTES)
     real = os.pwritev
     free = []
 
     def pwritev(fd, buffers, offset):
-        # What a restart would find just before and just after the data is written.
+        # The state that a restart would find just before and just after the data is written.
         slab = Path(os.readlink(f"/proc/self/fd/{fd}"))
         at = entry_at(offset // (PAGE_BYTES + SLOT_BYTES))
         index = slab.with_suffix(".index")
@@ -919,7 +924,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.slow
 async def test_sigkill(tmp_path):
-    """A daemon killed while it stores would poison what is served after its restart."""
+    """A daemon killed while it stores would serve wrong blocks after its restart."""
     assert BLOCK_BYTES == 12388
     capacity = 16 * slab_bytes(8, SLOT_BYTES)
     chance = random.Random(7)
@@ -946,11 +951,11 @@ async def test_sigkill(tmp_path):
     assert hits > 500
 
 
-async def test_no_leak(tmp_path):
-    """Opening and closing, as a reload does, would leave files and threads behind."""
+async def test_open_and_close_leak_nothing(tmp_path):
+    """Opening and closing the tier, as a reload does, would leave files and threads behind."""
     async with running(tmp_path) as backend:
         await put(backend, make_chain("leak", 4, BLOCK_BYTES))
-    gc.collect()  # What other tests left must not go in between.
+    gc.collect()  # Garbage of other tests must not be collected in between.
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(10):
         async with running(tmp_path) as backend:
@@ -958,8 +963,8 @@ async def test_no_leak(tmp_path):
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
-async def test_closed(tmp_path):
-    """A call after the close would hang or fail with something unrelated."""
+async def test_calls_after_close(tmp_path):
+    """A call after the close would hang, or fail with an unrelated error."""
     backend = await opened(tmp_path)
     await backend.close()
     with pytest.raises(BackendError, match="not open"):
@@ -968,7 +973,7 @@ async def test_closed(tmp_path):
 
 
 def test_suite_refuses_missing_hooks():
-    """A new backend's tests would be skipped in silence for want of one hook."""
+    """A new backend's tests would silently be skipped if one hook is missing."""
     with pytest.raises(TypeError, match=r"Incomplete lacks reopen, damage, swap, bounded"):
 
         class Incomplete(BackendSuite):
@@ -1005,9 +1010,10 @@ def _replaced(path):
 
 
 @pytest.mark.parametrize("lose", [_removed, _emptied, _moved, _replaced])
-async def test_a_directory_that_is_lost(tmp_path, monkeypatch, lose):
-    """Blocks and marks would go where no restart finds them, or nowhere, and nobody would know."""
-    monkeypatch.setattr(space_module, "OURS_S", 0.0)
+async def test_lost_directory_is_reported(tmp_path, monkeypatch, lose):
+    """Blocks and marks would be written where no restart finds them, or nowhere, without an
+    error."""
+    monkeypatch.setattr(health_module, "OURS_S", 0.0)
     path = tmp_path / "store"
     capacity = 8 * slab_bytes(8, SLOT_BYTES)
     blocks, more = make_chain("lost", 4, BLOCK_BYTES), make_chain("more", 16, BLOCK_BYTES)
@@ -1015,16 +1021,16 @@ async def test_a_directory_that_is_lost(tmp_path, monkeypatch, lose):
         await backend.add_mark("there")
         await put(backend, blocks)
         lose(path)
-        told = r"store (was moved or removed|is another directory).*restart tierd"
+        why = r"store (was moved or removed|is another directory).*restart tierd"
         for asked in (
             put(backend, more),
             backend.add_mark("new"),
             backend.drop_marks(["there"]),
             backend.marks(),
         ):
-            with pytest.raises(BackendError, match=told):
+            with pytest.raises(BackendError, match=why):
                 await asked
-        # What is open can be read.
+        # Open slabs can still be read.
         assert await get(backend, blocks) == [Outcome.HIT] * 4
         assert not list(path.rglob("*.slab"))
         assert not list(path.rglob("new"))
@@ -1035,7 +1041,7 @@ async def test_a_directory_that_is_lost(tmp_path, monkeypatch, lose):
             assert await backend.marks() == ["there"]
 
 
-async def test_a_disk_that_takes_no_slab(tmp_path, monkeypatch):
+async def test_disk_that_refuses_slabs_is_an_error(tmp_path, monkeypatch):
     """A tier whose every write fails would look full, and be called ready."""
     async with running(tmp_path) as backend:
         failing = [OSError(errno.EACCES, "Permission denied", "a folder")]

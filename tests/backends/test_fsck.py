@@ -1,4 +1,4 @@
-"""`tierd fsck`: what it finds on a file tier's disk, and what its repair leaves."""
+"""`tierd fsck`: the damage that it finds on a file tier's disk, and the state after a repair."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ async def tier(tmp_path):
 
 
 def contents(path):
-    """All that lies there, but for the lock, which names its last holder."""
+    """All files of the tier except the lock, which names its last holder."""
     return {p: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "LOCK"}
 
 
@@ -48,11 +48,11 @@ def load(folder, number, **more):
     return slab
 
 
-# What is found.
+# Damage.
 
 
-async def test_clean(tier):
-    """A sound tier would be called damaged, or be changed by looking at it."""
+async def test_sound_tier_is_clean(tier):
+    """A sound tier would be called damaged, or be changed by the check."""
     path, blocks, _ = tier
     before = contents(path)
     for repair in (False, True):
@@ -108,7 +108,8 @@ def _other_slots(folder):
     ],
 )
 async def test_damage_is_found_and_repaired(tier, harm, found, sound):
-    """Damage would stay unseen, a repaired tier would not be clean, or sound blocks would go."""
+    """Damage would stay unseen, a repaired tier would not be clean, or sound blocks would be
+    dropped."""
     path, blocks, capacity = tier
     harm(path / NAMESPACE.hex())
     before = contents(path)
@@ -132,7 +133,7 @@ async def test_damage_is_found_and_repaired(tier, harm, found, sound):
 
 
 @pytest.mark.parametrize("harm", [disk.directory_for_slab, disk.fifo_for_index])
-async def test_what_is_no_file_is_left(tier, harm):
+async def test_directories_and_fifos_are_left_alone(tier, harm):
     """Repair would remove what tierd has not made, or report it as repaired."""
     path, _, _ = tier
     harm(path / NAMESPACE.hex())
@@ -142,8 +143,9 @@ async def test_what_is_no_file_is_left(tier, harm):
     assert sum(p.is_file() for p in (path / NAMESPACE.hex()).iterdir()) == 3
 
 
-async def test_quick_leaves_payloads_out(tier):
-    """A quick check would take as long as a full one, or miss a block that is another."""
+async def test_quick_check_skips_payloads(tier):
+    """A quick check would take as long as a full one, or miss a record that holds a different
+    block."""
     path, _, _ = tier
     _flip_payload(path / NAMESPACE.hex())
     flip(path / NAMESPACE.hex() / "00000001.slab", 70)
@@ -151,8 +153,8 @@ async def test_quick_leaves_payloads_out(tier):
     assert kinds(check(path)) == {fsck.BAD_HEADER: 1, fsck.BAD_PAYLOAD: 1}
 
 
-async def test_two_copies(tier):
-    """Of a block held twice the damaged copy would stay, or both would go."""
+async def test_damaged_copy_of_a_block_is_dropped(tier):
+    """Of two copies of a block the damaged one would stay, or both would be dropped."""
     path, blocks, capacity = tier
     folder = path / NAMESPACE.hex()
     for suffix in ("slab", "index"):
@@ -167,8 +169,8 @@ async def test_two_copies(tier):
         assert await get(backend, blocks) == [Outcome.HIT] * 16
 
 
-async def test_the_newer_of_two_copies_stays(tier):
-    """The copy that the tier itself would take at its start would be the one dropped."""
+async def test_newer_of_two_copies_stays(tier):
+    """Repair would drop the copy that the tier itself takes at its start."""
     path, _, _ = tier
     folder = path / NAMESPACE.hex()
     for suffix in ("slab", "index"):
@@ -187,7 +189,7 @@ async def test_the_newer_of_two_copies_stays(tier):
 
 
 async def test_foreign_files_are_never_touched(tier):
-    """Repair would remove files of somebody else, or call them damage."""
+    """Repair would remove files of other programs, or call them damage."""
     path, _, _ = tier
     planted = [path / "notes.txt", path / NAMESPACE.hex() / "1.slab", path / "FORMAT.old"]
     for each in planted:
@@ -199,7 +201,7 @@ async def test_foreign_files_are_never_touched(tier):
 
 
 async def test_bad_sector(tier, monkeypatch):
-    """One sector that cannot be read would cost its neighbours, or end the check."""
+    """One unreadable sector would cost its neighbours, or end the check."""
     path, _, _ = tier
     read = Slab.read_raw
 
@@ -217,8 +219,8 @@ async def test_bad_sector(tier, monkeypatch):
     assert check(path).found == 0
 
 
-async def test_repair_that_fails_is_told(tier, monkeypatch):
-    """Damage that could not be repaired would be reported as gone."""
+async def test_failed_repair_is_reported(tier, monkeypatch):
+    """Damage that could not be repaired would be reported as repaired."""
     path, _, _ = tier
     _flip_payload(path / NAMESPACE.hex())
 
@@ -229,24 +231,24 @@ async def test_repair_that_fails_is_told(tier, monkeypatch):
     assert check(path, repair=True).left == 1
 
 
-async def test_progress(tier, monkeypatch):
-    """An operator would not know whether a check of a large disk goes on, or how far it is."""
+async def test_progress_is_reported(tier, monkeypatch):
+    """An operator would not know whether the check of a large disk goes on, or how far it is."""
     path, _, _ = tier
     disk.bad_entries(path / NAMESPACE.hex())
-    check(path, repair=True)  # Records that hold nothing are not read.
-    told: list[tuple[int, int]] = []
+    check(path, repair=True)  # Empty records are not read.
+    steps: list[tuple[int, int]] = []
     monkeypatch.setattr(fsck, "TELL_S", 0.0)
-    check(path, tell=lambda done, whole: told.append((done, whole)))
+    check(path, tell=lambda done, whole: steps.append((done, whole)))
     whole = 16 * RECORD_BYTES
-    assert {size for _, size in told} == {whole}
-    assert told[-2:] == [(whole, whole)] * 2
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {size for _, size in steps} == {whole}
+    assert steps[-2:] == [(whole, whole)] * 2
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
 
 
-# Whose directory it is.
+# The directory and its owner.
 
 
-async def test_one_that_is_in_use(tmp_path, monkeypatch):
+async def test_tier_in_use_is_not_checked(tmp_path, monkeypatch):
     """A check beside a running tierd would take blocks that are being written for damage."""
     monkeypatch.setattr(directory, "LOCK_S", 0.0)
     async with running(tmp_path / "tier"):
@@ -255,8 +257,8 @@ async def test_one_that_is_in_use(tmp_path, monkeypatch):
             check(tmp_path / "tier")
 
 
-async def test_a_start_while_it_is_checked(tier, monkeypatch):
-    """A tierd that starts meanwhile would write to what is being repaired."""
+async def test_tierd_cannot_start_during_a_check(tier, monkeypatch):
+    """A tierd that starts meanwhile would write to slabs that are being repaired."""
     monkeypatch.setattr(directory, "LOCK_S", 0.0)
     path, _, capacity = tier
     tried: list[bool] = []
@@ -274,7 +276,7 @@ async def test_a_start_while_it_is_checked(tier, monkeypatch):
 
 
 @pytest.mark.parametrize("repair", [False, True])
-def test_what_is_no_tier(tmp_path, repair):
+def test_directory_without_a_tier(tmp_path, repair):
     """A wrong path would be made into a tier, or be called clean."""
     (tmp_path / "notes.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "notes.txt"):
@@ -283,8 +285,8 @@ def test_what_is_no_tier(tmp_path, repair):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-async def test_unknown_version(tier):
-    """A check by an older tierd would take all of a newer one's slabs for damage."""
+async def test_fsck_of_an_unknown_version(tier):
+    """An older tierd would take all slabs of a newer one for damage."""
     path, _, _ = tier
     (path / "FORMAT").write_text("tierd file store 3\n")
     before = contents(path)
@@ -293,8 +295,9 @@ async def test_unknown_version(tier):
     assert contents(path) == before
 
 
-async def test_lost_format(tier):
-    """A directory without its FORMAT file would be called clean, or no tier."""
+async def test_missing_format_file_is_found_and_repaired(tier):
+    """A directory without its FORMAT file would be called clean, or would not be recognised as a
+    tier."""
     path, blocks, _ = tier
     (path / "FORMAT").unlink()
     report = check(path)
@@ -306,8 +309,8 @@ async def test_lost_format(tier):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
-async def test_root_leaves_the_tier_to_its_owner(tier):
-    """After root's repair, tierd's own user could not open its tier any more."""
+async def test_repair_by_root_keeps_the_owner(tier):
+    """After a repair by root, tierd's own user could no longer open its tier."""
     path, _, _ = tier
     for each in (path, *path.rglob("*")):
         os.chown(each, 1234, 1234)
@@ -330,7 +333,7 @@ def configured(tmp_path, path):
 
 
 @pytest.mark.slow
-async def test_command(tier, tmp_path, capsys):
+async def test_exit_codes_and_output_of_the_command(tier, tmp_path, capsys):
     """A script would take damage for none, or none for damage."""
     path, _, _ = tier
     config = str(configured(tmp_path, path))
@@ -341,18 +344,18 @@ async def test_command(tier, tmp_path, capsys):
     assert main(["fsck", str(path), "--quick"]) == 0
     assert main(["fsck", str(path)]) == 4
     out = capsys.readouterr().out
-    assert "a block's payload has another checksum: 1, repaired 0" in out
+    assert "payloads with a wrong checksum: 1, repaired 0" in out
     assert f"{NAMESPACE.hex()}/00000002.slab, record 3" in out
     assert main(["fsck", "--config", config, "--tier", "nvme", "--json", "--repair"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["tier"], told["blocks"], told["left"]) == ("nvme", 15, 0)
-    assert told["damage"][fsck.BAD_PAYLOAD]["repaired"] == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["tier"], result["blocks"], result["left"]) == ("nvme", 15, 0)
+    assert result["damage"][fsck.BAD_PAYLOAD]["repaired"] == 1
     assert main(["fsck", str(path)]) == 0
 
 
 @pytest.mark.slow
-async def test_wrong_input(tier, tmp_path, capsys):
-    """A wrong name would check nothing and say that all is well."""
+async def test_wrong_arguments_of_the_command(tier, tmp_path, capsys):
+    """With a wrong name the command would check nothing and report that all is well."""
     path, _, _ = tier
     config = str(configured(tmp_path, path))
     for words, named in (
@@ -365,11 +368,17 @@ async def test_wrong_input(tier, tmp_path, capsys):
         assert named in capsys.readouterr().err
 
 
-async def test_many_namespaces(tmp_path):
-    """A tier that several engines share would be checked by its first namespace only."""
+async def test_all_namespaces_are_checked(tmp_path):
+    """Only the first namespace of a tier that several engines share would be checked."""
     async with running(tmp_path / "tier", capacity=64 << 20) as backend:
         for namespace in (NAMESPACE, OTHER_NAMESPACE):
             await put(backend, make_chain("many", 40, BLOCK_BYTES, namespace))
     flip(tmp_path / "tier" / OTHER_NAMESPACE.hex() / "00000001.slab", PAGE_BYTES)
     report = check(tmp_path / "tier", repair=True)
     assert (report.blocks, kinds(report)) == (79, {fsck.BAD_PAYLOAD: 1})
+
+
+def test_every_kind_of_damage_has_a_text():
+    """An operator would read the key of the JSON output."""
+    kinds = {value for name, value in vars(fsck).items() if name.isupper() and type(value) is str}
+    assert set(fsck.TEXTS) == kinds

@@ -1,4 +1,4 @@
-"""The Redis tier: the contract on real servers, and what servers and networks do to it."""
+"""The Redis tier: the contract on real servers, and faults of servers and networks."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from tests.support.servers.redis import (
     RedisServer,
 )
 from tests.support.tiers.redis_tier import made, running
-from tests.support.tiers.stack import as_the_daemon_has_it
+from tests.support.tiers.stack import daemon_stack
 from tierd.backend import (
     HEADER_BYTES,
     GetRequest,
@@ -71,7 +71,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """A server that speaks TLS only and lets the tier do no more than it must."""
+    """A server that speaks TLS only and grants the tier the least rights."""
     directory = tmp_path_factory.mktemp("redis-tls")
     with RedisServer(directory, tls=True, rights=f"~kv:* {LEAST_RIGHTS}") as server:
         yield server
@@ -84,7 +84,7 @@ def cluster(tmp_path_factory):
 
 
 class RedisSuite(BackendSuite, abstract=True):
-    """Hooks that meddle through a plain client. Each test has a prefix of its own."""
+    """Hooks that read and write the server with a plain client. Each test has its own prefix."""
 
     bounded = False
     server: RedisServer
@@ -98,7 +98,7 @@ class RedisSuite(BackendSuite, abstract=True):
         raise NotImplementedError
 
     def client_for(self, key):
-        """A plain client of the server that keeps `key`."""
+        """A plain client of the server that holds `key`."""
         return self.server.client()
 
     async def make_backend(self, tmp_path, capacity_bytes):
@@ -155,20 +155,20 @@ class TestCluster(RedisSuite):
 
 
 @pytest.mark.slow
-class TestAsTheDaemonHasIt(RedisSuite):
+class TestDaemonStack(RedisSuite):
     def where(self, request):
         self.server = request.getfixturevalue("server")
         return self.server.options()
 
     async def make_backend(self, tmp_path, capacity_bytes):
         options = msgspec.convert(self.options, RedisOptions)
-        backend = as_the_daemon_has_it(RedisBackend, options)
+        backend = daemon_stack(RedisBackend, options)
         await backend.open()
         await indexed(backend)
         return backend
 
 
-# Values that are not what they should be.
+# Unexpected values and keys.
 
 
 def names(backend, blocks):
@@ -176,9 +176,9 @@ def names(backend, blocks):
 
 
 @pytest.mark.parametrize("length", [100, BLOCK_BYTES, 300 << 10])
-async def test_odd_values(server, length):
-    """A value that is too short, too long, empty or a list would spoil its neighbours in a run,
-    be written past its slot, or stay for ever and keep the block from being stored."""
+async def test_malformed_values(server, length):
+    """A value that is too short, too long, empty or a list would spoil its neighbours in a run, or
+    be written past its slot. Or it would stay forever and keep the block from being stored."""
     blocks = make_chain(f"odd {length}", 9, length)
     async with running(server.options(), prefix=f"odd{length}") as backend:
         await put(backend, blocks)
@@ -196,13 +196,13 @@ async def test_odd_values(server, length):
         assert outcomes == [hit, miss, corrupt, hit, corrupt, corrupt, corrupt, corrupt, hit]
         assert backend.counters["corrupt_total"] == 5
         assert await get(backend, blocks[2:3] + blocks[4:8]) == [miss] * 5
-        assert backend.stats().blocks == 9 - 5  # the missing one was not dropped by us
+        assert backend.stats().blocks == 9 - 5  # the missing block was not dropped by this tier
         assert set(await put(backend, blocks)) == {Outcome.STORED, Outcome.PRESENT}
         assert await get(backend, blocks) == [hit] * 9
 
 
 async def test_misses_among_hits(server):
-    """Blocks behind one that the server has evicted would be taken for damaged ones."""
+    """Blocks that follow an evicted one in a run would be taken for damaged ones."""
     blocks = make_chain("misses", 60, 700)
     async with running(server.options(), prefix="misses") as backend:
         await put(backend, blocks[::3])
@@ -211,7 +211,7 @@ async def test_misses_among_hits(server):
         assert backend.counters["reconnects_total"] == 0
 
 
-async def test_others_keys(server):
+async def test_foreign_keys_are_ignored(server):
     """Keys of other programs would be counted, scanned or deleted as blocks."""
     blocks = make_chain("others", 3, BLOCK_BYTES)
     async with running(server.options(), prefix="ours") as backend:
@@ -226,7 +226,7 @@ async def test_others_keys(server):
             assert sorted(await scanned(again)) == sorted(b.header for b in blocks)
 
 
-async def test_ttl(server):
+async def test_ttl_drops_blocks(server):
     """Prompts would be kept for longer than the operator promised."""
     blocks = make_chain("ttl", 2, BLOCK_BYTES)
     async with running(server.options(), prefix="ttl", ttl_s=1000) as backend:
@@ -237,7 +237,8 @@ async def test_ttl(server):
 
 
 async def test_uses_reach_the_servers_lru(server):
-    """The server would drop first what host memory answers for, and never reads from it."""
+    """The server would first drop the blocks that host memory serves, because they are never read
+    from it."""
     blocks = make_chain("lru", 3, BLOCK_BYTES)
     hashes = [block.key.block_hash for block in blocks]
     async with running(server.options(), prefix="lru") as backend:
@@ -255,8 +256,8 @@ async def test_uses_reach_the_servers_lru(server):
             assert max(idle_s()) < 2
 
 
-async def test_a_use_renews_the_ttl(server):
-    """What is used all day would be gone once a day, from every node's sight."""
+async def test_use_renews_the_ttl(server):
+    """Blocks that are used all day would expire on every node once a day."""
     blocks = make_chain("renewed", 3, BLOCK_BYTES)
     hashes = [block.key.block_hash for block in blocks]
     async with running(server.options(), prefix="renewed", ttl_s=1000) as backend:
@@ -271,7 +272,7 @@ async def test_a_use_renews_the_ttl(server):
 
 
 @pytest.mark.parametrize("ttl_s", [0, 1000])
-async def test_a_user_who_may_not_tell_of_uses_still_asks(tmp_path, ttl_s, caplog):
+async def test_user_without_touch_can_still_look_up(tmp_path, ttl_s, caplog):
     """After an upgrade a tier whose user lacks a command would fail, or look empty."""
     rights = LEAST_RIGHTS.replace("+touch +pexpire ", "")
     blocks = make_chain("denied", 4, BLOCK_BYTES)
@@ -287,8 +288,8 @@ async def test_a_user_who_may_not_tell_of_uses_still_asks(tmp_path, ttl_s, caplo
     assert "+touch" in lines[0]
 
 
-async def test_full(tmp_path):
-    """A full server would look like a broken one, or take blocks that it does not keep."""
+async def test_full_server(tmp_path):
+    """A full server would look like a broken one, or accept blocks that it does not keep."""
     with RedisServer(tmp_path, "--maxmemory", "8mb") as server:
         async with running(server.options()) as backend:
             blocks = make_chain("full", 24, 512 << 10)
@@ -299,12 +300,12 @@ async def test_full(tmp_path):
             assert await contains(backend, blocks) == [o is Outcome.STORED for o in outcomes]
 
 
-# Callers that give up, servers that stall.
+# Cancelled calls and servers that stall.
 
 
 @pytest.mark.slow
-async def test_cancel_storm(server):
-    """A reply that nobody waits for any more would be taken for the answer to the next GET."""
+async def test_storm_of_cancelled_gets(server):
+    """The reply to a cancelled GET would be taken for the answer to the next GET."""
     chance = random.Random(7)
     blocks = make_chain("storm", 24, BLOCK_BYTES)
     with Proxy(("127.0.0.1", server.port)) as proxy:
@@ -337,7 +338,7 @@ async def test_cancel_storm(server):
 
 
 async def cancelled(task):
-    """Cancel, and see it end soon."""
+    """Cancel the task, and check that it ends soon."""
     task.cancel()
     _, pending = await asyncio.wait([task], timeout=SOON_S)
     assert not pending
@@ -345,9 +346,9 @@ async def cancelled(task):
 
 
 @pytest.mark.parametrize("unix", [True, False])
-async def test_cancel_when_silent(tmp_path, unix):
-    """A stopped server would hold up whoever has given up on it, and its late replies would be
-    taken for others'."""
+async def test_cancel_while_the_server_is_silent(tmp_path, unix):
+    """A stopped server would hold up cancelled calls, and its late replies would be taken for
+    answers to other requests."""
     with RedisServer(tmp_path) as server:
         async with running(server.options(unix=unix), timeout_ms=NEVER_MS) as backend:
             blocks = make_chain("silent", 8, 300 << 10)
@@ -364,8 +365,8 @@ async def test_cancel_when_silent(tmp_path, unix):
 
 
 async def test_cancel_while_connecting(server, monkeypatch):
-    """A name server that does not answer would hold up whoever has given up, or a thread that
-    got its connection at last would write into slots that belong to others by then."""
+    """A name server that does not answer would hold up cancelled calls. Or a thread that connects
+    late would write into slots that belong to other blocks by then."""
     release = threading.Event()
     connect = Connector.connect
 
@@ -422,14 +423,14 @@ async def eventually(ask, wanted):
 
 
 @pytest.mark.slow
-async def test_killed_and_restarted(tmp_path):
-    """A server that came back empty would stay unused, or be thought to have its blocks."""
+async def test_server_is_killed_and_restarted(tmp_path):
+    """A server that comes back empty would stay unused, or be expected to have its blocks."""
     with RedisServer(tmp_path) as server:
         async with running(server.options()) as backend:
             blocks = make_chain("killed", 6, BLOCK_BYTES)
             await put(backend, blocks)
             server.restart()
-            # Idle connections are dead, which is nobody's trouble.
+            # Idle connections are dead, which costs no block.
             assert await get(backend, blocks) == [Outcome.MISS] * 6
             assert await put(backend, blocks) == [Outcome.STORED] * 6
             server.kill()
@@ -445,8 +446,8 @@ async def test_killed_and_restarted(tmp_path):
             assert await get(backend, blocks) == [Outcome.HIT] * 6
 
 
-async def test_many_share_few_connections(server):
-    """More demand than connections would be an error instead of a wait."""
+async def test_many_calls_share_few_connections(server):
+    """More calls than connections would be an error instead of a wait."""
     blocks = make_chain("demand", 50, BLOCK_BYTES)
     async with running(server.options(), prefix="demand", connections=2) as backend:
         await put(backend, blocks)
@@ -455,11 +456,11 @@ async def test_many_share_few_connections(server):
         assert backend.counters["connects_total"] <= 2
 
 
-async def test_nothing_is_left_open(server):
-    """Each reconnect of a tier would leak descriptors and threads, until none are left."""
+async def test_close_leaves_nothing_open(server):
+    """Each close of a tier would leak descriptors and threads."""
     blocks = make_chain("left", 16, 300 << 10)
 
-    async def life():
+    async def open_and_close():
         async with running(server.options(), prefix="left") as backend:
             await put(backend, blocks)
             for wait_s in (0, 0.001, 0.003):
@@ -470,16 +471,16 @@ async def test_nothing_is_left_open(server):
         with pytest.raises(BackendError, match="not open"):
             await contains(backend, blocks)
 
-    await life()
+    await open_and_close()
     sockets, threads = open_sockets(), threading.active_count()
     for _ in range(3):
-        await life()
+        await open_and_close()
     assert open_sockets() <= sockets
     assert threading.active_count() <= threads
 
 
 def open_sockets():
-    """How many of this process's descriptors are sockets."""
+    """Return how many of this process's descriptors are sockets."""
     count = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -487,7 +488,7 @@ def open_sockets():
     return count
 
 
-async def test_close_while_silent(tmp_path):
+async def test_close_while_the_server_is_silent(tmp_path):
     """The daemon could not be stopped while a server hangs."""
     with RedisServer(tmp_path) as server:
         backend = made(server.options(), timeout_ms=300)
@@ -510,8 +511,8 @@ async def test_close_while_silent(tmp_path):
 
 
 @pytest.mark.slow
-async def test_cluster_node_down(tmp_path):
-    """One node that is down would take the whole tier with it, or hold it up for 20 s."""
+async def test_cluster_with_a_node_down(tmp_path):
+    """One node that is down would make the whole tier unusable, or hold it up for 20 s."""
     with RedisCluster(tmp_path) as cluster:
         async with running(cluster.options(), timeout_ms=300) as backend:
             blocks = make_chain("node down", 60, BLOCK_BYTES)
@@ -539,8 +540,9 @@ async def test_cluster_node_down(tmp_path):
 
 
 @pytest.mark.slow
-async def test_cluster_moves_slots(tmp_path):
-    """Blocks would be lost, or stored where nobody looks, while a cluster is resharded."""
+async def test_cluster_is_resharded(tmp_path):
+    """While a cluster is resharded, blocks would be lost, or stored on a node that no lookup
+    asks."""
     with RedisCluster(tmp_path) as cluster:
         async with running(cluster.options()) as backend:
             [block, fresh, *others] = make_chain("move", 40, BLOCK_BYTES)
@@ -554,7 +556,7 @@ async def test_cluster_moves_slots(tmp_path):
                 new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
                 old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
                 old.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
-                # Now the old node says ASK.
+                # Now the old node replies ASK.
                 for _ in range(2):
                     assert await get(backend, [block, *others]) == [Outcome.HIT] * 39
                     assert await contains(backend, [block, *others]) == [True] * 39
@@ -564,7 +566,7 @@ async def test_cluster_moves_slots(tmp_path):
                 assert await put(backend, [block]) == [Outcome.STORED]
                 for client in (new, old):
                     client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
-                # Now it says MOVED, once.
+                # Now it replies MOVED, once.
                 assert await get(backend, [block, fresh]) == [Outcome.HIT, Outcome.MISS]
                 assert backend.counters["moved_total"] > moved
                 moved = backend.counters["moved_total"]
@@ -572,7 +574,7 @@ async def test_cluster_moves_slots(tmp_path):
                 assert backend.counters["moved_total"] == moved
 
 
-# What an operator is told.
+# Errors that an operator reads.
 
 
 async def test_password_rotation(tmp_path):
@@ -627,8 +629,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_what_is_wrong_is_said(case, request, monkeypatch):
-    """An operator would have to guess, or read a stack trace."""
+async def test_failed_open_explains_itself(case, request, monkeypatch):
+    """An operator would have to guess the reason, or read a stack trace."""
     fixture = request.getfixturevalue
     more = {}
     with contextlib.ExitStack() as stack:
@@ -684,7 +686,7 @@ def unknown_host(*_):
 
 @contextlib.contextmanager
 def answering(answer):
-    """The port of something that gives `answer`, or the parts of it, to every command."""
+    """The port of a server that sends `answer`, whole or in parts, to every command."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections = []
 
@@ -741,8 +743,8 @@ def answering(answer):
         b"-LOADING Redis is loading the dataset in memory\r\n",
     ],
 )
-async def test_garbage(reply):
-    """A server that talks nonsense would have it served as KV, or end the worker."""
+async def test_malformed_replies(reply):
+    """Malformed replies would be served as KV, or end the worker."""
 
     def answer(command):
         return reply if command[0] == b"GET" else b":0\r\n"
@@ -759,11 +761,11 @@ async def test_garbage(reply):
 def drips():
     for _ in range(200):
         yield b"x"
-        time.sleep(0.02)  # The scene: each byte comes before a timeout.
+        time.sleep(0.02)  # Each byte arrives before the timeout.
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "problem"),
     [
         (lambda: b"-ERR unknown command 'AUTH', with args beginning with: 'secret' \r\n", "AUTH"),
         (lambda: b"*4294967290\r\n", "does not speak Redis"),
@@ -771,20 +773,21 @@ def drips():
         (lambda: itertools.chain([b"-ERR "], drips()), "was silent"),
     ],
 )
-async def test_odd_log_in(reply, told, monkeypatch):
-    """What answers AUTH could keep a thread for ever, or have the password in a log."""
+async def test_malformed_replies_to_auth(reply, problem, monkeypatch):
+    """The reply to AUTH could hold a thread forever, or bring the password into a log."""
     monkeypatch.setattr(redis_module, "OPEN_S_MAX", 2.0)
     with answering(lambda _: reply()) as port:
         backend = made({"url": f"redis://:secret@127.0.0.1:{port}"}, timeout_ms=100)
-        with pytest.raises(BackendError, match=told) as raised:
+        with pytest.raises(BackendError, match=problem) as raised:
             await backend.open()
         assert "secret" not in str(raised.value)
         assert "within" not in str(raised.value)
 
 
 @pytest.mark.parametrize("where", ["{path}:0", "127.0.0.1:99999999999999999999", "a" * 100 + ":1"])
-async def test_moved_to_nowhere(where, tmp_path):
-    """A cluster could send the password to a socket of this machine, or break a whole batch."""
+async def test_redirect_to_an_invalid_address(where, tmp_path):
+    """A cluster could have the password sent to a socket of this machine, or break a whole
+    batch."""
     path = tmp_path / "socket"
     where = where.format(path=path)
 
@@ -813,8 +816,9 @@ async def test_moved_to_nowhere(where, tmp_path):
             listener.accept()
 
 
-async def test_redirected_for_ever():
-    """Nodes that name each other would keep a batch for ever, or end it with a wrong advice."""
+async def test_redirects_in_a_circle():
+    """Nodes that redirect to each other would hold a batch forever, or end it with a misleading
+    error."""
 
     def answer(command):
         match command[0]:
@@ -827,13 +831,13 @@ async def test_redirected_for_ever():
     with answering(answer) as port:
         backend = made({"url": f"redis://127.0.0.1:{port}"}, cluster=True, timeout_ms=200)
         await backend.open()
-        blocks = make_chain("for ever", 2, BLOCK_BYTES)
+        blocks = make_chain("circle", 2, BLOCK_BYTES)
         assert await get(backend, blocks) == [Outcome.ERROR] * 2
         await backend.close()
 
 
-async def test_unanswered_connect(monkeypatch):
-    """A host that swallows packets would keep the daemon from starting."""
+async def test_open_of_a_host_that_drops_packets(monkeypatch):
+    """A host that drops packets would keep the daemon from starting."""
     monkeypatch.setattr(redis_module, "OPEN_S_MAX", 0.2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -851,7 +855,7 @@ async def test_unanswered_connect(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "problem"),
     [
         ({"url": "localhost:6379"}, "scheme"),
         ({"url": "http://localhost"}, "scheme 'http'"),
@@ -875,9 +879,9 @@ async def test_unanswered_connect(monkeypatch):
         ({"url": "redis://host", "prefix": ""}, "prefix is ''"),
     ],
 )
-def test_config_errors(options, told):
-    """A wrong option would be found out only once blocks are lost."""
-    with pytest.raises(ConfigError, match=told) as raised:
+def test_malformed_options_are_reported(options, problem):
+    """A wrong option would be found only once blocks are lost."""
+    with pytest.raises(ConfigError, match=problem) as raised:
         made(options)
     assert "secret" not in str(raised.value)
 

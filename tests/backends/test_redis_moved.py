@@ -1,4 +1,4 @@
-"""A Redis address that leads to another server, or to one that is not the one to ask."""
+"""A Redis address that leads to another server, or to one that must not be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BLOCK_BYTES = 4096
 WAIT_S = 20.0
-"""Until what must come has come; nothing is judged by it."""
+"""Longest wait for a change; no test measures it."""
 
 FIRST, SECOND = (pack_mark(Mark("", epoch)) for epoch in (1, 3))
 
@@ -44,7 +44,7 @@ async def running(port: int, **more: object) -> AsyncIterator[RedisBackend]:
 
 
 async def until(ask: Callable[[], Awaitable[bool]]) -> None:
-    """Ask until it is so; a tier that answers with an error is asked again."""
+    """Ask until the answer is true; an error counts as false."""
     async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.suppress(BackendError):
@@ -67,7 +67,7 @@ def pair(directory: Path) -> Iterator[tuple[RedisServer, RedisServer, Proxy]]:
 
 
 async def replicated(replica: RedisServer) -> None:
-    """Until it has all that its master has."""
+    """Wait until the replica has everything that its master has."""
     with replica.client() as client:
 
         async def up() -> bool:
@@ -76,13 +76,13 @@ async def replicated(replica: RedisServer) -> None:
                 return False
             master = redis.Redis(port=found["master_port"])
             with master:
-                # Taken once the replica has come on: what it has by then includes all before.
+                # Asked once the link is up: the replica then has all writes before this call.
                 return bool(master.execute_command("WAIT", 1, 100))
 
         await until(up)
 
 
-def swap(old: RedisServer, new: RedisServer) -> None:
+def fail_over(old: RedisServer, new: RedisServer) -> None:
     """A failover: the replica becomes the master, and the master its replica."""
     with new.client() as client:
         client.replicaof("NO", "ONE")
@@ -95,16 +95,16 @@ def marks_in(server: RedisServer) -> set[str]:
         return {mark.decode() for mark in client.smembers("tierd:marks")}
 
 
-async def test_a_failover_behind_an_address(tmp_path: Path) -> None:
-    """Links to the old master would last for ever, and every write fail as long."""
+async def test_failover_behind_an_address(tmp_path: Path) -> None:
+    """Links to the old master would stay forever, and every write would fail."""
     before, after = make_chain("before", 4, BLOCK_BYTES), make_chain("after", 4, BLOCK_BYTES)
     with pair(tmp_path) as (old, new, address):
         async with running(address.port) as backend:
             await put(backend, before)
             await backend.add_mark(FIRST)
             await replicated(new)
-            swap(old, new)
-            # The address is late: its server is a replica by now.
+            fail_over(old, new)
+            # The address has not moved yet: its server is a replica by now.
             assert await put(backend, after) == [Outcome.ERROR] * 4
             assert "is a replica (READONLY" in backend.stats().trouble
             for asked in (backend.marks(), backend.add_mark(SECOND), backend.drop_marks([FIRST])):
@@ -123,9 +123,9 @@ async def test_a_failover_behind_an_address(tmp_path: Path) -> None:
             assert marks_in(new) == {FIRST, SECOND}
 
 
-async def test_marks_are_those_of_where_the_address_leads(tmp_path: Path) -> None:
-    """A flush that another node made at the new server would not be heard of over old links,
-    which nothing breaks: the old server is well."""
+async def test_marks_are_read_at_the_current_address(tmp_path: Path) -> None:
+    """A flush that another node made at the new server would not be noticed over links to the old
+    server, which stay open."""
     with (
         RedisServer(tmp_path / "a") as old,
         RedisServer(tmp_path / "b") as new,
@@ -137,7 +137,7 @@ async def test_marks_are_those_of_where_the_address_leads(tmp_path: Path) -> Non
                 other_node.sadd("tierd:marks", SECOND)
             address.target = ("127.0.0.1", new.port)
             assert await backend.marks() == [SECOND]
-            # Each reading takes the place of an old link, so blocks follow as well.
+            # Each read of the marks replaces an old link, so blocks move to the new server as well.
             block = make_chain("followed", 1, BLOCK_BYTES)
             await put(backend, block)
             with new.client() as client:
@@ -145,9 +145,9 @@ async def test_marks_are_those_of_where_the_address_leads(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["replica that takes writes", "master without replicas"])
-async def test_marks_of_a_server_that_may_be_behind(tmp_path: Path, kind: str) -> None:
-    """A mark that only a replica or a master that has been cut off has would be nobody else's,
-    and the marks that it lacks would make flushed blocks good again."""
+async def test_marks_need_a_master_with_its_replicas(tmp_path: Path, kind: str) -> None:
+    """No other node would see a mark that only a replica or a cut-off master has. The marks that it
+    lacks would make flushed blocks valid again."""
     with pair(tmp_path) as (master, replica, address), replica.client() as client:
         await replicated(replica)
         if kind == "replica that takes writes":
@@ -164,8 +164,8 @@ async def test_marks_of_a_server_that_may_be_behind(tmp_path: Path, kind: str) -
         assert not marks_in(master) | marks_in(replica)
 
 
-async def test_a_master_that_cannot_save_tells_its_marks(tmp_path: Path) -> None:
-    """A server whose disk is full would not be read any more: it takes no writes at all."""
+async def test_marks_of_a_master_that_cannot_save(tmp_path: Path) -> None:
+    """A server with a full disk, which takes no writes, would no longer be read."""
     with RedisServer(tmp_path / "a") as server, server.client() as client:
         async with running(server.port) as backend:
             await backend.add_mark(FIRST)
@@ -183,8 +183,9 @@ async def test_a_master_that_cannot_save_tells_its_marks(tmp_path: Path) -> None
             assert await backend.marks() == [FIRST]
 
 
-async def test_a_server_that_has_lost_its_master_or_is_loading(tmp_path: Path) -> None:
-    """It would be asked again and again over the same links, wherever the address leads."""
+async def test_server_that_lost_its_master_or_is_loading(tmp_path: Path) -> None:
+    """The tier would ask it again and again over the same links, wherever the address leads by
+    now."""
     blocks = make_chain("lost", 12, BLOCK_BYTES)
     with pair(tmp_path) as (master, replica, address), replica.client() as client:
         async with running(address.port) as backend:
@@ -197,22 +198,22 @@ async def test_a_server_that_has_lost_its_master_or_is_loading(tmp_path: Path) -
             with master.client() as other:
                 other.save()
             master.kill()
-            await until(lambda: told(contains(backend, blocks), "has lost its master"))
-            # It loads what it has for as long as it is asked about, and longer.
+            await until(lambda: fails_with(contains(backend, blocks), "has lost its master"))
+            # It loads for longer than the test asks.
             slowly = ("--key-load-delay", "300000", "--loading-process-events-interval-bytes")
             master.arguments += ["--dbfilename", "dump.rdb", *slowly, "1024"]
             master._spawn()
             address.target = ("127.0.0.1", master.port)
-            await until(lambda: told(contains(backend, blocks), "is still loading"))
+            await until(lambda: fails_with(contains(backend, blocks), "is still loading"))
 
-            async def there() -> bool:
+            async def loaded() -> bool:
                 return await contains(backend, blocks) == [True] * 12
 
-            await until(there)
+            await until(loaded)
 
 
-async def told(asked: Awaitable[object], why: str) -> bool:
-    """Whether it fails, and says so."""
+async def fails_with(asked: Awaitable[object], why: str) -> bool:
+    """Whether the call fails with an error that contains `why`."""
     try:
         await asked
     except BackendError as error:
@@ -220,9 +221,9 @@ async def told(asked: Awaitable[object], why: str) -> bool:
     return False
 
 
-async def test_links_log_in_anew_after_a_denial(tmp_path: Path) -> None:
-    """Links of a user who may not do that any more would stay so, whatever the password file
-    says by now."""
+async def test_links_log_in_again_after_a_denial(tmp_path: Path) -> None:
+    """Links whose user lost its rights would stay denied, whatever the password file says by
+    now."""
     blocks = make_chain("denied", 2, BLOCK_BYTES)
     with RedisServer(tmp_path / "a", rights=f"~* {LEAST_RIGHTS}") as server:
         password = tmp_path / "password"

@@ -1,4 +1,4 @@
-"""The S3 tier on two real servers: the contract, and what becomes of it when they go away."""
+"""The S3 tier on two real servers: the contract, and outages of the server."""
 
 import asyncio
 import itertools
@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from tests.support.servers.s3 import Rclone, S3Server, SeaweedFS, Tls
-from tests.support.tiers.stack import as_the_daemon_has_it
+from tests.support.tiers.stack import daemon_stack
 from tierd.backend import (
     Outcome,
 )
@@ -35,7 +35,7 @@ _prefixes = itertools.count()
 
 
 async def opened(server, make=S3Backend.from_options, **more):
-    """An open backend that has counted its bucket, with a prefix of its own unless given one."""
+    """An open backend that has counted its bucket, with a unique prefix unless one is given."""
     more = {"timeout_ms": 5000, "connections": 4, "prefix": f"t{next(_prefixes)}", **more}
     settings = {**server.options(BUCKET), **more}
     backend = make(msgspec.convert(settings, S3Options))
@@ -60,14 +60,14 @@ def rclone(tmp_path_factory):
 
 @pytest.fixture
 def own_server(tmp_path):
-    """A server that a test may stop; the one that starts fastest."""
+    """A server that the test may stop; the kind that starts fastest."""
     with Rclone(tmp_path / "rclone") as server:
         server.make_bucket(BUCKET)
         yield server
 
 
 class S3Suite(BackendSuite, abstract=True):
-    """Hooks that reach around the tier by boto3."""
+    """Hooks that read and write the bucket with boto3."""
 
     bounded = False
     server: S3Server
@@ -121,24 +121,25 @@ class TestRclone(S3Suite):
         self.server = rclone
 
     async def make_backend(self, tmp_path, capacity_bytes):
-        # It reads all of a bucket for every listing.
+        # rclone reads all of a bucket for every listing.
         self.bucket = self.server.make_bucket()
         return await super().make_backend(tmp_path, capacity_bytes)
 
 
-class TestAsTheDaemonHasIt(S3Suite):
+class TestDaemonStack(S3Suite):
     @pytest.fixture(autouse=True)
     def _server(self, seaweed):
         self.server = seaweed
 
     async def _open(self):
-        make = partial(as_the_daemon_has_it, S3Backend)
+        make = partial(daemon_stack, S3Backend)
         return await opened(self.server, make, bucket=self.bucket, prefix=self.prefix)
 
 
 @pytest.mark.parametrize("kind", ["seaweed", "rclone"])
-async def test_two_nodes_store(kind, request):
-    """Two nodes that store one prefix at once would both count it, or leave neither's."""
+async def test_two_nodes_store_the_same_prefix(kind, request):
+    """If two nodes store one prefix at the same time, both would count it, or no copy would
+    remain."""
     server = request.getfixturevalue(kind)
     prefix = f"race{kind}"
     one, other = await opened(server, prefix=prefix), await opened(server, prefix=prefix)
@@ -156,8 +157,8 @@ async def test_two_nodes_store(kind, request):
     await other.close()
 
 
-async def test_nodes_share(rclone):
-    """What one node stored would be a miss on the next, or be dropped behind its back."""
+async def test_nodes_share_a_bucket(rclone):
+    """A block stored by one node would be a miss on the next, or be dropped unnoticed."""
     one, other = await opened(rclone, prefix="share"), await opened(rclone, prefix="share")
     blocks = make_chain("share", 4, LENGTH)
     assert await put(one, blocks) == [Outcome.STORED] * 4
@@ -173,8 +174,8 @@ async def test_nodes_share(rclone):
     await other.close()
 
 
-async def test_paused_server(seaweed):
-    """A server that hangs would hold up a call that its caller gave up, or all after it."""
+async def test_cancel_while_the_server_is_paused(seaweed):
+    """A server that hangs would hold up a cancelled call, or all calls after it."""
     backend = await opened(seaweed, timeout_ms=200, prefix="paused")
     blocks = make_chain("paused", 16, LENGTH)
     await put(backend, blocks)
@@ -199,7 +200,7 @@ async def test_paused_server(seaweed):
     await backend.close()
 
 
-async def test_killed_server(own_server):
+async def test_killed_server_comes_back(own_server):
     """A server's crash and return would need a restart of tierd, or be taken for misses."""
     backend = await opened(own_server)
     blocks = make_chain("killed", 8, LENGTH)
@@ -222,8 +223,8 @@ async def test_killed_server(own_server):
     await backend.close()
 
 
-async def test_bucket_deleted(rclone):
-    """A bucket that somebody deleted would look like a cold cache."""
+async def test_deleted_bucket_is_an_error(rclone):
+    """A deleted bucket would look like a cold cache."""
     name = rclone.make_bucket()
     backend = await opened(rclone, bucket=name)
     blocks = make_chain("bucket", 2, LENGTH)
@@ -245,14 +246,14 @@ async def test_bucket_deleted(rclone):
         ({"access_key": "wrong"}, "access denied .*does not know this access key"),
     ],
 )
-async def test_wrong_settings(seaweed, wrong, words):
+async def test_wrong_settings_are_named(seaweed, wrong, words):
     """The operator could not tell from the log which setting is wrong."""
     with pytest.raises(BackendError, match=words):
         await opened(seaweed, **wrong)
 
 
 async def test_tls(tmp_path):
-    """Over TLS blocks would come back wrong, or go to a server that nobody vouches for."""
+    """Over TLS blocks would come back wrong, or go to a server without a trusted certificate."""
     tls = Tls(*(tmp_path / name for name in ("server.pem", "server.key", "authority.pem")))
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tls.authority))

@@ -1,4 +1,4 @@
-"""The S3 tier against a scripted server: what real ones do on bad days only."""
+"""The S3 tier against a scripted server: faults that real servers show only rarely."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ HIT, MISS, CORRUPT, ERROR = Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.
 
 
 def stored(fake, block):
-    """The object of a block."""
+    """Return the object of a block."""
     return next(raw for name, raw in fake.objects.items() if block.key.block_hash.hex() in name)
 
 
@@ -46,11 +46,11 @@ def chunked(body, size):
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\nA: b\r\n\r\n"
 
 
-# Replies that are not what they should be.
+# Malformed and incomplete replies.
 
 
 @pytest.mark.parametrize("sent", [0, 1, TOTAL // 2, TOTAL - 1])
-async def test_cut(fake, sent):
+async def test_body_that_ends_early(fake, sent):
     """A body that ends early would be served in part, or cost the bucket a sound block."""
     blocks = make_chain("cut", 2, LENGTH)
     async with running(fake) as backend:
@@ -63,8 +63,8 @@ async def test_cut(fake, sent):
 
 
 @pytest.mark.parametrize("sent", [0, 1, TOTAL // 2, TOTAL - 1])
-async def test_stall(fake, sent):
-    """A body that stops coming would hold the load for ever."""
+async def test_body_that_stalls(fake, sent):
+    """A body that stops arriving would hold the load forever."""
     blocks = make_chain("stall", 1, LENGTH)
     async with running(fake, timeout_ms=50) as backend:
         await put(backend, blocks)
@@ -77,8 +77,8 @@ async def test_stall(fake, sent):
         assert await get(backend, blocks) == [HIT]
 
 
-async def test_trickle(fake):
-    """A byte now and then would outlast every timeout, and the caller could not get away."""
+async def test_body_that_trickles(fake):
+    """One byte now and then would outlast every timeout, and a cancelled call could not end."""
     blocks = make_chain("trickle", 1, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -93,25 +93,25 @@ async def test_trickle(fake):
 
 
 @pytest.mark.parametrize("more", [-TOTAL, -TOTAL + 127, -1, 1, 4096, 1 << 20, 1 << 40])
-async def test_other_size(fake, more):
+async def test_body_of_another_size(fake, more):
     """A body of another size would be received past the slot, or waited for to its end."""
     blocks = make_chain("size", 3, LENGTH)
     async with running(fake, connections=1) as backend:
         await put(backend, blocks)
         length = TOTAL + more
-        # Of a large one nothing comes: it must not even be waited for.
+        # The body of a large one never arrives: the tier must not even wait for it.
         rest = [STALL] if length > 1 << 20 else [bytes(length)]
         script = on("GET", head_of(length), *rest)
         victim = blocks[1].key.block_hash.hex()
         fake.script = lambda request: script(request) if victim in request.name else None
         assert await get(backend, blocks) == [HIT, CORRUPT, HIT]
         assert backend.counters["corrupt_total"] == 1
-        assert len(fake.objects) == 3, "an object went that is not the one that was read"
+        assert len(fake.objects) == 3, "another object was deleted than the one that was read"
 
 
 @pytest.mark.parametrize("size", [7, 1000, TOTAL])
-async def test_chunked(fake, size):
-    """A body in chunks would be an error, or received with the marks between them."""
+async def test_chunked_body(fake, size):
+    """A body in chunks would be an error, or be received with the chunk sizes between its bytes."""
     blocks = make_chain("chunked", 2, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -128,7 +128,7 @@ async def test_chunked(fake, size):
         assert await get(backend, [blocks[0]]) == [ERROR]
 
 
-async def test_no_length(fake):
+async def test_body_without_a_length(fake):
     """A body that ends with its connection would be served although it was cut."""
     blocks = make_chain("no length", 1, LENGTH)
     async with running(fake) as backend:
@@ -160,8 +160,8 @@ async def test_no_length(fake):
         b"HTTP/1.1 999 What\r\n\r\n",
     ],
 )
-async def test_garbage(fake, garbage):
-    """Nonsense from a proxy would crash a thread, or pass for a fact about the block."""
+async def test_malformed_replies(fake, garbage):
+    """Malformed replies of a proxy would end a thread, or be taken as an answer about the block."""
     blocks = make_chain("garbage", 2, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -176,8 +176,8 @@ async def test_garbage(fake, garbage):
 
 
 @pytest.mark.parametrize("header", [b"Content-Length: -5", b"Transfer-Encoding: gzip"])
-async def test_unknown_end(fake, header):
-    """A body of which nobody knows the end would be read as the reply to another request."""
+async def test_body_with_an_unknown_end(fake, header):
+    """A body with an unknown end would be read as the reply to another request."""
     blocks = make_chain("end", 2, LENGTH)
     async with running(fake, connections=1) as backend:
         await put(backend, blocks[:1])
@@ -185,20 +185,20 @@ async def test_unknown_end(fake, header):
         fake.script = on("GET", head)
         assert await get(backend, blocks[:1]) == [ERROR]
         fake.script = None
-        # Its body would be next on that connection.
-        assert not any(connection.reusable for connection in backend._bucket._idle)
+        # The body would be read as the next reply on that connection.
+        assert not any(connection.reusable for connection in backend._bucket._requests._idle)
         assert await contains(backend, blocks) == [True, False]
 
 
 async def test_interim_replies(fake):
-    """A 100 Continue that nobody asked for would be taken for the answer."""
+    """An unrequested 100 Continue would be taken for the answer."""
     blocks = make_chain("interim", 1, LENGTH)
     async with running(fake) as backend:
         fake.script = on("PUT", b"HTTP/1.1 100 Continue\r\n\r\n" + reply(200))
         assert await put(backend, blocks) == [Outcome.STORED]
 
 
-async def test_closed_between_requests(fake):
+async def test_connection_closed_between_requests(fake):
     """A server that closes idle connections would cost an error each time."""
     blocks = make_chain("closing", 4, LENGTH)
     async with running(fake) as backend:
@@ -215,11 +215,11 @@ async def test_closed_between_requests(fake):
         assert backend.counters["io_errors_total"] == 0
 
 
-# Errors that a server words.
+# Errors that a server reports.
 
 
-async def test_storm(fake):
-    """A busy server's 503 would be remembered as "not there", or be retried without end."""
+async def test_storm_of_503(fake):
+    """A 503 of a busy server would be remembered as "missing", or be retried without end."""
     blocks = make_chain("storm", 4, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks[:2])
@@ -237,7 +237,7 @@ async def test_storm(fake):
         assert await put(backend, blocks[2:]) == [Outcome.STORED] * 2
 
 
-async def test_one_hiccup(fake):
+async def test_single_error_is_retried(fake):
     """A single 503 or 500 would cost a recomputation although another try succeeds."""
     blocks = make_chain("hiccup", 1, LENGTH)
     async with running(fake) as backend:
@@ -253,7 +253,7 @@ async def test_one_hiccup(fake):
         assert backend.counters["retries_total"] == 3
 
 
-async def test_denied(fake, caplog):
+async def test_denied_requests(fake, caplog):
     """Lost permissions would look like a cold cache."""
     blocks = make_chain("denied", 3, LENGTH)
     async with running(fake) as backend:
@@ -268,7 +268,7 @@ async def test_denied(fake, caplog):
         fake.script = on("GET", reply(403))
         with pytest.raises(BackendError, match="access denied"):
             await get(backend, blocks)
-        # To one block among others it is only that block's trouble.
+        # A denial for one of several blocks affects only that block.
         hidden = blocks[1].key.block_hash.hex()
         fake.script = lambda request: (
             [error(403, "AccessDenied")]
@@ -282,8 +282,8 @@ async def test_denied(fake, caplog):
         assert len(fake.objects) == 3
 
 
-async def test_moved(fake):
-    """A redirect would be followed round and round, or passed off as a miss."""
+async def test_redirect_is_an_error(fake):
+    """A redirect would be followed in circles, or be reported as a miss."""
     blocks = make_chain("moved", 1, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -294,8 +294,8 @@ async def test_moved(fake):
         assert fake.count() == before + 1
 
 
-async def test_bucket_gone(fake):
-    """A deleted bucket would look like a cold cache for ever."""
+async def test_missing_bucket(fake):
+    """A deleted bucket would look like a cold cache forever."""
     blocks = make_chain("gone", 20, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -312,7 +312,7 @@ async def test_bucket_gone(fake):
 
 
 async def test_404_of_a_proxy(fake):
-    """A proxy's own 404 page would be taken for the server's word on a block."""
+    """The 404 page of a proxy would be taken for the server's answer about a block."""
     blocks = make_chain("proxy", 1, LENGTH)
     async with running(fake) as backend:
         fake.script = on("GET", reply(404, b"<!doctype html><html>nothing here</html>"))
@@ -322,8 +322,8 @@ async def test_404_of_a_proxy(fake):
         assert await get(backend, blocks) == [ERROR]
 
 
-async def test_server_gone(fake):
-    """With its server down a batch would wait for every block in turn."""
+async def test_batch_to_a_dead_server(fake):
+    """With its server down, a batch would wait for every block in turn."""
     blocks = make_chain("down", 32, LENGTH)
     async with running(fake, timeout_ms=100) as backend:
         await put(backend, blocks)
@@ -338,7 +338,7 @@ async def test_server_gone(fake):
 
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "NotImplemented"), (501, "")])
-async def test_no_conditional_put(fake, refusal):
+async def test_server_without_conditional_puts(fake, refusal):
     """Servers that refuse conditions, as Swift does, could not be used."""
     blocks = make_chain("conditional", 4, LENGTH)
     async with running(fake, connections=1) as backend:
@@ -353,7 +353,7 @@ async def test_no_conditional_put(fake, refusal):
         assert await get(backend, blocks) == [HIT] * 4
 
 
-async def test_put_race(fake):
+async def test_put_of_a_block_stored_meanwhile(fake):
     """A block that another node stored meanwhile would be stored again, or be an error."""
     blocks = make_chain("race", 2, LENGTH)
     async with running(fake) as backend:
@@ -372,8 +372,8 @@ async def test_put_race(fake):
         assert await put(backend, blocks) == [Outcome.STORED] * 2
 
 
-async def test_what_is_sent(fake):
-    """Checksum trailers of newer SDKs would be refused by most servers that are not AWS."""
+async def test_headers_of_a_put(fake):
+    """Most servers other than AWS would refuse the checksum trailers of newer SDKs."""
     [block] = make_chain("sent", 1, LENGTH)
     more = {"sse": "aws:kms", "kms_key": "key/1", "storage_class": "STANDARD_IA"}
     async with running(fake, **more) as backend:
@@ -394,8 +394,8 @@ async def test_what_is_sent(fake):
         }
 
 
-async def test_refused_unread(fake):
-    """A server that refuses a block before it has it all would stall the put."""
+async def test_put_refused_before_it_is_read(fake):
+    """A server that refuses a block before it has received it would stall the put."""
     blocks = make_chain("unread", 2, 16 << 20)
     async with running(fake, timeout_ms=2000) as backend:
         fake.refuse_bodies = error(403, "AccessDenied", Connection="close")
@@ -406,8 +406,8 @@ async def test_refused_unread(fake):
         assert fake.connections <= 4
 
 
-async def test_abandoned_put(fake):
-    """A put called off while the server stores it would turn up later, uncounted."""
+async def test_cancelled_put_is_counted(fake):
+    """A put that is cancelled while the server stores it would appear later, uncounted."""
     blocks = make_chain("abandoned", 2, LENGTH)
     async with running(fake, timeout_ms=5000) as backend:
 
@@ -428,8 +428,9 @@ async def test_abandoned_put(fake):
         assert backend.stats().blocks == 2
 
 
-async def test_same_block_twice(fake, monkeypatch):
-    """A batch with a block twice, while that is being stored, would spin and freeze the loop."""
+async def test_batch_with_a_block_twice(fake, monkeypatch):
+    """A batch with a block twice, while that block is being stored, would spin and freeze the
+    loop."""
     blocks = make_chain("twice", 1, LENGTH)
     async with running(fake) as backend:
         fake.script = on("PUT", 0.2)
@@ -449,11 +450,11 @@ async def test_same_block_twice(fake, monkeypatch):
         assert backend.stats().blocks == 1
 
 
-async def test_cut_at_the_last_moment(fake):
-    """A put called off just when all is sent would be stored later, when nobody expects it."""
+async def test_put_cut_before_its_last_byte(fake):
+    """A put that is cancelled just when everything is sent would be stored later, unexpectedly."""
     [block] = make_chain("last moment", 1, LENGTH)
 
-    class CalledOff:
+    class CancelledTurn:
         cancelled = True
 
         @contextlib.contextmanager
@@ -465,7 +466,9 @@ async def test_cut_at_the_last_moment(fake):
         bucket = backend._bucket
         name = bucket.name(block.key)
         with pytest.raises(S3Error):
-            bucket.write(CalledOff(), name, pack_header(block.header), memoryview(block.payload))
+            bucket.write(
+                CancelledTurn(), name, pack_header(block.header), memoryview(block.payload)
+            )
     while fake.connections:
         await asyncio.sleep(0.001)
     assert fake.count("PUT") == 1
@@ -476,8 +479,8 @@ async def test_cut_at_the_last_moment(fake):
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 7, 499, 500, 998, 999, 1000])
-async def test_long_lookup(fake, held):
-    """Looking up a long prompt would cost a request a block, each with its price."""
+async def test_long_lookup_takes_few_requests(fake, held):
+    """Looking up a long prompt would cost one request per block, each with its price."""
     blocks = make_chain("long", 1000, 1)
     async with running(fake, connections=8) as backend:
         for block in blocks[:held]:
@@ -490,8 +493,8 @@ async def test_long_lookup(fake, held):
         assert fake.count("HEAD") - before <= 4 * 8 + 1
 
 
-async def test_hole(fake):
-    """A block lost from the middle of a prefix would turn a lookup into an error."""
+async def test_lookup_of_a_prefix_with_a_hole(fake):
+    """A block missing from the middle of a prefix would turn a lookup into an error."""
     blocks = make_chain("hole", 100, LENGTH)
     async with running(fake, connections=8) as backend:
         await put(backend, blocks)
@@ -503,7 +506,7 @@ async def test_hole(fake):
         assert await contains(backend, some) == [True] * 5 + [False] + [True] * 4
 
 
-async def test_delete_fails(fake):
+async def test_failed_delete_is_reported(fake):
     """A flush that the server refused would be reported as done."""
     blocks = make_chain("delete fails", 3, LENGTH)
     async with running(fake) as backend:
@@ -518,8 +521,8 @@ async def test_delete_fails(fake):
         assert backend.stats().blocks == 0
 
 
-async def test_foreign_objects(fake):
-    """Other people's objects under the prefix would be counted, or break the scan."""
+async def test_foreign_objects_are_ignored(fake):
+    """Objects of other programs under the prefix would be counted, or break the scan."""
     blocks = make_chain("foreign", 3, LENGTH)
     for name in ("tierd", "tierd/", "tierd/x", f"tierd/{'0' * 32}/zz", f"tierdx/{'0' * 32}"):
         fake.objects[name] = b"not ours"
@@ -530,7 +533,7 @@ async def test_foreign_objects(fake):
         assert sorted(await scanned(backend)) == sorted(b.header for b in blocks)
 
 
-async def test_many_pages(fake):
+async def test_listing_of_many_pages(fake):
     """A bucket with more than one page of objects would be seen in part."""
     blocks = make_chain("pages", 2500, 10)
     async with running(fake, connections=8, timeout_ms=5000) as backend:
@@ -541,9 +544,9 @@ async def test_many_pages(fake):
         assert again.stats().used_bytes == 2500 * 138
 
 
-async def test_a_listing_without_its_rest_is_no_whole_one(fake):
-    """A server that cuts a listing and gives no token would pass for a bucket without the rest:
-    what lies there would be neither counted, nor cleaned, nor a flush's mark be seen."""
+async def test_listing_cut_without_a_token_is_an_error(fake):
+    """A listing that the server cuts without a token would pass for a complete one: the other
+    objects would be neither counted nor cleaned, and a flush's mark among them would be missed."""
     blocks = make_chain("rest", 3, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -557,9 +560,9 @@ async def test_a_listing_without_its_rest_is_no_whole_one(fake):
             await backend.marks()
 
 
-async def test_an_object_without_bytes_hides_no_other(fake):
-    """One empty object, of which servers give no range, would end the scan of a whole bucket, and
-    its block could never be stored again."""
+async def test_empty_object_does_not_end_a_scan(fake):
+    """One empty object, for which servers answer no range request, would end the scan of a whole
+    bucket, and its block could never be stored again."""
     blocks = make_chain("empty", 6, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -577,8 +580,8 @@ async def test_an_object_without_bytes_hides_no_other(fake):
         assert await get(backend, blocks) == [HIT] * 6
 
 
-async def test_endless_listing(fake):
-    """A server that gives the same page for ever would be asked, and paid for, for ever."""
+async def test_repeated_page_ends_a_listing(fake):
+    """A server that returns the same page each time would be asked, and paid for, forever."""
     async with running(fake) as backend:
         again = b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>"
         page = reply(200, b"<ListBucketResult>" + again + b"</ListBucketResult>")
@@ -588,9 +591,9 @@ async def test_endless_listing(fake):
                 assert not await scanned(backend)
 
 
-async def test_counting_waits_for_the_server(fake, monkeypatch):
+async def test_counting_goes_on_after_errors(fake, monkeypatch):
     """A hiccup while the bucket is counted would leave the operator without numbers."""
-    monkeypatch.setattr("tierd_backends.s3.backend.INDEX_RETRY_S", 0.01)
+    monkeypatch.setattr("tierd_backends.s3.usage.INDEX_RETRY_S", 0.01)
     blocks = make_chain("counting", 2, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -608,7 +611,8 @@ async def test_counting_waits_for_the_server(fake, monkeypatch):
 
 
 async def test_counting_while_storing(fake):
-    """Blocks that come and go while a bucket is counted would be counted twice, or never."""
+    """Blocks that are stored and dropped while a bucket is counted would be counted twice, or
+    never."""
     blocks = sorted(make_chain("while storing", 2200, 10), key=lambda block: block.key)
     names = [f"tierd/{NAMESPACE.hex()}/{block.key.block_hash.hex()}" for block in blocks]
     behind, ahead = blocks[100:104], blocks[2100:2104]
@@ -643,8 +647,8 @@ async def test_counting_while_storing(fake):
 
 
 @pytest.mark.slow
-async def test_thousand_bad_gets(fake):
-    """Connections of failed and abandoned loads would pile up until nothing works."""
+async def test_failed_gets_leak_no_connections(fake):
+    """Connections of failed and cancelled loads would add up until none can be opened."""
     chance = random.Random(7)
     good, bad = make_chain("good", 2, LENGTH), make_chain("bad", 4, LENGTH)
     async with running(fake) as backend:
@@ -672,8 +676,8 @@ async def test_thousand_bad_gets(fake):
         assert fake.connections <= 4
 
 
-async def test_cold_start(fake):
-    """Many first loads at once would trip over each other's set-up."""
+async def test_concurrent_first_loads(fake):
+    """Many first loads at the same time would interfere with each other's set-up."""
     blocks = make_chain("cold", 4, LENGTH)
     async with running(fake, connections=8) as backend:
         await put(backend, blocks)
@@ -685,8 +689,8 @@ async def test_cold_start(fake):
 
 
 @pytest.mark.parametrize("silence", ["get", "contains", "put", "delete"])
-async def test_cancelled_in_silence(fake, silence):
-    """A call that its caller gave up would hold on until the server's silence ends."""
+async def test_cancel_while_the_server_is_silent(fake, silence):
+    """A cancelled call would wait until the server's silence times out."""
     blocks = make_chain("silence", 8, LENGTH)
     hashes = [block.key.block_hash for block in blocks]
     async with running(fake, timeout_ms=30_000) as backend:

@@ -1,4 +1,4 @@
-"""S3 keys that are rotated, objects that the server does not give, a name that leads elsewhere."""
+"""S3: rotated keys, objects that the server does not deliver, and a moved name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def tier(server: S3Server, bucket: str, **more: object) -> AsyncIterator[S
 
 
 def write_keys(path: Path, form: str, access_key: str, secret_key: str) -> None:
-    """Keys in a file of a form that tierd or the AWS configuration knows."""
+    """Write keys to a file, in the form of tierd or of the AWS configuration."""
     if form == "key_file":
         path.write_text(f"{access_key}\n{secret_key}\n")
     else:
@@ -60,7 +60,7 @@ def write_keys(path: Path, form: str, access_key: str, secret_key: str) -> None:
 async def holding(
     fake: FakeS3, file: Path, blocks: Sequence[SelfNamingBlock]
 ) -> AsyncIterator[S3Backend]:
-    """A tier that has these blocks, and takes its keys from a file: FIRST's."""
+    """A tier that holds these blocks and takes its keys from a file, which has the keys FIRST."""
     write_keys(file, "key_file", "FIRST", "secret")
     async with running(fake, access_key="", secret_key="", key_file=str(file)) as backend:
         await put(backend, blocks)
@@ -69,10 +69,10 @@ async def holding(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["key_file", "credentials"])
-async def test_keys_that_are_rotated(
+async def test_rotated_keys_are_read_again(
     rclone: Rclone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """Keys that are rotated would be read again by a restart only."""
+    """Rotated keys would need a restart of the daemon."""
     file = tmp_path / "keys"
     write_keys(file, form, rclone.access_key, rclone.secret_key)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -100,12 +100,12 @@ async def test_keys_that_are_rotated(
 
 
 def signed_by(request: Request) -> str:
-    """The access key that a request is signed with."""
+    """Return the access key that signed a request."""
     return request.headers["authorization"].split("Credential=")[1].partition("/")[0]
 
 
-async def test_a_reload_reads_keys_anew(fake: FakeS3, tmp_path: Path) -> None:
-    """Keys that are to be revoked would be used until the server denies them."""
+async def test_reload_reads_keys_again(fake: FakeS3, tmp_path: Path) -> None:
+    """Keys that are about to be revoked would be used until the server denies them."""
     file = tmp_path / "keys"
     blocks = make_chain("reload", 1, LENGTH)
     async with holding(fake, file, blocks) as backend:
@@ -123,8 +123,8 @@ async def test_a_reload_reads_keys_anew(fake: FakeS3, tmp_path: Path) -> None:
         assert signed_by(fake.requests[-1]) == "SECOND"
 
 
-async def test_denials_read_keys_now_and_then(fake: FakeS3, tmp_path: Path) -> None:
-    """A batch that is denied would read them, or ask a role's service, once a block."""
+async def test_denials_read_keys_at_a_limited_rate(fake: FakeS3, tmp_path: Path) -> None:
+    """A denied batch would read the keys, or ask the metadata service of a role, once per block."""
     file = tmp_path / "keys"
     blocks = make_chain("storm", 32, LENGTH)
     async with holding(fake, file, blocks) as backend:
@@ -161,10 +161,10 @@ async def test_denials_read_keys_now_and_then(fake: FakeS3, tmp_path: Path) -> N
     ],
     ids=["missing", "for everybody", "one key", "too much", "no text"],
 )
-async def test_a_bad_key_file(
+async def test_malformed_key_file_is_reported(
     fake: FakeS3, tmp_path: Path, content: str | None, mode: int, words: str
 ) -> None:
-    """An operator would be told by the server, in its words, or other users would have the keys."""
+    """The operator would only see the server's error, or other users could read the keys."""
     file = tmp_path / "keys"
     if content is not None:
         file.write_text(content, encoding="utf-8")
@@ -176,7 +176,7 @@ async def test_a_bad_key_file(
     assert not fake.requests
 
 
-# --- objects that are not to be had -----------------------------------------------------
+# --- objects that the server does not deliver -------------------------------------------
 
 SSE = (
     "<Error><Code>InvalidRequest</Code><Message>The object was stored using a form of Server Side "
@@ -197,10 +197,11 @@ WITHHELD: dict[str, tuple[Callable[[bytes], bytes] | None, bytes]] = {
 
 
 @pytest.mark.parametrize("how", WITHHELD)
-async def test_an_object_that_the_server_does_not_give(fake: FakeS3, how: str) -> None:
-    """One archived object would stop all of the tier's reads, and be in its block's way for ever.
+async def test_undeliverable_object_is_a_miss(fake: FakeS3, how: str) -> None:
+    """One archived object would stop all reads of the tier, and keep its block from being stored
+    forever.
 
-    By a fake: no server at hand archives, or loses parts.
+    Against a fake, because no server at hand archives or loses parts of an object.
     """
     head, answer = WITHHELD[how]
     blocks = make_chain(f"withheld {how}", 3, LENGTH)
@@ -232,8 +233,9 @@ async def test_an_object_that_the_server_does_not_give(fake: FakeS3, how: str) -
         assert backend.stats().blocks == before.blocks
 
 
-async def test_an_object_that_is_given_again_is_not_stored_over(fake: FakeS3) -> None:
-    """What was restored from an archive, or stored anew by another node, would be written again."""
+async def test_deliverable_object_is_not_stored_over(fake: FakeS3) -> None:
+    """An object that was restored from an archive, or stored again by another node, would be
+    written again."""
     blocks = make_chain("restored", 1, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -249,8 +251,8 @@ async def test_an_object_that_is_given_again_is_not_stored_over(fake: FakeS3) ->
 
 
 @pytest.mark.slow
-async def test_an_object_with_another_ones_key(weed: SeaweedFS) -> None:
-    """A block that somebody stored with a key of his own (SSE-C) would stop all lookups."""
+async def test_object_encrypted_with_a_foreign_key_is_a_miss(weed: SeaweedFS) -> None:
+    """A block that another client stored with its own key (SSE-C) would stop all lookups."""
     blocks = make_chain("sse-c", 3, LENGTH)
     bucket = weed.make_bucket()
     async with tier(weed, bucket) as backend:
@@ -275,8 +277,8 @@ async def test_an_object_with_another_ones_key(weed: SeaweedFS) -> None:
         client.close()
 
 
-async def test_an_object_that_is_not_given_is_deleted(fake: FakeS3) -> None:
-    """What a flush has barred would be paid for as long as there is an archive."""
+async def test_undeliverable_object_can_be_deleted(fake: FakeS3) -> None:
+    """Flushed blocks would be paid for as long as the archive exists."""
     blocks = make_chain("deleted", 1, LENGTH)
     async with running(fake) as backend:
         await put(backend, blocks)
@@ -290,12 +292,12 @@ async def test_an_object_that_is_not_given_is_deleted(fake: FakeS3) -> None:
         assert not fake.objects
 
 
-# --- a name that leads elsewhere --------------------------------------------------------
+# --- a name that leads to another server ------------------------------------------------
 
 
-async def test_marks_are_those_of_where_the_name_leads() -> None:
-    """A flush that another node made at the new server would not be heard of over old
-    connections, which nothing breaks."""
+async def test_marks_are_read_at_the_current_address() -> None:
+    """A flush that another node made at the new server would not be noticed over connections to the
+    old server, which stay open."""
     first, second = (pack_mark(Mark("", epoch)) for epoch in (1, 3))
     with FakeS3() as old, FakeS3() as new:
         port = int(old.endpoint.rpartition(":")[2])

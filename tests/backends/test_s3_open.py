@@ -1,4 +1,4 @@
-"""How the S3 tier is opened: options, credentials, signatures, and words for what is wrong."""
+"""How the S3 tier is opened: options, credentials, signatures, and errors that explain."""
 
 import subprocess
 import sys
@@ -50,7 +50,7 @@ LENGTH = 1000
         (error(500, "InternalError"), "refuses .HTTP 500 InternalError: why"),
     ],
 )
-async def test_open_says_why(fake, answer, words):
+async def test_failed_open_explains_itself(fake, answer, words):
     """The operator could not tell from the log what is wrong with the bucket."""
     fake.script = lambda request: [answer, CLOSE]
     with pytest.raises(BackendError, match=words) as caught:
@@ -60,7 +60,7 @@ async def test_open_says_why(fake, answer, words):
     assert "\n" not in str(caught.value)
 
 
-async def test_open_without_get_permission(fake):
+async def test_open_fails_without_permission_to_get(fake):
     """Credentials that may list but not read would fail each block instead of the start."""
     fake.script = on("HEAD", reply(403))
     with pytest.raises(BackendError, match=r"access denied .* they must allow s3:GetObject"):
@@ -75,15 +75,15 @@ async def test_open_without_get_permission(fake):
         ("http://nowhere.invalid", "cannot be reached: "),
     ],
 )
-async def test_open_unreachable(fake, endpoint, words):
-    """A wrong endpoint would be a traceback, or hang the start."""
+async def test_open_of_an_unreachable_endpoint(fake, endpoint, words):
+    """A wrong endpoint would cause a traceback, or hang the start."""
     with pytest.raises(BackendError, match=words):
         async with running(fake, endpoint=endpoint):
             pass
 
 
-async def test_open_silent_server(fake):
-    """A server that accepts and says nothing would hang the start."""
+async def test_open_of_a_silent_server(fake):
+    """A server that accepts connections and answers nothing would hang the start."""
     fake.script = lambda request: [STALL]
     start = time.monotonic()
     with pytest.raises(BackendError, match="no progress while receiving"):
@@ -92,15 +92,16 @@ async def test_open_silent_server(fake):
     assert time.monotonic() - start < 5
 
 
-async def test_tls_to_a_plain_port(fake):
-    """https to a server that speaks http would be a riddle."""
+async def test_open_of_a_plain_port_with_tls(fake):
+    """The operator would get an obscure error for https to a server that speaks http."""
     with pytest.raises(BackendError, match=r"cannot be reached: .*SSL"):
         async with running(fake, endpoint=fake.endpoint.replace("http", "https")):
             pass
 
 
-async def test_no_credentials(fake, monkeypatch, tmp_path):
-    """Without credentials requests would go out unsigned, or the start fail in botocore."""
+async def test_open_fails_without_credentials(fake, monkeypatch, tmp_path):
+    """Without credentials requests would be sent unsigned, or the start would fail inside
+    botocore."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -116,7 +117,7 @@ async def test_no_credentials(fake, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-async def test_renewed_credentials(fake, monkeypatch, tmp_path):
+async def test_expiring_credentials_are_renewed(fake, monkeypatch, tmp_path):
     """Temporary credentials would be used beyond their end."""
     expires = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
     program = tmp_path / "credentials.py"
@@ -163,23 +164,23 @@ async def test_renewed_credentials(fake, monkeypatch, tmp_path):
         ({"timeout_ms": 10**6}, "timeout_ms is"),
     ],
 )
-def test_wrong_options(fake, wrong, words):
-    """A typing error would show as an error of the server's, or send headers of its own."""
+def test_malformed_options_are_reported(fake, wrong, words):
+    """A typing error would show as an error of the server, or add headers to requests."""
     with pytest.raises(ConfigError, match=words) as caught:
         S3Backend.from_options(msgspec.convert(fake.options(**wrong), S3Options))
     assert "pw" not in str(caught.value)
 
 
-def test_missing_package(fake, monkeypatch):
-    """Without boto3 the daemon would die of an ImportError."""
+def test_missing_package_is_reported(fake, monkeypatch):
+    """Without boto3 the daemon would end with an ImportError."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'tierd\[s3\]'"):
         S3Backend.from_options(msgspec.convert(fake.options(), S3Options))
 
 
 @pytest.mark.slow
-def test_light_import():
-    """The daemon would load boto3 only to look at options."""
+def test_options_do_not_import_boto3():
+    """The daemon would load boto3 only to check options."""
     code = (
         "import sys, tierd_backends.s3 as s3\n"
         "s3.S3Backend.from_options(s3.S3Options(bucket='bucket'))\n"
@@ -202,8 +203,8 @@ _TEXT = st.text("abcXYZ019-_.~", min_size=1, max_size=20)
     token=st.sampled_from(["", "token=="]),
     region=st.sampled_from(["us-east-1", "eu-north-1"]),
 )
-def test_signature(method, path, query, headers, token, region):
-    """A strict server would refuse requests that are signed in our own way."""
+def test_signature_matches_botocore(method, path, query, headers, token, region):
+    """A strict server would refuse our signatures."""
     joined = "/".join(path)
     if "." in path or ".." in path:
         return

@@ -1,4 +1,4 @@
-"""The lid on what nodes keep in a shared store: Redis and S3 with `capacity`."""
+"""The shared capacity of a store that several nodes fill: Redis and S3 with `capacity`."""
 
 from __future__ import annotations
 
@@ -36,60 +36,60 @@ SOON_S = 20.0
 Open = Callable[..., contextlib.AbstractAsyncContextManager[Backend]]
 
 
-# --- by itself ----------------------------------------------------------------------
+# --- the rules, without a server ----------------------------------------------------
 
 
-def admitted(lid: SharedCapacity, used_bytes: int, sizes: list[int]) -> int:
-    with lid.admit(used_bytes, sizes) as count:
+def admitted(shared: SharedCapacity, used_bytes: int, sizes: list[int]) -> int:
+    with shared.admit(used_bytes, sizes) as count:
         return count
 
 
-def test_lid_admits_what_fits_from_the_first_block_on() -> None:
-    """A prefix would be stored with a hole, and be useless behind it."""
-    lid = SharedCapacity("1KiB", "here")
-    assert admitted(lid, 0, [1024]) == 1
-    assert admitted(lid, 1, [1024]) == 0
-    assert admitted(lid, 0, [512, 600, 10]) == 1
-    assert admitted(lid, 2000, [1]) == 0
+def test_shared_capacity_admits_the_first_blocks_that_fit() -> None:
+    """A prefix would be stored with a hole, and the blocks behind it would be useless."""
+    shared = SharedCapacity("1KiB", "here")
+    assert admitted(shared, 0, [1024]) == 1
+    assert admitted(shared, 1, [1024]) == 0
+    assert admitted(shared, 0, [512, 600, 10]) == 1
+    assert admitted(shared, 2000, [1]) == 0
     assert admitted(SharedCapacity(0, "here"), 1 << 60, [1 << 40] * 3) == 3
 
 
-def test_lid_counts_what_is_being_written() -> None:
-    """Batches that are written at once would each get the room that there is once."""
-    lid = SharedCapacity(1000, "here")
-    with lid.admit(0, [600]) as first:
+def test_shared_capacity_counts_blocks_being_written() -> None:
+    """Batches that are written at the same time would each get all of the room."""
+    shared = SharedCapacity(1000, "here")
+    with shared.admit(0, [600]) as first:
         assert first == 1
-        assert admitted(lid, 0, [600]) == 0
-        assert admitted(lid, 0, [400]) == 1
-    with contextlib.suppress(RuntimeError), lid.admit(0, [1000]):
+        assert admitted(shared, 0, [600]) == 0
+        assert admitted(shared, 0, [400]) == 1
+    with contextlib.suppress(RuntimeError), shared.admit(0, [1000]):
         raise RuntimeError
-    assert admitted(lid, 0, [1000]) == 1
+    assert admitted(shared, 0, [1000]) == 1
 
 
-def test_lid_tells_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A full tier would fill the log with a line a batch, or say nothing."""
-    lid = SharedCapacity(1000, "the tier")
+def test_shared_capacity_logs_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A full tier would log one line per batch, or none."""
+    shared = SharedCapacity(1000, "the tier")
     with caplog.at_level(logging.INFO, "tierd_backends"):
         for _ in range(3):
-            admitted(lid, 900, [200])
+            admitted(shared, 900, [200])
         assert [r.message.split(":")[0] for r in caplog.records] == ["the tier is full"]
         for _ in range(3):
-            admitted(lid, 0, [200])
+            admitted(shared, 0, [200])
     assert [r.message for r in caplog.records][1:] == ["the tier has room again"]
 
 
 def test_counting_takes_a_small_part_of_the_time() -> None:
-    """A large store would be counted for ever, by every node, and S3 bill each page."""
-    lid = SharedCapacity(1, "here")
-    assert lid.pause_s(0.1) == shared_capacity.COUNT_PAUSE_S
-    assert lid.pause_s(1000) == pytest.approx(50_000)
+    """Every node would count a large store all the time, and S3 would bill each page."""
+    shared = SharedCapacity(1, "here")
+    assert shared.pause_s(0.1) == shared_capacity.COUNT_PAUSE_S
+    assert shared.pause_s(1000) == pytest.approx(50_000)
     assert SharedCapacity(0, "here").pause_s(0.1) is None
 
 
 @pytest.mark.parametrize("kind", [RedisBackend, S3Backend])
 @pytest.mark.parametrize("capacity", ["8G", -1, "much"])
-def test_a_wrong_capacity_is_named(kind: type[Backend], capacity: object) -> None:
-    """A typing error would be no limit."""
+def test_malformed_capacity_is_reported(kind: type[Backend], capacity: object) -> None:
+    """A typing error would mean no limit."""
     where = {"url": "redis://x"} if kind is RedisBackend else {"bucket": "some"}
     options = msgspec.convert({**where, "capacity": capacity}, kind.Options)
     with pytest.raises(ConfigError, match=r"capacity: .* is not a size"):
@@ -102,12 +102,12 @@ def key(number: int) -> BlockKey:
 
 @given(st.data())
 def test_census_is_right_after_each_count(data: st.DataObject) -> None:
-    """A store would be taken for full, or for empty, for good."""
+    """A store would be taken for full, or for empty, permanently."""
     there = set(data.draw(st.sets(st.integers(0, 20))))
     census = Census()
     for _ in range(2):
         census.begin()
-        # A scan shows what is there all the time; what comes meanwhile it may show or not.
+        # A scan shows each block that is present throughout, and may show those stored meanwhile.
         steady, fresh = sorted(there), set()
         for number in steady:
             if data.draw(st.booleans()):
@@ -126,8 +126,8 @@ def test_census_is_right_after_each_count(data: st.DataObject) -> None:
         there -= set(list(there)[:2])  # What the server evicts shows at the next count.
 
 
-def test_a_count_in_progress_does_not_lift_the_lid() -> None:
-    """A full store would be written to at each count, from its begin on."""
+def test_last_complete_count_shows_during_the_next_one() -> None:
+    """A full store would be written to from the start of each count."""
     census = Census()
     census.begin()
     census.seen(key(1), LENGTH)
@@ -135,7 +135,7 @@ def test_a_count_in_progress_does_not_lift_the_lid() -> None:
     census.end()
     census.begin()
     assert census.stats().blocks == 1
-    census.begin()  # The first one broke off.
+    census.begin()  # The second count broke off.
     census.stored(key(2), LENGTH)
     census.dropped(key(1))
     census.stored(key(3), LENGTH)
@@ -163,7 +163,7 @@ def test_a_count_in_progress_does_not_lift_the_lid() -> None:
 
 @pytest.fixture(params=["redis", "s3"])
 def store(request: pytest.FixtureRequest) -> tuple[type[Backend], dict[str, object]]:
-    """A tier's class, and options of a store that is empty."""
+    """A tier's class, and options for an empty store."""
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
         return RedisBackend, {**server.options(), "prefix": request.node.name.partition("[")[0]}
@@ -173,7 +173,7 @@ def store(request: pytest.FixtureRequest) -> tuple[type[Backend], dict[str, obje
 
 @pytest.fixture
 def tier(store: tuple[type[Backend], dict[str, object]]) -> Open:
-    """Opens a node's tier on that store, counted once."""
+    """Opens one node's tier on that store."""
     kind, where = store
 
     @contextlib.asynccontextmanager
@@ -197,8 +197,8 @@ async def room(backend: Backend, blocks: int = 1) -> None:
 
 
 @pytest.mark.slow
-async def test_no_more_is_stored_than_the_capacity(tier: Open) -> None:
-    """A shared server would be filled up by tierd, and others on it starve."""
+async def test_tier_stores_no_more_than_its_capacity(tier: Open) -> None:
+    """tierd would fill a shared server, and its other users would get no room."""
     blocks = make_chain("full", FITTING + 3, LENGTH)
     async with tier() as backend:
         outcomes = await put(backend, blocks)
@@ -207,11 +207,11 @@ async def test_no_more_is_stored_than_the_capacity(tier: Open) -> None:
         assert stats.capacity_bytes == CAPACITY
         assert (stats.blocks, stats.used_bytes) == (FITTING, FITTING * STORED_BYTES)
         assert full(backend) == 3
-        # What is there is no loss.
+        # Blocks that are present are not skipped.
         again = await put(backend, blocks)
         assert again == [Outcome.PRESENT] * FITTING + [Outcome.REFUSED] * 3
         assert await get(backend, blocks) == [Outcome.HIT] * FITTING + [Outcome.MISS] * 3
-        # Batches at once do not share the room for one.
+        # Of concurrent batches only one gets the room for one block.
         assert await backend.delete_many(NAMESPACE, [blocks[0].key.block_hash]) == 1
         rivals = [make_chain(f"rival {number}", 1, LENGTH) for number in range(4)]
         stored = await asyncio.gather(*(put(backend, each) for each in rivals))
@@ -220,8 +220,8 @@ async def test_no_more_is_stored_than_the_capacity(tier: Open) -> None:
 
 
 @pytest.mark.slow
-async def test_the_capacity_is_the_store_s_and_not_a_node_s(tier: Open) -> None:
-    """Each node of a fleet, and each life of a node, would fill the store once more."""
+async def test_capacity_bounds_the_store_and_not_one_node(tier: Open) -> None:
+    """Each node of a fleet, and each incarnation of a node, would fill the store once more."""
     blocks = make_chain("fleet", FITTING + 1, LENGTH)
     async with tier() as backend:
         await put(backend, blocks[:FITTING])
@@ -234,19 +234,19 @@ async def test_the_capacity_is_the_store_s_and_not_a_node_s(tier: Open) -> None:
 
 
 @pytest.mark.slow
-async def test_room_is_found_by_the_next_count(tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_next_count_finds_room(tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that was full once would never be written to again."""
     monkeypatch.setattr(shared_capacity, "COUNT_PAUSE_S", 0.02)
     monkeypatch.setattr(shared_capacity, "COUNT_SHARE_MAX", 1.0)
     blocks = make_chain("room", FITTING + 2, LENGTH)
     async with tier() as backend, tier(capacity=0) as other:
         assert (await put(backend, blocks)).count(Outcome.REFUSED) == 2
-        # As a server that evicts, or expires, or a rule of a bucket's.
+        # A server's eviction, expiry or lifecycle rule does the same.
         await other.delete_many(NAMESPACE, [b.key.block_hash for b in blocks[:2]])
         await room(backend, 2)
         assert await put(backend, blocks[FITTING:]) == [Outcome.STORED] * 2
         assert await contains(backend, blocks) == [False] * 2 + [True] * FITTING
-        # What others store counts as well.
+        # Blocks that other nodes store count as well.
         await other.delete_many(NAMESPACE, [b.key.block_hash for b in blocks])
         await room(backend)
         await put(other, make_chain("others", FITTING, LENGTH))
@@ -257,16 +257,16 @@ async def test_room_is_found_by_the_next_count(tier: Open, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_full_tier_is_no_failing_one(
+def test_full_shared_tier_is_not_failing(
     tmp_path: Path, store: tuple[type[Backend], dict[str, object]]
 ) -> None:
-    """A full tier would trip its breaker, and nothing be read from it any more."""
+    """A full tier would open its breaker, and would no longer be read."""
     kind = "redis" if store[0] is RedisBackend else "s3"
     space = namespace(LENGTH)
     times = dict.fromkeys(("deadline_ms", "slow_ms", "timeout_ms"), 20_000)
     options = {**store[1], **times, "capacity": CAPACITY}
     with DaemonProcess(tmp_path, capacity="16MiB", storage=table(kind, options)) as daemon:
-        # Until it has counted once, a node does not know what it has not come by.
+        # Before its first count a node does not know what the store holds.
         daemon.wait_tier(kind, "ready")
         client = daemon.client()
         handle = client.register(space)

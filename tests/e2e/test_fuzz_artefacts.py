@@ -100,8 +100,10 @@ class Disk:
         async with suite.running(self.tier()) as tier:
             assert set(await put(tier, self.blocks)) == {STORED}
             await get(tier, self.blocks)  # So that the table of uses is not empty.
-            self.numbers = sorted(tier._space.shelves[NAMESPACE].slabs)
-            await tier._space._save_uses()
+            shelf = tier._shelves.get(NAMESPACE)
+            assert shelf is not None
+            self.numbers = sorted(shelf.slabs)
+            await tier._shelves._save_uses()
 
     async def serve(self) -> tuple[list[Outcome], Counter[str]]:
         """An incarnation on what is there: how blocks fared at first, and what was counted."""
@@ -110,7 +112,7 @@ class Disk:
             counted = Counter(tier.counters)
             assert set(await put(tier, self.blocks)) <= {STORED, PRESENT}
             assert set(await get(tier, self.blocks)) == {HIT}
-            for shelf in tier._space.shelves.values():
+            for shelf in tier._shelves:
                 assert not any(slab.pins for slab in shelf.slabs.values())
                 assert not {*shelf._pins, *shelf._retired, *shelf._needed, *shelf.writing}
                 held = len(shelf.index) + shelf.free_records

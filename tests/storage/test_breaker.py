@@ -1,4 +1,4 @@
-"""The breaker: an outage costs one deadline, and no more than the tier that has it."""
+"""The breaker: an outage costs one deadline, and affects only the tier that has it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tierd.testing.suite import NAMESPACE, scanned
 
 
 @simulated
-async def test_a_missed_deadline_opens_at_once(rig: Rig) -> None:
-    """Every request would wait for a dead server before one notices."""
+async def test_missed_deadline_opens_the_circuit_at_once(rig: Rig) -> None:
+    """Every request would wait for a dead server until the breaker notices the outage."""
     rig.tier.reads = HUNG
     with pytest.raises(BackendError, match="no answer within 2 s"):
         await rig.get()
@@ -52,8 +52,9 @@ async def test_a_missed_deadline_opens_at_once(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_call_that_lingers_opens_at_the_deadline_and_ends_later(rig: Rig) -> None:
-    """Slots would be reused under a read, or the breaker wait for a client that lets go slowly."""
+async def test_lingering_call_opens_the_circuit_at_its_deadline(rig: Rig) -> None:
+    """A slot would be reused while a read still writes to it, or the breaker would wait for a
+    client that is slow to let go."""
     rig.tier.reads = replace(HUNG, lingers_s=20.0)
     rig.tier.probes = DOWN
     call = await rig.start(rig.get())
@@ -67,8 +68,8 @@ async def test_a_call_that_lingers_opens_at_the_deadline_and_ends_later(rig: Rig
 
 
 @simulated
-async def test_nothing_is_begun_beside_a_call_that_lingers(rig: Rig) -> None:
-    """A client stuck in the kernel would take a thread more with each trial."""
+async def test_no_trial_begins_beside_a_lingering_call(rig: Rig) -> None:
+    """A client stuck in the kernel would take one more thread with each trial."""
     rig.tier.reads = replace(HUNG, lingers_s=50.0)
     call = await rig.start(rig.get())
     await asyncio.sleep(DEADLINE_S + PROBE_S + 1)
@@ -82,8 +83,8 @@ async def test_nothing_is_begun_beside_a_call_that_lingers(rig: Rig) -> None:
 
 
 @simulated
-async def test_an_answer_in_spite_of_the_deadline_is_given(rig: Rig) -> None:
-    """Blocks that were stored would be reported as failed, and their outcome be lost."""
+async def test_answer_after_the_deadline_is_returned(rig: Rig) -> None:
+    """Stored blocks would be reported as failed, and their outcome would be lost."""
 
     async def stubborn(namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         with suppress(asyncio.CancelledError):
@@ -97,7 +98,7 @@ async def test_an_answer_in_spite_of_the_deadline_is_given(rig: Rig) -> None:
 
 @simulated
 async def test_an_outage_costs_one_deadline(rig: Rig) -> None:
-    """A queue of requests would each wait for the deadline, one after the other."""
+    """Queued requests would each wait for the deadline, one after the other."""
     rig.tier.reads = rig.tier.probes = HUNG
     waited_s = 0.0
     for _ in range(100):
@@ -111,8 +112,9 @@ async def test_an_outage_costs_one_deadline(rig: Rig) -> None:
 
 
 @simulated
-async def test_uses_are_not_answered_for_a_tier_that_takes_no_reads(rig: Rig) -> None:
-    """All that a tier has would be taken for lost in an outage, and be written again after it."""
+async def test_uses_raise_while_reads_are_refused(rig: Rig) -> None:
+    """During an outage all blocks of the tier would be taken for lost, and be written again
+    afterwards."""
     rig.tier.reads = HUNG
     await rig.fail(rig.get)
     with pytest.raises(BackendError, match="reads are stopped"):
@@ -122,7 +124,7 @@ async def test_uses_are_not_answered_for_a_tier_that_takes_no_reads(rig: Rig) ->
 
 @simulated
 async def test_deletes_are_bounded_and_never_refused(rig: Rig) -> None:
-    """A flush would hang, or be reported as done when it was not even tried."""
+    """A flush would hang, or be reported as done although it was not even tried."""
     rig.tier.writes = rig.tier.reads = HUNG
     await rig.fail(rig.put)
     await rig.fail(rig.get)
@@ -136,8 +138,9 @@ async def test_deletes_are_bounded_and_never_refused(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_scan_is_bounded_step_by_step(rig: Rig) -> None:
-    """A scan of millions would be cut off, or one of a dead server never end."""
+async def test_each_step_of_a_scan_is_bounded(rig: Rig) -> None:
+    """A scan of millions of blocks would be cut off, or the scan of a dead server would never
+    end."""
     rig.tier.reads = Act(takes_s=DEADLINE_S * 0.9)
     assert await scanned(rig.breaker) == [block.header for block in BLOCKS]
     assert rig.reads() == "closed"
@@ -156,8 +159,9 @@ async def test_a_scan_is_bounded_step_by_step(rig: Rig) -> None:
 
 
 @simulated
-async def test_three_failures_in_a_row_open(rig: Rig) -> None:
-    """A refused connection would be tried for each request for ever, or once be too often."""
+async def test_three_failures_in_a_row_open_the_circuit(rig: Rig) -> None:
+    """Each request would try a refused connection, or a single failure would already open the
+    circuit."""
     for _ in range(5):
         rig.tier.reads = DOWN
         await rig.fail(rig.get, 2)
@@ -174,8 +178,8 @@ async def test_three_failures_in_a_row_open(rig: Rig) -> None:
 
 
 @simulated
-async def test_lookups_do_not_vouch_for_reads(rig: Rig) -> None:
-    """A server that answers questions and gives nothing would never be given up."""
+async def test_successful_lookups_do_not_cover_failing_reads(rig: Rig) -> None:
+    """The breaker would never give up a server that answers lookups but delivers nothing."""
     for _ in range(3):
         rig.tier.reads = OK
         for _ in range(10):
@@ -186,7 +190,7 @@ async def test_lookups_do_not_vouch_for_reads(rig: Rig) -> None:
 
 
 @simulated
-async def test_lookups_that_fail_open_as_well(rig: Rig) -> None:
+async def test_failing_lookups_open_the_circuit(rig: Rig) -> None:
     """A server that is down would be asked for as long as nothing is read."""
     rig.tier.reads = DOWN
     await rig.fail(rig.lookup, 3)
@@ -194,8 +198,9 @@ async def test_lookups_that_fail_open_as_well(rig: Rig) -> None:
 
 
 @simulated
-async def test_an_answered_lookup_is_no_trial(rig: Rig) -> None:
-    """A server whose bodies stall would be let loose on everybody after each probe."""
+async def test_lookup_does_not_count_as_a_trial(rig: Rig) -> None:
+    """After each probe all requests would go to a server that stalls in the bodies of its
+    replies."""
     await rig.half_open_reads()
     for _ in range(3):
         assert await rig.lookup() == [True]
@@ -206,8 +211,8 @@ async def test_an_answered_lookup_is_no_trial(rig: Rig) -> None:
 
 
 @simulated
-async def test_half_of_the_last_calls_opens(rig: Rig) -> None:
-    """A tier that loses every other call would never be given up."""
+async def test_half_of_the_recent_calls_failing_opens_the_circuit(rig: Rig) -> None:
+    """The breaker would never give up a tier that loses every other call."""
     for number in range(10):
         rig.tier.reads = OK if number % 2 else DOWN
         with suppress(BackendError):
@@ -219,8 +224,8 @@ async def test_half_of_the_last_calls_opens(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_third_of_the_last_calls_does_not_open(rig: Rig) -> None:
-    """A tier with a flaky network would be unusable."""
+async def test_a_third_of_the_recent_calls_failing_does_not_open_the_circuit(rig: Rig) -> None:
+    """A tier behind a flaky network would be unusable."""
     for number in range(90):
         rig.tier.reads = OK if number % 3 else DOWN
         with suppress(BackendError):
@@ -229,8 +234,8 @@ async def test_a_third_of_the_last_calls_does_not_open(rig: Rig) -> None:
 
 
 @simulated
-async def test_only_the_last_twenty_count(rig: Rig) -> None:
-    """A tier that was well for a day could fail half of its calls for a day."""
+async def test_only_the_last_twenty_calls_count(rig: Rig) -> None:
+    """A tier that worked for a day could then fail half of its calls for a day."""
     for _ in range(500):
         await rig.get()
     failed = 0
@@ -264,8 +269,8 @@ async def test_slow_calls_are_failures(rig: Rig) -> None:
         ([Outcome.CORRUPT] * 3, False),
     ],
 )
-def test_blocks_that_fail_make_a_failure(outcomes: list[Outcome], opens: bool) -> None:
-    """A disk that fails every block, politely, would be asked for ever."""
+def test_a_call_whose_blocks_all_fail_is_a_failure(outcomes: list[Outcome], opens: bool) -> None:
+    """A disk that fails every block without raising an error would be asked forever."""
 
     @simulated
     async def scenario(rig: Rig) -> None:
@@ -280,8 +285,8 @@ def test_blocks_that_fail_make_a_failure(outcomes: list[Outcome], opens: bool) -
 
 
 @simulated
-async def test_a_full_tier_is_not_a_failing_one(rig: Rig) -> None:
-    """A tier that has no room would stop taking what it has room for."""
+async def test_full_tier_is_not_failing(rig: Rig) -> None:
+    """A tier without room for some blocks would stop storing blocks that it has room for."""
     rig.tier.writes = replace(OK, outcomes=[Outcome.REFUSED] * 4)
     for _ in range(30):
         assert await rig.put(4) == [Outcome.REFUSED] * 4
@@ -289,8 +294,8 @@ async def test_a_full_tier_is_not_a_failing_one(rig: Rig) -> None:
 
 
 @simulated
-async def test_bugs_pass_unchanged_and_count(rig: Rig) -> None:
-    """A backend's bug would be hidden, or hit anew by every request."""
+async def test_bugs_pass_unchanged_and_count_as_failures(rig: Rig) -> None:
+    """A backend's bug would be hidden, or every request would run into it again."""
     rig.tier.reads = Act(raises=TypeError("not a view"))
     for _ in range(3):
         with pytest.raises(TypeError, match="not a view"):
@@ -300,7 +305,7 @@ async def test_bugs_pass_unchanged_and_count(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_timeout_of_the_client_itself_passes_unchanged(rig: Rig) -> None:
+async def test_timeout_raised_by_the_client_passes_unchanged(rig: Rig) -> None:
     """The operator would be told of a deadline that had not passed."""
     rig.tier.reads = Act(raises=TimeoutError("socket"))
     with pytest.raises(TimeoutError, match="socket"):
@@ -309,8 +314,8 @@ async def test_a_timeout_of_the_client_itself_passes_unchanged(rig: Rig) -> None
 
 
 @simulated
-async def test_reads_and_writes_are_apart(rig: Rig) -> None:
-    """A full or read-only disk would take all that it holds with it."""
+async def test_reads_and_writes_have_separate_circuits(rig: Rig) -> None:
+    """A full or read-only disk would make all blocks that it holds unreadable."""
     rig.tier.writes = DOWN
     await rig.fail(rig.put, 3)
     assert (rig.reads(), rig.writes()) == ("closed", "open")
@@ -328,8 +333,8 @@ async def test_reads_and_writes_are_apart(rig: Rig) -> None:
 
 
 @simulated
-async def test_empty_batches_are_not_asked(rig: Rig) -> None:
-    """A call that asks for nothing would pass for a tier's recovery."""
+async def test_empty_batches_do_not_reach_the_tier(rig: Rig) -> None:
+    """A call that asks for nothing would count as the recovery of the tier."""
     await rig.half_open_reads()
     asked = len(rig.tier.asked)
     assert await rig.get(0) == []
@@ -339,12 +344,12 @@ async def test_empty_batches_are_not_asked(rig: Rig) -> None:
     assert rig.reads() == "half_open"
 
 
-# --- callers that give up ---------------------------------------------------------------
+# --- cancelled calls --------------------------------------------------------------------
 
 
 @simulated
-async def test_giving_up_is_no_failure(rig: Rig) -> None:
-    """An engine that cancels its requests would take the tier from all others."""
+async def test_cancelled_call_is_not_a_failure(rig: Rig) -> None:
+    """An engine that cancels its requests would take the tier away from all other engines."""
     rig.tier.reads = Act(takes_s=0.5)
     for _ in range(50):
         call = await rig.start(rig.get())
@@ -356,8 +361,8 @@ async def test_giving_up_is_no_failure(rig: Rig) -> None:
 
 
 @simulated
-async def test_giving_up_on_slow_calls_is_one(rig: Rig) -> None:
-    """A hung tier would never be noticed by requests with short deadlines."""
+async def test_cancelled_slow_call_is_a_failure(rig: Rig) -> None:
+    """Requests with short deadlines would never notice a hung tier."""
     rig.tier.reads = HUNG
     calls = [await rig.start(rig.get()) for _ in range(3)]
     await asyncio.sleep(SLOW_S + 0.1)
@@ -369,7 +374,7 @@ async def test_giving_up_on_slow_calls_is_one(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_stall_begins_nothing(rig: Rig) -> None:
+async def test_no_call_begins_during_a_stall(rig: Rig) -> None:
     """All of a tier's concurrency would be spent on calls to a server that has gone silent."""
     rig.tier.reads = SLOW
     call = await rig.start(rig.get())
@@ -389,7 +394,7 @@ async def test_a_stall_begins_nothing(rig: Rig) -> None:
 
 
 @simulated
-async def test_blamed_reads_hold_up_others_until_one_ends_well(rig: Rig) -> None:
+async def test_blamed_reads_hold_up_others_until_one_succeeds(rig: Rig) -> None:
     """Each request of an outage would wait for its own deadline before slow_s has passed."""
     rig.breaker.blame_reads()
     assert rig.breaker.reads_allowed
@@ -411,8 +416,8 @@ async def test_blamed_reads_hold_up_others_until_one_ends_well(rig: Rig) -> None
 
 
 @simulated
-async def test_a_blamed_lookup_does_not_vouch_for_a_blamed_read(rig: Rig) -> None:
-    """Requests with short deadlines would each wait for a body that never comes."""
+async def test_blamed_lookup_does_not_clear_a_blamed_read(rig: Rig) -> None:
+    """Requests with short deadlines would each wait for a body that never arrives."""
     rig.tier.reads = HUNG
     get = await rig.start(rig.get())
     rig.tier.reads = Act(takes_s=0.2)
@@ -426,8 +431,8 @@ async def test_a_blamed_lookup_does_not_vouch_for_a_blamed_read(rig: Rig) -> Non
 
 
 @simulated
-async def test_blamed_reads_that_were_called_off_are_settled_by_a_probe(rig: Rig) -> None:
-    """A request with a tiny deadline would close a sound tier to all others, for good."""
+async def test_probe_clears_blamed_reads_that_were_cancelled(rig: Rig) -> None:
+    """A request with a tiny deadline would close a sound tier to all others permanently."""
     rig.tier.reads = HUNG
     call = await rig.start(rig.lookup())
     await asyncio.sleep(0.05)
@@ -443,8 +448,8 @@ async def test_blamed_reads_that_were_called_off_are_settled_by_a_probe(rig: Rig
 
 
 @simulated
-async def test_blamed_reads_and_a_dead_tier(rig: Rig) -> None:
-    """Requests with deadlines below slow_s would each find out about the outage themselves."""
+async def test_blamed_reads_of_a_dead_tier_open_the_circuit(rig: Rig) -> None:
+    """Requests with deadlines below slow_s would each discover the outage themselves."""
     rig.tier.reads = rig.tier.probes = HUNG
     missed = 0
     for _ in range(200):
@@ -461,21 +466,22 @@ async def test_blamed_reads_and_a_dead_tier(rig: Rig) -> None:
 
 
 @simulated
-async def test_why_blocks_fail_is_told_as_long_as_they_do(rig: Rig) -> None:
-    """A tier whose writes all fail would say that so many failed, and an operator have to guess."""
+async def test_reason_of_failing_blocks_is_shown_while_they_fail(rig: Rig) -> None:
+    """For a tier whose writes all fail the operator would see a number of failures and have to
+    guess the reason."""
     rig.tier.writes = replace(OK, outcomes=[ERROR] * 4)
     rig.tier.stats = lambda: BackendStats(trouble="/store: gone")  # type: ignore[method-assign]
-    told = [rig.breaker.why]
+    shown = [rig.breaker.why]
     for _ in range(3):
         await rig.put(4)
     assert rig.breaker.failing
-    told.append(rig.breaker.why)
+    shown.append(rig.breaker.why)
     await asyncio.sleep(PROBE_S + 1)
     await rig.put(4)
-    told.append(rig.breaker.why)
+    shown.append(rig.breaker.why)
     rig.tier.writes = OK
     await asyncio.sleep(PROBE_S + 1)
     await rig.put(4)
     assert not rig.breaker.failing
     why = "4 of 4 blocks failed: /store: gone"
-    assert [*told, rig.breaker.why] == ["", why, why, ""]
+    assert [*shown, rig.breaker.why] == ["", why, why, ""]

@@ -1,4 +1,4 @@
-"""The breaker: the end of an outage is noticed, and both are told."""
+"""The breaker: the end of an outage is noticed, and an outage and its end are reported."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ async def test_one_probe_at_a_time_every_probe_s(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_probe_survives_a_bug(rig: Rig) -> None:
-    """A backend that raises anything would never be asked again."""
+async def test_probing_survives_a_bug(rig: Rig) -> None:
+    """A backend that raises an unexpected error would never be asked again."""
     await rig.open_reads()
     rig.tier.reads = OK
     rig.tier.probes = Act(raises=TypeError("bug"))
@@ -65,8 +65,8 @@ async def test_a_probe_survives_a_bug(rig: Rig) -> None:
 
 
 @simulated
-async def test_half_open_lets_one_call_try(rig: Rig) -> None:
-    """All that waited would fall on a server that has just come up."""
+async def test_half_open_admits_one_call(rig: Rig) -> None:
+    """All waiting requests would fall on a server that has just come up."""
     await rig.half_open_reads()
     rig.tier.reads = Act(takes_s=0.5)
     trial = await rig.start(rig.get())
@@ -80,7 +80,7 @@ async def test_half_open_lets_one_call_try(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_failed_trial_opens_again(rig: Rig) -> None:
+async def test_failed_trial_opens_the_circuit_again(rig: Rig) -> None:
     """A server that answers pings and nothing else would be taken for a sound one."""
     await rig.half_open_reads()
     rig.tier.reads = DOWN
@@ -94,8 +94,8 @@ async def test_a_failed_trial_opens_again(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_tier_that_only_answers_probes_is_failing(rig: Rig) -> None:
-    """A tier whose every get raises would be shown as ready, all the time between two trials."""
+async def test_tier_that_only_answers_probes_is_failing(rig: Rig) -> None:
+    """A tier whose every get raises would be shown as ready between two trials."""
     await rig.half_open_reads()
     assert not rig.breaker.failing, "an outage that has passed would be shown until the next get"
     for trial in (DOWN, HUNG, Act(raises=TypeError("bug"))):
@@ -112,9 +112,9 @@ async def test_a_tier_that_only_answers_probes_is_failing(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_lookup_ends_no_outage(rig: Rig) -> None:
-    """A server that finds objects and stalls in their bodies would be let back in after each
-    probe, and everybody would wait for it again."""
+async def test_lookup_does_not_end_an_outage(rig: Rig) -> None:
+    """A server that finds objects but stalls in their bodies would be let back in after each probe,
+    and every request would wait for it again."""
     await rig.half_open_reads()
     for _ in range(3):
         assert await rig.lookup() == [True]
@@ -125,8 +125,8 @@ async def test_a_lookup_ends_no_outage(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_trial_that_hangs_opens_at_its_deadline(rig: Rig) -> None:
-    """A trial that never ends would keep the circuit half open for ever."""
+async def test_hanging_trial_opens_the_circuit_at_its_deadline(rig: Rig) -> None:
+    """A trial that never ends would keep the circuit half open forever."""
     await rig.half_open_reads()
     rig.tier.reads = replace(HUNG, lingers_s=1.0)
     trial = await rig.start(rig.get())
@@ -140,8 +140,8 @@ async def test_a_trial_that_hangs_opens_at_its_deadline(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_trial_called_off_leaves_its_place(rig: Rig) -> None:
-    """One cancelled request after an outage would keep the tier shut for good."""
+async def test_cancelled_trial_makes_way_for_another(rig: Rig) -> None:
+    """One cancelled request after an outage would keep the tier closed permanently."""
     await rig.half_open_reads()
     rig.tier.reads = Act(takes_s=0.5)
     for _ in range(10):
@@ -155,8 +155,8 @@ async def test_a_trial_called_off_leaves_its_place(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_trial_that_was_never_begun_takes_no_place(rig: Rig) -> None:
-    """A call cancelled before its first step would keep the tier shut for good."""
+async def test_trial_cancelled_before_it_began_makes_way_for_another(rig: Rig) -> None:
+    """A call cancelled before its first step would keep the tier closed permanently."""
     await rig.half_open_reads()
     trial = rig.loop.create_task(rig.get())
     trial.cancel()
@@ -165,8 +165,8 @@ async def test_a_trial_that_was_never_begun_takes_no_place(rig: Rig) -> None:
 
 
 @simulated
-async def test_a_trial_that_a_request_waited_for_in_vain_has_failed(rig: Rig) -> None:
-    """Behind a probe that is answered, each request would wait for its own deadline."""
+async def test_blamed_trial_that_is_cancelled_has_failed(rig: Rig) -> None:
+    """After a probe that was answered, each request would wait for its own deadline."""
     await rig.half_open_reads()
     rig.tier.reads = HUNG
     trial = await rig.start(rig.get())
@@ -181,7 +181,7 @@ async def test_a_trial_that_a_request_waited_for_in_vain_has_failed(rig: Rig) ->
 
 @simulated
 async def test_half_open_waits_for_a_real_call(rig: Rig) -> None:
-    """A tier that nobody asks would be probed for ever, or open again by itself."""
+    """A tier without requests would be probed forever, or its circuit would open by itself."""
     await rig.half_open_reads()
     probes = rig.tier.count("probe")
     since_s = rig.breaker.status()["reads"]["since_s"]
@@ -194,8 +194,8 @@ async def test_half_open_waits_for_a_real_call(rig: Rig) -> None:
 
 
 @simulated
-async def test_calls_from_before_do_not_decide(rig: Rig) -> None:
-    """An answer from before the outage would pass for the end of it, or an error for the next."""
+async def test_calls_from_before_a_state_change_do_not_count(rig: Rig) -> None:
+    """An answer from before the outage would pass for its end, or an error for the next outage."""
     rig.tier.reads = Act(takes_s=SLOW_S - 0.02)
     good = await rig.start(rig.get())
     rig.tier.reads = replace(DOWN, takes_s=SLOW_S - 0.01)
@@ -211,8 +211,9 @@ async def test_calls_from_before_do_not_decide(rig: Rig) -> None:
 
 
 @simulated
-async def test_an_answer_from_before_does_not_end_an_outage(rig: Rig) -> None:
-    """A straggler's answer would let everybody loose on a tier that has not been tried yet."""
+async def test_late_answer_does_not_end_an_outage(rig: Rig) -> None:
+    """The answer of a call from before the outage would send all requests to a tier that has not
+    been tried yet."""
     await rig.breaker.close()
     rig.tier.reads = Act(takes_s=PROBE_S + 0.5)
     breaker = BreakerBackend(rig.tier, name="x", deadline_s=20, slow_s=20, probe_s=PROBE_S)
@@ -228,7 +229,7 @@ async def test_an_answer_from_before_does_not_end_an_outage(rig: Rig) -> None:
 
 
 @simulated
-async def test_failures_from_before_are_forgotten(rig: Rig) -> None:
+async def test_failures_before_a_recovery_are_forgotten(rig: Rig) -> None:
     """A tier that has recovered would be given up at its first hiccup."""
     await rig.half_open_reads()
     for number in range(12):
@@ -239,8 +240,8 @@ async def test_failures_from_before_are_forgotten(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("down_s", [0.5, 3.0, 6.99, 7.0, 7.01, 11.3, 60.0])
-def test_recovered_within_a_probe_and_a_call(down_s: float) -> None:
-    """A tier would stay out long after it has come back."""
+def test_recovery_takes_one_probe_and_one_call(down_s: float) -> None:
+    """A tier would stay closed long after it has come back."""
 
     @simulated
     async def scenario(rig: Rig) -> None:
@@ -264,8 +265,8 @@ def test_recovered_within_a_probe_and_a_call(down_s: float) -> None:
 
 
 @simulated
-async def test_circuits_that_open_apart_are_probed_in_time(rig: Rig) -> None:
-    """The second circuit to open would put off the first one's probe, or miss its own."""
+async def test_circuits_that_open_at_different_times_are_probed_in_time(rig: Rig) -> None:
+    """The second circuit to open would delay the first one's probe, or miss its own."""
     await rig.open_reads()
     opened_s = rig.time
     rig.tier.probes = OK
@@ -277,8 +278,8 @@ async def test_circuits_that_open_apart_are_probed_in_time(rig: Rig) -> None:
     assert (rig.reads(), rig.writes()) == ("half_open", "half_open")
 
 
-def test_a_sound_tier_is_not_probed() -> None:
-    """A daemon with nothing to do would wake up every few seconds."""
+def test_sound_tier_is_not_probed() -> None:
+    """An idle daemon would wake up every few seconds."""
 
     async def scenario(loop: SimulationLoop) -> None:
         rig = Rig(loop)
@@ -290,11 +291,11 @@ def test_a_sound_tier_is_not_probed() -> None:
         run_simulation(1, scenario)
 
 
-# --- what is told -----------------------------------------------------------------------
+# --- status, log and counters -----------------------------------------------------------
 
 
-def test_one_line_an_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """The log would fill during an outage, or not say that there was one."""
+def test_outage_logs_one_line_when_it_begins_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """The log would fill during an outage, or not mention it."""
     caplog.set_level(logging.DEBUG, "tierd")
 
     async def run(loop: SimulationLoop) -> None:
@@ -319,7 +320,7 @@ def test_one_line_an_outage(caplog: pytest.LogCaptureFixture) -> None:
 
 @simulated
 async def test_status(rig: Rig) -> None:
-    """The operator would not learn which half of a tier is out, why, or since when."""
+    """The operator would not learn whether reads or writes are stopped, why, or since when."""
     sound = {"state": "closed", "why": "", "since_s": None, "opened_total": 0}
     assert rig.breaker.status() == {"reads": sound, "writes": sound}
     rig.tier.writes = HUNG
@@ -337,7 +338,7 @@ async def test_status(rig: Rig) -> None:
 
 
 @simulated
-async def test_asking_changes_nothing(rig: Rig) -> None:
+async def test_status_queries_change_no_state(rig: Rig) -> None:
     """A status query would take the trial's place, or end a stall."""
     await rig.half_open_reads()
     for _ in range(10):
@@ -347,13 +348,13 @@ async def test_asking_changes_nothing(rig: Rig) -> None:
 
 
 @simulated
-async def test_counters_are_live_and_always_there(rig: Rig) -> None:
+async def test_counters_are_live_and_always_present(rig: Rig) -> None:
     """Metrics would stand still, or appear only with the first failure."""
     assert rig.breaker.counters["corrupt_total"] == 0
     assert rig.breaker.counters["breaker_refused_reads_total"] == 0
     rig.tier.counters["corrupt_total"] += 1
     assert rig.breaker.counters["corrupt_total"] == 1
-    # As a tier in another process does.
+    # A tier in a worker process does this.
     rig.tier.counters = {"corrupt_total": 5}
     assert rig.breaker.counters["corrupt_total"] == 5
     assert all(name.endswith("_total") for name in rig.breaker.counters)
@@ -364,7 +365,7 @@ async def test_counters_are_live_and_always_there(rig: Rig) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, PROBE_S / 2, PROBE_S + 1])
 def test_close_ends_the_probe(wait_s: float) -> None:
-    """A tier that is closed would be asked again, or the daemon wait for its probe."""
+    """A closed tier would be asked again, or the daemon would wait for its probe."""
 
     @simulated
     async def scenario(rig: Rig) -> None:
@@ -382,8 +383,8 @@ def test_close_ends_the_probe(wait_s: float) -> None:
 
 
 @simulated
-async def test_a_tier_can_be_opened_again(rig: Rig) -> None:
-    """A tier that failed to open once would have to wait for a restart."""
+async def test_tier_can_be_opened_again(rig: Rig) -> None:
+    """A tier that once failed to open would have to wait for a restart of the daemon."""
     await rig.open_reads()
     await rig.breaker.close()
     rig.tier.reads = rig.tier.probes = OK

@@ -1,4 +1,4 @@
-"""The breaker's decisions, step by step against a plain model of them."""
+"""The breaker's decisions, compared with a plain model after each step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from tierd.storage.circuit import Call, Circuit, State
+from tierd.storage.circuit import Circuit, State
+from tierd.storage.in_flight import Call
 
 SLOW_S = 1.0
 
@@ -22,7 +23,7 @@ class ModelCall:
 
 @dataclass
 class Model:
-    """The rules, written down as plainly as possible."""
+    """The circuit's rules, written as plainly as possible."""
 
     now_s: float = 100.0
     state: str = "closed"
@@ -32,9 +33,9 @@ class Model:
     trial: Call | None = None
     doubt_s: float | None = None
     usual_s: dict[bool, float] = field(default_factory=dict)
-    """What a call that went well has taken of late: a lookup, or another one."""
+    """Usual duration of a successful call, by whether it is a lookup."""
     results: list[tuple[bool, bool]] = field(default_factory=list)
-    """Whether it was a lookup, and whether it went well."""
+    """For each call: whether it was a lookup, and whether it succeeded."""
 
     def stalled_since(self) -> float | None:
         if self.doubt_s is not None:
@@ -125,7 +126,7 @@ class Model:
 
 
 def step(random: Random, circuit: Circuit, model: Model) -> str:
-    """Let something happen to both; what it was."""
+    """Apply one random event to both; return its description."""
     now_s, failed = model.now_s, random.random() < 0.4
     what = random.choice(
         ("wait", "begin", "begin", "end", "end", "abandon", "miss", "blame", "probe")
@@ -172,8 +173,8 @@ def agree(circuit: Circuit, model: Model) -> None:
 
 
 @pytest.mark.slow
-def test_a_circuit_does_what_the_model_does() -> None:
-    """In some order of events a tier would be asked in vain, or never again."""
+def test_circuit_matches_the_model() -> None:
+    """After some order of events a failing tier would be asked, or a sound tier never again."""
     seen: set[str] = set()
     for seed in range(200):
         random = Random(seed)

@@ -20,7 +20,7 @@ from tierd import child
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.errors import BackendError, ConfigError
 from tierd.storage.worker import backend as worker
-from tierd.storage.worker import life
+from tierd.storage.worker import incarnation
 from tierd.storage.worker import wire as wire_module
 from tierd.storage.worker.backend import BackendBugError, WorkerBackend
 from tierd.testing.suite import CanarySlots, scanned
@@ -56,20 +56,20 @@ async def running(**given):
 
 
 async def until(condition):
-    """Turn the loop until the condition holds."""
+    """Run the loop until the condition holds."""
     end = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "the condition never held"
         await asyncio.sleep(0.001)
 
 
 def alive(pid):
-    """Whether the process exists, as a zombie too."""
+    """Whether the process exists, even as a zombie."""
     return Path(f"/proc/{pid}").exists()
 
 
 def state(pid):
-    """The letter that ps shows; Z if there is no process."""
+    """Return the state letter that ps shows; Z if there is no process."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "Z"
@@ -80,7 +80,7 @@ def stopped(pid):
 
 
 def proc(pid, name):
-    """A file of /proc/PID; empty if there is no process."""
+    """Read a file of /proc/PID; empty if there is no process."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
@@ -91,12 +91,12 @@ def children():
 
 
 async def died(backend):
-    """Wait until the death of the worker has been seen."""
-    await until(lambda: backend._life is None)
+    """Wait until the daemon has noticed the death of the worker."""
+    await until(lambda: backend._incarnation is None)
 
 
 def pid_of(backend):
-    return backend._life.pid
+    return backend._incarnation.pid
 
 
 def fds():
@@ -104,13 +104,13 @@ def fds():
 
 
 def begin(backend, namespace=b"hang"):
-    """A call that is in the worker when this returns to the loop."""
+    """Start a call that is in the worker when this returns to the loop."""
     return asyncio.create_task(backend.contains_many(namespace, HASHES))
 
 
 async def serving(backend):
     """Wait until calls are answered again."""
-    await until(lambda: backend._life is not None and not backend._life.dying)
+    await until(lambda: backend._incarnation is not None and not backend._incarnation.dying)
     assert await backend.contains_many(b"", HASHES) == ANSWERS
     assert await backend.use_many(b"", HASHES) == [not answer for answer in ANSWERS]
 
@@ -123,7 +123,7 @@ def gets(slots, length=PAGE_BYTES):
 
 
 async def test_killed_during_calls():
-    """A crashed client would hang loads for ever, or free slots that it still writes to."""
+    """A crashed client would hang loads forever, or free slots that it still writes to."""
     async with running() as backend:
         pid = pid_of(backend)
         calls = [begin(backend) for _ in range(20)]
@@ -140,8 +140,8 @@ async def test_killed_during_calls():
         assert backend.counters["worker_kills_total"] == 0
 
 
-async def test_calls_while_away(tmp_path):
-    """Requests would wait for a tier that is being restarted instead of missing."""
+async def test_calls_raise_while_no_worker_runs(tmp_path):
+    """Requests would wait for a restarting worker instead of being misses."""
     plan = tmp_path / "plan"
     async with running(open_does=str(plan)) as backend:
         plan.write_text("hang")
@@ -152,8 +152,9 @@ async def test_calls_while_away(tmp_path):
             await backend.contains_many(b"", HASHES)
 
 
-async def test_restarts_until_it_opens(tmp_path, monkeypatch):
-    """A tier whose server was away when its client crashed would be lost until a restart."""
+async def test_worker_is_restarted_until_its_backend_opens(tmp_path, monkeypatch):
+    """A tier whose server was down when its worker crashed would be lost until a restart of the
+    daemon."""
     monkeypatch.setattr(worker, "RESTART_S_MIN", 0.001)
     monkeypatch.setattr(worker, "RESTART_S_MAX", 0.01)
     plan = tmp_path / "plan"
@@ -171,7 +172,7 @@ async def test_restarts_until_it_opens(tmp_path, monkeypatch):
         assert backend.counters["worker_restarts_total"] == 1
 
 
-async def test_crashes_in_a_row(monkeypatch):
+async def test_repeated_crashes_leak_nothing(monkeypatch):
     """A backend that always crashes would leak processes, descriptors or calls."""
     monkeypatch.setattr(worker, "RESTART_S_MAX", 0.0)
     async with running() as backend:
@@ -203,7 +204,7 @@ async def test_pause_between_restarts(monkeypatch):
 
 
 async def test_counters_never_fall():
-    """A restart would make the operator's graphs jump down, and rates come out negative."""
+    """A restart would make the counters in graphs drop, and rates negative."""
     async with running() as backend:
         counters = backend.counters
         for _ in range(3):
@@ -212,15 +213,16 @@ async def test_counters_never_fall():
         os.kill(pid_of(backend), signal.SIGKILL)
         await died(backend)
         assert counters["calls_total"] == 3
-        await until(lambda: backend._life is not None)
+        await until(lambda: backend._incarnation is not None)
         assert counters["calls_total"] == 3
         await backend.contains_many(b"", HASHES)
         assert counters["calls_total"] == 4
         assert backend.counters is counters
 
 
-def test_daemon_killed():
-    """Workers of a killed daemon would write on into an arena that another daemon has taken."""
+def test_worker_ends_when_the_daemon_is_killed():
+    """Workers of a killed daemon would go on writing into an arena that another daemon has taken
+    over."""
     script = """
         import asyncio, sys
         from tests.support.tiers.worker_backends import OddBackend, OddOptions
@@ -232,7 +234,7 @@ def test_daemon_killed():
                 await backend.open()
             blocked = asyncio.create_task(backends[0].contains_many(b"block", [bytes(32)]))
             await asyncio.sleep(0)
-            print(*(backend._life.pid for backend in backends), flush=True)
+            print(*(backend._incarnation.pid for backend in backends), flush=True)
             await blocked
 
         asyncio.run(main())
@@ -247,26 +249,26 @@ def test_daemon_killed():
         pids = [int(word) for word in daemon.stdout.readline().split()]
         assert len(pids) == 2
         daemon.kill()
-    # Orphans are reaped by whoever adopts them; a zombie touches nothing.
+    # The process that adopts an orphan reaps it; a zombie touches nothing.
     end = time.monotonic() + WAIT_S
     while not all(state(pid) == "Z" for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
-async def test_daemon_gone_before_the_start():
-    """A worker whose daemon died while it started, too early for its signal, would stay."""
+async def test_worker_ends_when_its_socket_closes():
+    """A worker whose daemon died before the worker asked for the death signal would stay."""
     async with running() as backend:
         pid = pid_of(backend)
-        backend._life._stream.close()
+        backend._incarnation._stream.close()
         await died(backend)
         assert not alive(pid)
         assert backend.counters["worker_kills_total"] == 0
         await serving(backend)
 
 
-async def test_signals_of_a_stop():
-    """systemd's SIGTERM would end the tiers before the daemon has drained its backups."""
+async def test_worker_ignores_signals_of_a_stop():
+    """SIGTERM from systemd would end the tiers before the daemon has drained its backups."""
     async with running() as backend:
         pid = pid_of(backend)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -275,11 +277,11 @@ async def test_signals_of_a_stop():
         assert pid_of(backend) == pid
 
 
-# A process that does not let go.
+# A process that does not release its slots.
 
 
-async def test_cancelled():
-    """A load that is given up would end the process, and all other loads with it."""
+async def test_cancelled_call_ends_alone():
+    """A cancelled load would end the process, and all other loads with it."""
     async with running() as backend:
         pid = pid_of(backend)
         calls = [begin(backend) for _ in range(10)]
@@ -292,12 +294,12 @@ async def test_cancelled():
         assert pid_of(backend) == pid
 
 
-async def test_cancel_waits():
+async def test_cancelled_call_waits_for_its_slot():
     """A slot would be given away while the worker still receives into it."""
     async with running() as backend:
         slots = CanarySlots(1, PAGE_BYTES)
         call = asyncio.create_task(backend.get_into(b"linger", gets(slots)))
-        # It is sent first, so it has begun there when the other one is answered.
+        # It is sent first, so the worker has begun it when the other call is answered.
         await asyncio.sleep(0)
         await backend.contains_many(b"", HASHES)
         call.cancel()
@@ -310,7 +312,7 @@ async def test_cancel_waits():
         assert await backend.contains_many(b"", HASHES) == ANSWERS
 
 
-async def test_cancel_not_honoured(monkeypatch):
+async def test_worker_that_ignores_a_cancel_is_killed(monkeypatch):
     """A client that goes on after a deadline would write into another request's slots."""
     monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
@@ -332,8 +334,8 @@ async def test_cancel_not_honoured(monkeypatch):
         assert backend.counters["worker_kills_total"] == 1
 
 
-async def test_blocked_loop(monkeypatch):
-    """A client that blocks its process would hold slots until the daemon's restart."""
+async def test_worker_with_a_blocked_loop_is_killed(monkeypatch):
+    """A client that blocks its process would hold slots until a restart of the daemon."""
     monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         for _ in range(2):
@@ -347,8 +349,8 @@ async def test_blocked_loop(monkeypatch):
         assert backend.counters["worker_kills_total"] == 2
 
 
-async def test_stopped(monkeypatch):
-    """A worker that is suspended would hold slots until the daemon's restart."""
+async def test_stopped_worker_is_killed(monkeypatch):
+    """A suspended worker would hold slots until a restart of the daemon."""
     monkeypatch.setattr(OddBackend, "lets_go_s", 0.05)
     async with running() as backend:
         pid = pid_of(backend)
@@ -362,8 +364,8 @@ async def test_stopped(monkeypatch):
         await serving(backend)
 
 
-async def test_much_for_a_stopped_worker(monkeypatch):
-    """Lookups that a slow worker does not take would fill the daemon's memory, or block it."""
+async def test_requests_to_a_stopped_worker_are_bounded(monkeypatch):
+    """Lookups that a slow worker does not read would fill the daemon's memory, or block it."""
     async with running() as backend:
         pid = pid_of(backend)
         os.kill(pid, signal.SIGSTOP)
@@ -372,16 +374,16 @@ async def test_much_for_a_stopped_worker(monkeypatch):
         calls = [asyncio.create_task(backend.contains_many(b"", many)) for _ in range(12)]
         calls += [asyncio.create_task(backend.get_into(b"", gets(slots))) for _ in calls]
         await asyncio.sleep(0.05)
-        assert backend._life._stream._queued_bytes < 3 * child.OUTBOUND_BYTES_MAX
+        assert backend._incarnation._stream._queued_bytes < 3 * child.OUTBOUND_BYTES_MAX
         os.kill(pid, signal.SIGCONT)
         answers = await asyncio.gather(*calls)
         assert answers[:12] == [ANSWERS * 12_500] * 12
         assert all(r.outcome is Outcome.MISS for results in answers[12:] for r in results)
 
 
-async def test_close_hangs(monkeypatch):
+async def test_worker_that_hangs_in_close_is_killed(monkeypatch):
     """A tier that does not close would keep the daemon from stopping."""
-    monkeypatch.setattr(life, "CLOSE_S_MAX", 0.05)
+    monkeypatch.setattr(incarnation, "CLOSE_S_MAX", 0.05)
     backend = WorkerBackend(OddBackend, OddOptions(close_hangs=True))
     await backend.open()
     pid, call = pid_of(backend), begin(backend)
@@ -394,7 +396,7 @@ async def test_close_hangs(monkeypatch):
         await backend.contains_many(b"", HASHES)
 
 
-async def test_close_is_cancelled():
+async def test_cancelled_close_ends_the_process():
     """A stop that runs out of time would leave the process behind."""
     backend = WorkerBackend(OddBackend, OddOptions(close_hangs=True))
     await backend.open()
@@ -430,8 +432,9 @@ async def test_close_during_restart(tmp_path):
         ("exit", BackendError, "exit status 3"),
     ],
 )
-async def test_open_fails(tmp_path, how, error, text):
-    """The operator would not learn why a tier does not start, or the daemon never try again."""
+async def test_failed_open_is_reported_and_retried(tmp_path, how, error, text):
+    """The operator would not learn why a tier does not start, or the daemon would never try
+    again."""
     plan = tmp_path / "plan"
     backend = WorkerBackend(OddBackend, OddOptions(open_does=str(plan)))
     before = fds()
@@ -448,8 +451,8 @@ async def test_open_fails(tmp_path, how, error, text):
     assert len(fds()) == len(before)
 
 
-async def test_a_server_that_is_away_costs_one_process(tmp_path):
-    """The daemon would start a process every two seconds for as long as a server is away."""
+async def test_unreachable_server_costs_one_process(tmp_path):
+    """The daemon would start a process every two seconds while a server is down."""
     plan = tmp_path / "plan"
     plan.write_text("backend")
     backend = WorkerBackend(OddBackend, OddOptions(open_does=str(plan)))
@@ -465,7 +468,7 @@ async def test_a_server_that_is_away_costs_one_process(tmp_path):
     assert not children()
 
 
-async def test_closed_while_the_server_is_away(tmp_path):
+async def test_close_while_the_server_is_down(tmp_path):
     """A stop of the daemon would leave the process that waits for the server."""
     plan = tmp_path / "plan"
     plan.write_text("backend")
@@ -475,7 +478,7 @@ async def test_closed_while_the_server_is_away(tmp_path):
     [pid] = children()
     await backend.close()
     assert not children()
-    # And one that has died meanwhile is not asked again.
+    # A process that died meanwhile is not asked again.
     with pytest.raises(BackendError, match="server is away"):
         await backend.open()
     os.kill(children()[0], signal.SIGKILL)
@@ -486,7 +489,7 @@ async def test_closed_while_the_server_is_away(tmp_path):
     await backend.close()
 
 
-async def test_open_is_cancelled(tmp_path):
+async def test_cancelled_open_ends_the_process(tmp_path):
     """A tier that does not open in time would leave its process behind."""
     plan = tmp_path / "plan"
     plan.write_text("hang")
@@ -499,8 +502,8 @@ async def test_open_is_cancelled(tmp_path):
     assert not children()
 
 
-async def test_cannot_be_imported(monkeypatch):
-    """A client library that is missing would look like a server that is away."""
+async def test_backend_that_cannot_be_imported(monkeypatch):
+    """A missing client library would look like a server that is down."""
     monkeypatch.setattr(OddBackend, "__module__", "no_such_module")
     backend = WorkerBackend(OddBackend, OddOptions())
     with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'no_such_module'"):
@@ -513,7 +516,7 @@ def test_refused_options():
         WorkerBackend(OddBackend, OddOptions(secret="refused"))
 
 
-async def test_before_open():
+async def test_status_before_open():
     """A tier that could not be opened would break status and metrics."""
     backend = WorkerBackend(OddBackend, OddOptions())
     assert backend.stats().capacity_bytes == 7
@@ -534,14 +537,14 @@ async def test_secrets_stay_secret():
         assert b"correct-horse" not in proc(pid, "cmdline") + proc(pid, "environ")
 
 
-async def test_yields_to_the_loop():
-    """A busy client would push the daemon's answers to many milliseconds."""
+async def test_worker_is_niced():
+    """A busy client would delay the answers of the daemon by many milliseconds."""
     async with running() as backend:
         own = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, pid_of(backend)) == min(19, own + 10)
 
 
-async def test_leaves_nothing():
+async def test_open_and_close_leak_nothing():
     """Opening a tier again and again would use up the daemon's descriptors."""
     slots = CanarySlots(2, PAGE_BYTES)
     counts = []
@@ -553,11 +556,11 @@ async def test_leaves_nothing():
     assert not children()
 
 
-# What goes through.
+# What the socket carries.
 
 
-async def test_views():
-    """A block would land in another slot than its own."""
+async def test_blocks_land_in_their_slots():
+    """A block would land in the slot of another one."""
     async with running() as backend:
         first, second = CanarySlots(8, 2 * PAGE_BYTES), CanarySlots(3, PAGE_BYTES)
         requests = [*gets(first, 100), *gets(second, PAGE_BYTES)]
@@ -570,7 +573,7 @@ async def test_views():
         second.check()
 
 
-async def test_outcomes():
+async def test_outcomes_keep_their_order():
     """A block's outcome would be reported for its neighbour, or as another outcome."""
     async with running() as backend:
         slots, outcomes = CanarySlots(7, PAGE_BYTES), list(Outcome)
@@ -617,8 +620,8 @@ async def test_mapped_once():
         assert mapped() == 1
 
 
-async def test_bugs(caplog):
-    """A bug in a client would look like a server's trouble, or end the process."""
+async def test_bugs_are_reported_as_bugs(caplog):
+    """A bug in a client would look like a server's failure, or end the process."""
     async with running() as backend:
         pid, slots = pid_of(backend), CanarySlots(1, PAGE_BYTES)
         with pytest.raises(BackendBugError, match="KeyError: 'contains_many'"):
@@ -636,8 +639,8 @@ async def test_bugs(caplog):
         assert pid_of(backend) == pid
 
 
-async def test_stats_while_idle():
-    """A scan in the background would never be seen to end."""
+async def test_stats_are_reported_while_idle():
+    """The end of a scan in the background would never be seen."""
     async with running() as backend:
         assert backend.stats().index_complete
         await backend.contains_many(b"grow", HASHES)
@@ -654,8 +657,8 @@ async def test_scan(count):
         await until(lambda: backend.counters["scans_ended_total"] == 1)
 
 
-async def test_abandoned_scan():
-    """A scan that nobody reads on would hold its cursor in the worker for ever."""
+async def test_abandoned_scan_is_ended():
+    """A scan that is no longer read would hold its cursor in the worker forever."""
     async with running(headers=5000) as backend:
         scan = backend.scan()
         assert (await anext(scan)).headers[0].length == 0
@@ -677,7 +680,7 @@ async def test_garbage_on_the_socket(garbage):
     reasons: list[str] = []
 
     def take(payload, _):
-        life._replies.decode(payload)
+        incarnation._replies.decode(payload)
 
     stream = child.Stream(near, take, reasons.append)
     with far:

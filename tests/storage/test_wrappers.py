@@ -1,4 +1,4 @@
-"""Wrappers around storage tiers keep the contract, count what happens, and fail as planned."""
+"""Wrappers around storage tiers keep the contract, count calls, and inject faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierd.storage.measured import BOUNDS_S, Histogram, MeasuredBackend, Measure
 from tierd.storage.wrapper import Wrapper
 from tierd.testing.backend import MemoryBackend, StoredBlock
 from tierd.testing.faulty import DAMAGE, NO_FAULTS, FaultPlan, FaultyBackend, InjectedFault
-from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulation
+from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.suite import (
     NAMESPACE,
     BackendSuite,
@@ -44,29 +44,29 @@ CHAIN = make_chain("wrapped", 10, BLOCK_BYTES)
 
 
 def breaker(inner: Backend) -> BreakerBackend:
-    """One that a slow machine does not open."""
+    """Return a breaker that a slow machine does not open."""
     return BreakerBackend(inner, name="suite", deadline_s=60, slow_s=30, probe_s=0.01)
 
 
 def stack(inner: Backend) -> BreakerBackend:
-    """As the daemon has it."""
+    """The daemon's wrappers around a tier."""
     return breaker(MeasuredBackend(inner))
 
 
 def slow(inner: Backend, seed: int = 0) -> FaultyBackend:
-    """With waits to race and cancel in, and calls that end late: for virtual time."""
+    """Waits in which calls can race and be cancelled, and calls that end late: for virtual time."""
     return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}, latency_s=1e-4), seed)
 
 
 def core(backend: Backend) -> Backend:
-    """What is wrapped."""
+    """Return the innermost backend."""
     while isinstance(backend, Wrapper):
         backend = backend.inner
     return backend
 
 
 class WrappedSuite(BackendSuite, abstract=True):
-    """Puts a wrapper around what a suite for a real tier makes."""
+    """Wraps the tier that another suite makes."""
 
     bounded = True
 
@@ -74,7 +74,7 @@ class WrappedSuite(BackendSuite, abstract=True):
         raise NotImplementedError
 
     def bare(self) -> Backend:
-        """The tier, not yet open, on what it held before."""
+        """Return the tier, not yet open, with its former content."""
         raise NotImplementedError
 
     async def _opened(self) -> Backend:
@@ -121,7 +121,7 @@ class FileSuite(WrappedSuite, file_tier.FileSuite, abstract=True):
 
 
 class TestBreaker(MemorySuite):
-    """A breaker that is closed changes nothing."""
+    """A closed breaker changes nothing."""
 
     def wrap(self, inner: Backend) -> Wrapper:
         return breaker(inner)
@@ -135,28 +135,28 @@ class TestMeasured(MemorySuite):
 
 
 class TestFaulty(MemorySuite):
-    """Cancelled calls that linger are sound calls."""
+    """Cancelled calls that end late keep the contract."""
 
     def wrap(self, inner: Backend) -> Wrapper:
         return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}))
 
 
 class TestStackOnFiles(FileSuite):
-    """What the daemon asks, on a real disk's code."""
+    """The daemon's wrappers around the code of a real disk."""
 
     def wrap(self, inner: Backend) -> Wrapper:
         return stack(inner)
 
 
 class TestFaultyFiles(FileSuite):
-    """The same for what a test puts between them."""
+    """Injected waits around the code of a real disk."""
 
     def wrap(self, inner: Backend) -> Wrapper:
         return FaultyBackend(inner, FaultPlan({InjectedFault.LINGER: 0.5}))
 
 
 class SlowStack(MemorySuite, abstract=True):
-    """All of them at once, with waits; run in simulation."""
+    """All wrappers at once, with waits; run in simulation."""
 
     __test__ = False
 
@@ -176,10 +176,10 @@ RACES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("race", RACES)
-def test_conforms_in_simulation(
+def test_wrappers_conform_in_simulation(
     tmp_path: Path, race: Callable[[SlowStack, Backend], Awaitable[None]]
 ) -> None:
-    """Without waits around its calls a wrapper would pass the suite and hide what races do."""
+    """Without waits around its calls a wrapper would pass the suite although calls race."""
 
     async def scenario(loop: SimulationLoop) -> None:
         suite = SlowStack()
@@ -207,7 +207,7 @@ def nonzero(backend: Backend) -> dict[str, int]:
 
 
 async def test_outcomes_and_bytes_are_counted() -> None:
-    """The operator could not tell a cold tier from a dying one."""
+    """The operator could not tell a cold tier from a failing one."""
     backend, tier = await measured()
     await put(backend, CHAIN[:2])
     assert (
@@ -247,8 +247,8 @@ async def test_failed_blocks_are_counted() -> None:
     await backend.close()
 
 
-def test_failed_calls_bugs_and_cancelled_calls_are_told_apart() -> None:
-    """A tier that is down, a backend's bug and impatient engines would look alike."""
+def test_failed_cancelled_and_buggy_calls_are_counted_apart() -> None:
+    """A tier that is down, a backend's bug and engines that cancel would look alike."""
 
     class Buggy(MemoryBackend):
         async def get_into(
@@ -280,8 +280,8 @@ def test_failed_calls_bugs_and_cancelled_calls_are_told_apart() -> None:
     run_simulation(1, scenario)
 
 
-async def test_every_counter_is_there_from_the_start() -> None:
-    """A dashboard would have no line until the first error, and none to compare it with."""
+async def test_every_counter_exists_from_the_start() -> None:
+    """A dashboard would have no line until the first error, and nothing to compare it with."""
     backend = stack(MemoryBackend())
     names = set(backend.counters)
     await backend.open()
@@ -294,7 +294,7 @@ async def test_every_counter_is_there_from_the_start() -> None:
 
 @pytest.mark.parametrize("durations", [[0.001] * 99 + [2.0], [i / 1000 for i in range(1, 1001)]])
 def test_quantiles_are_right_to_within_a_bucket(durations: list[float]) -> None:
-    """An operator would chase a latency that the tier does not have."""
+    """An operator would look for a latency that the tier does not have."""
     histogram = Histogram()
     for duration in durations:
         histogram.add(duration)
@@ -306,8 +306,8 @@ def test_quantiles_are_right_to_within_a_bucket(durations: list[float]) -> None:
     assert histogram.count == sum(histogram.buckets) == len(durations)
 
 
-def test_histogram_ends() -> None:
-    """Durations of nothing and of minutes would fall out of it, or end the call that they time."""
+def test_histogram_takes_extreme_durations() -> None:
+    """Durations of zero and of minutes would be lost, or end the call that they time."""
     histogram = Histogram()
     assert histogram.quantile_s(0.99) == 0
     histogram.add(0.0)
@@ -321,7 +321,7 @@ def test_histogram_ends() -> None:
 
 
 async def test_latency_names_every_operation() -> None:
-    """`tierd status` would show nothing for what was not called yet."""
+    """`tierd status` would show nothing for operations without a call so far."""
     backend, _ = await measured()
     none = [0] * (len(BOUNDS_S) + 1)
     assert backend.latency() == {
@@ -331,13 +331,13 @@ async def test_latency_names_every_operation() -> None:
     await backend.close()
 
 
-def test_speed_is_the_tiers_and_not_a_calls() -> None:
-    """The gate would skip loads from a tier that is fast with several calls, or idle by night."""
+def test_speed_is_measured_for_the_tier_not_the_call() -> None:
+    """The gate would skip loads from a tier that is fast with several calls, or idle at night."""
     speed = MeasuredSpeed()
     assert speed.bytes_per_s is None
     now_s = 100.0
     for _ in range(50):
-        # Four calls of one second each at once, then an hour of nothing.
+        # Four concurrent calls of one second each, then an idle hour.
         for _ in range(4):
             speed.begin(now_s)
         now_s += 1.0
@@ -348,7 +348,7 @@ def test_speed_is_the_tiers_and_not_a_calls() -> None:
 
 
 def test_speed_counts_overlapping_time_once() -> None:
-    """A tier that reads ahead would look twice as fast as it is, or half."""
+    """A tier with concurrent reads would look twice or half as fast as it is."""
     speed = MeasuredSpeed()
     speed.begin(10.0)
     speed.begin(10.5)
@@ -374,26 +374,28 @@ def test_speed_follows_the_tier() -> None:
     assert run(10, 100) == pytest.approx(1000)
     assert run(100, 10) == pytest.approx(100, rel=0.1)
     assert run(100, 100) == pytest.approx(1000, rel=0.1)
-    # A hung call is busy time in which nothing came.
+    # A hung call is busy time without bytes.
     speed.begin(now_s)
     speed.end(now_s + 10, 0)
     assert speed.bytes_per_s is not None
     assert speed.bytes_per_s < 250
 
 
-def test_what_comes_next_decides_a_speed_in_doubt() -> None:
-    """A tier that is well again would be taken for a slow one for all that it has been slow."""
+def test_doubted_speed_is_replaced_by_the_next_call() -> None:
+    """A tier that has recovered would be taken for a slow one for as long as it was slow."""
     speed = MeasuredSpeed()
     speed.begin(0.0)
     speed.end(100.0, 100)
     speed.doubt()
-    assert speed.bytes_per_s == pytest.approx(1.0), "nobody knows better yet"
+    assert speed.bytes_per_s == pytest.approx(1.0), (
+        "until the next call the old speed is the best guess"
+    )
     speed.begin(100.0)
     speed.end(100.1, 100)
     assert speed.bytes_per_s == pytest.approx(1000, rel=0.05)
 
 
-def test_speeds_are_measured_from_calls() -> None:
+def test_reads_and_writes_have_their_own_speeds() -> None:
     """Reads would be judged by the speed of writes."""
 
     async def scenario(loop: SimulationLoop) -> None:
@@ -430,66 +432,8 @@ async def faulty(plan: FaultPlan, seed: int = 0) -> FaultyBackend:
     return backend
 
 
-async def test_failed_blocks_leave_their_neighbours() -> None:
-    """One block's outcome would be reported for another one."""
-    outcomes: set[Outcome] = set()
-    for seed in range(5):
-        backend = await faulty(FaultPlan({InjectedFault.FAIL_BLOCK: 0.5}), seed)
-        # get() checks every HIT against its own block.
-        outcomes |= set(await get(backend, CHAIN))
-        more = make_chain(f"more {seed}", 10, BLOCK_BYTES)
-        stored = await put(backend, more)
-        backend.plan = NO_FAULTS
-        assert await contains(backend, more) == [o is Outcome.STORED for o in stored]
-        await backend.close()
-    assert outcomes == {Outcome.HIT, Outcome.ERROR}
-
-
-async def test_torn_reads_leave_noise() -> None:
-    """A caller that publishes a slot before the outcome would never be caught."""
-    backend = await faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}))
-    slots = CanarySlots(1, SLOT_BYTES)
-    request = GetRequest(CHAIN[0].key.block_hash, slots.view(0), BLOCK_BYTES)
-    assert await backend.get_into(NAMESPACE, [request]) == [GetResult(Outcome.ERROR)]
-    assert not slots.is_blank(0)
-    slots.check()
-    await backend.close()
-
-
-async def test_vanished_blocks_are_gone() -> None:
-    """What contains_many promised a moment ago may be gone: that must be tried."""
-    backend = await faulty(FaultPlan({InjectedFault.VANISH: 1.0}))
-    assert await contains(backend, CHAIN) == [True] * len(CHAIN)
-    assert await get(backend, CHAIN[:3]) == [Outcome.MISS] * 3
-    assert await contains(backend, CHAIN[:4]) == [False] * 3 + [True]
-    await backend.close()
-
-
-async def test_lost_writes_are_reported_as_stored() -> None:
-    """A disk that lies about its cache could not be tried."""
-    backend = await faulty(FaultPlan({InjectedFault.LOSE_WRITE: 1.0}))
-    more = make_chain("lost", 3, BLOCK_BYTES)
-    assert await put(backend, more) == [Outcome.STORED] * 3
-    assert await contains(backend, more) == [False] * 3
-    await backend.close()
-
-
-async def test_failed_calls_may_have_done_their_work() -> None:
-    """A retry after a failure meets blocks that the failed call stored."""
-    held: set[bool] = set()
-    for seed in range(20):
-        backend = await faulty(FaultPlan({InjectedFault.FAIL_CALL: 1.0}), seed)
-        more = make_chain("failed", 1, BLOCK_BYTES)
-        with pytest.raises(BackendError, match="simulated"):
-            await put(backend, more)
-        backend.plan = NO_FAULTS
-        held |= set(await contains(backend, more))
-        await backend.close()
-    assert held == {True, False}
-
-
-async def test_faults_are_counted_with_those_inside() -> None:
-    """A test could not tell whether what it is about has happened."""
+async def test_faults_of_wrapper_and_inner_tier_are_counted() -> None:
+    """A test could not tell whether the faults that it needs have happened."""
     backend = FaultyBackend(
         MemoryBackend(plan=FaultPlan({InjectedFault.FAIL_BLOCK: 1.0})),
         FaultPlan({InjectedFault.VANISH: 1.0}),
@@ -502,24 +446,14 @@ async def test_faults_are_counted_with_those_inside() -> None:
 
 
 @pytest.mark.parametrize("fault", [fault for fault in InjectedFault if fault in DAMAGE])
-async def test_damage_is_refused(fault: InjectedFault) -> None:
-    """A test of bit rot would pass because there was none."""
+async def test_wrapper_refuses_faults_that_damage_blocks(fault: InjectedFault) -> None:
+    """A test of bit rot would pass without any damage."""
     with pytest.raises(AssertionError, match="from outside"):
         FaultyBackend(MemoryBackend(), FaultPlan({fault: 0.1}))
 
 
-def test_a_hung_call_ends_only_by_cancelling() -> None:
-    """A caller without a deadline would be found by luck."""
-
-    async def patient(loop: SimulationLoop) -> None:
-        await get(await faulty(FaultPlan({InjectedFault.HANG: 1.0})), CHAIN)
-
-    with pytest.raises(SimulationDeadlock):
-        run_simulation(0, patient)
-
-
-def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
-    """A caller that reuses a slot when it gives up, not when the call ended, would pass."""
+def test_cancelled_call_uses_its_views_until_it_ends() -> None:
+    """A caller that reuses a slot when it cancels, before the call has ended, would pass."""
 
     async def scenario(loop: SimulationLoop) -> None:
         backend = await faulty(
@@ -552,12 +486,12 @@ def test_a_cancelled_call_uses_its_views_until_it_ends_and_not_after() -> None:
     run_simulation(0, scenario)
 
 
-# --- all of it --------------------------------------------------------------------------
+# --- all wrappers -----------------------------------------------------------------------
 
 
 async def bad_day(loop: SimulationLoop) -> Counter[str]:
-    """Callers that read, write and give up on a failing tier behind the whole stack, until it
-    is well again."""
+    """Callers that read, write and cancel on a failing tier behind all wrappers, until the tier has
+    recovered."""
     seed = loop.random.randrange(1 << 30)
     faults = dict.fromkeys(set(InjectedFault) - DAMAGE, 0.05)
     tier = FaultyBackend(MemoryBackend(seed=seed), FaultPlan(faults, latency_s=0.01), seed)
@@ -595,7 +529,7 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
                 backend.blame_reads()
             except BackendError:
                 pass
-            # At the latest at the deadline, but for what a call takes to let go.
+            # At the latest at the deadline, plus the time that a call takes to release its views.
             assert loop.time() - began_s < 0.5 + 0.5
             for slot in range(8):
                 slots.blank(slot)
@@ -628,8 +562,9 @@ async def bad_day(loop: SimulationLoop) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_bad_days_end() -> None:
-    """Wrong bytes, slots used after a call, or a breaker that stays open, in some order."""
+def test_wrappers_survive_a_bad_day() -> None:
+    """In some order of events a caller would get wrong bytes, a slot would be used after its call,
+    or a breaker would stay open."""
     seen = Counter[str]()
     for seed in range(8):
         seen += run_simulation(seed, bad_day)

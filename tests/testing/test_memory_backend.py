@@ -28,7 +28,7 @@ from tierd.testing.backend import (
     MemoryOptions,
     StoredBlock,
 )
-from tierd.testing.loop import SimulationDeadlock, SimulationLoop, run_simulation
+from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.suite import (
     NAMESPACE,
     ROOT,
@@ -221,80 +221,6 @@ async def test_damage_is_found_and_dropped(fault: InjectedFault) -> None:
         swapped = 1 if fault is InjectedFault.SWAP else 0
         assert rest.count(Outcome.CORRUPT) == swapped
         assert rest.count(Outcome.HIT) == 3 - swapped
-
-
-async def test_a_torn_read_leaves_noise_and_says_error() -> None:
-    """A caller that publishes a slot before the outcome would never be caught."""
-    chain = chain_of(1)
-    async with faulty(FaultPlan({InjectedFault.TORN_READ: 1.0}), chain) as backend:
-        slots = CanarySlots(1, SLOT_BYTES)
-        request = GetRequest(chain[0].key.block_hash, slots.view(0), BLOCK_BYTES)
-        [result] = await backend.get_into(NAMESPACE, [request])
-        assert result.outcome is Outcome.ERROR
-        assert slots.view(0)[:8] != chain[0].payload[:8]
-        assert slots.view(0)[:8] != CanarySlots(1, SLOT_BYTES).view(0)[:8]
-        slots.check()
-
-
-async def test_a_failed_block_leaves_its_neighbours() -> None:
-    """One block's I/O error would count as the tier's, and open the breaker."""
-    chain = chain_of(200)
-    async with faulty(FaultPlan({InjectedFault.FAIL_BLOCK: 0.5}), chain) as backend:
-        outcomes = await get(backend, chain)
-        assert set(outcomes) == {Outcome.ERROR, Outcome.HIT}
-        assert outcomes.count(Outcome.ERROR) == backend.counters["fault_fail_block_total"]
-
-
-async def test_a_vanished_block_is_a_miss_after_a_yes() -> None:
-    """What contains_many promised a moment ago may be gone: that must be tried."""
-    chain = chain_of(2)
-    async with faulty(FaultPlan({InjectedFault.VANISH: 1.0}), chain) as backend:
-        assert await contains(backend, chain) == [True, True]
-        assert await get(backend, chain) == [Outcome.MISS, Outcome.MISS]
-        assert backend.stats().blocks == 0
-        assert backend.stats().used_bytes == 0
-
-
-async def test_a_lost_write_is_reported_as_stored() -> None:
-    """A disk that lies about its cache could not be simulated."""
-    chain = chain_of(2)
-    async with faulty(FaultPlan({InjectedFault.LOSE_WRITE: 1.0}), chain[:1]) as backend:
-        assert await put(backend, chain[1:]) == [Outcome.STORED]
-        assert await contains(backend, chain) == [True, False]
-
-
-async def test_a_failed_call_may_have_done_its_work() -> None:
-    """A retry after a timeout meets blocks that the failed call stored."""
-    chain = chain_of(1)
-    held = set()
-    for seed in range(20):
-        async with faulty(
-            FaultPlan({InjectedFault.FAIL_CALL: 1.0}), make_chain("x", 1, 10), seed
-        ) as tier:
-            with pytest.raises(BackendError, match="simulated"):
-                await put(tier, chain)
-            tier.plan = NO_FAULTS
-            held.update(await contains(tier, chain))
-    assert held == {True, False}
-
-
-def test_a_hung_call_ends_only_by_cancelling() -> None:
-    """A caller without a deadline would be found by luck; the simulation calls it a deadlock."""
-    plan = FaultPlan({InjectedFault.HANG: 1.0})
-
-    async def patient(loop: SimulationLoop) -> None:
-        async with faulty(plan, chain_of(1)) as backend:
-            await get(backend, chain_of(1))
-
-    with pytest.raises(SimulationDeadlock):
-        run_simulation(0, patient)
-
-    async def hasty(loop: SimulationLoop) -> None:
-        async with faulty(plan, chain_of(1)) as backend:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(get(backend, chain_of(1)), 5)
-
-    run_simulation(0, hasty)
 
 
 def test_a_cancelled_read_may_write_until_it_returns_and_not_after() -> None:

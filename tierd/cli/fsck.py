@@ -133,7 +133,8 @@ def _lines(target: _Target, report: CheckReport, seconds: float, *, quick: bool)
         f"{seconds:.1f} s ({how})"
     )
     for kind, found in report.damage.items():
-        yield f"  {kind}: {found.count}, repaired {found.repaired}"
+        text = target.cls.damage_texts.get(kind, kind)
+        yield f"  {text}: {found.count}, repaired {found.repaired}"
         yield from _places(found)
     if report.foreign.count:
         yield f"  not tierd's, left untouched: {report.foreign.count}"

@@ -72,7 +72,7 @@ class BreakerBackend(Wrapper):
     def configure(self, *, deadline_s: float, slow_s: float, probe_s: float) -> None:
         """Change the times for calls and pauses that begin from now on."""
         self._deadline_s, self._probe_s = deadline_s, probe_s
-        self._reads.slow_s = self._writes.slow_s = slow_s
+        self._reads.in_flight.slow_s = self._writes.in_flight.slow_s = slow_s
 
     @property
     def reads_allowed(self) -> bool:

@@ -44,7 +44,7 @@ EXIT_S_MAX = 1.0
 _Job = TypeVar("_Job")
 
 
-class CalledOffError(Exception):
+class CallCancelledError(Exception):
     """Raised by CallTurn.using: the call was cancelled and its caller has its memory back."""
 
 
@@ -67,7 +67,7 @@ class _Gate:
             self._is_settled = True
             self._loop.call_soon_threadsafe(self.settled.set_result, None)
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Wake the threads that block on a socket, and let no thread in from now on."""
         with self.lock:
             self.cancelled = True
@@ -90,7 +90,7 @@ class _Use:
     def __enter__(self) -> None:
         with self._gate.lock:
             if self._gate.cancelled:
-                raise CalledOffError
+                raise CallCancelledError
             self._gate.sockets.append(self._sock)
 
     def __exit__(
@@ -124,7 +124,7 @@ class _Call(_Gate, Generic[_Job]):
         """In a thread: take a turn. Returns True if jobs are left for a later turn."""
         try:
             self._work(CallTurn(self, alone))
-        except CalledOffError:
+        except CallCancelledError:
             pass
         except BaseException as error:  # noqa: BLE001  # not swallowed: `run` raises it
             self.error = error
@@ -149,7 +149,7 @@ class CallTurn(Generic[_Job]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether the call was called off; if so, that caused any error, not the peer."""
+        """Whether the call was cancelled; if so, that caused any error, not the peer."""
         return self._call.cancelled
 
     def take(self) -> _Job | None:
@@ -165,8 +165,8 @@ class CallTurn(Generic[_Job]):
     def using(self, sock: socket.socket) -> AbstractContextManager[None]:
         """Return a context in which the thread may touch its jobs' views and use `sock`.
 
-        Entering raises CalledOffError if the call was cancelled. A later cancellation shuts down
-        `sock`, so that a blocked operation on it returns or fails. Close the socket only after
+        Entering raises CallCancelledError if the call was cancelled. A later cancellation shuts
+        `sock` down, so that a blocked operation on it returns or fails. Close the socket only after
         leaving the context, and always close it if `cancelled` is set by then: it may have been
         shut down after the last byte.
         """
@@ -205,7 +205,7 @@ class CallThreads:
                 await asyncio.wait([call.settled])
             except asyncio.CancelledError as error:
                 cancelled = error
-                call.call_off()
+                call.cancel()
         self._calls.discard(call)
         if cancelled is not None:
             raise cancelled
@@ -213,9 +213,9 @@ class CallThreads:
             raise call.error
 
     def interrupt(self) -> None:
-        """Call off every call in flight. Each returns soon, with jobs undone."""
+        """Cancel every call in flight. Each returns soon, with jobs undone."""
         for call in self._calls:
-            call.call_off()
+            call.cancel()
 
     async def close(self) -> None:
         """End the threads. No call may be in flight, and none may follow."""

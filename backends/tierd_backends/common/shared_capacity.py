@@ -39,7 +39,7 @@ _log = logging.getLogger("tierd_backends")
 
 
 def capacity_problems(capacity: int | str) -> Iterator[str]:
-    """Yield what is wrong with the `capacity` option."""
+    """Yield the problems of the `capacity` option."""
     try:
         parse_size(capacity)
     except ConfigError as error:

@@ -11,15 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import resource
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from tierd.backend import (
     SCANNED_MAX,
@@ -35,28 +32,19 @@ from tierd.backend import (
     Tell,
 )
 from tierd.errors import BackendError, ConfigError
-from tierd.eviction import STORAGE_POLICIES
-from tierd.sizes import about, parse_size, parse_size_of
 from tierd.types import BlockKey, slot_bytes_for
-from tierd_backends.common.again import COUNTERS, DamageSite
-from tierd_backends.file.directory import StoreDirectory, no_direct
-from tierd_backends.file.fsck import check_store
-from tierd_backends.file.restart import open_slabs, read_indexes
+from tierd_backends.common.second_read import COUNTERS, DamageSite
+from tierd_backends.file.descriptors import too_many_files
+from tierd_backends.file.directory import StoreDirectory
+from tierd_backends.file.fsck import TEXTS, check_store
+from tierd_backends.file.health import DiskHealth
+from tierd_backends.file.jobs import FileJob, clear_run, read_run, write_run
+from tierd_backends.file.options import FileOptions
+from tierd_backends.file.restart import open_files, read_indexes
 from tierd_backends.file.shelf import Shelf
+from tierd_backends.file.shelves import Shelves
 from tierd_backends.file.space import DiskSpace
-from tierd_backends.file.threads import DiskThreads, FileJob
-
-SLABS_MAX = 2048
-"""Slabs grow with the capacity to keep their number near this: each has two open files."""
-
-SLABS_MIN = 8
-"""A small tier gets smaller slabs, so that namespaces can still take slabs from each other."""
-
-THREADS_MAX = 64
-"""Far more threads than any device gains from: a typing error must not start thousands."""
-
-FILES_BESIDE = 256
-"""Descriptors left for everything else that the process opens."""
+from tierd_backends.file.threads import DiskThreads
 
 INDEXING_STEP_S = 0.1
 """Longest wait of one scan step while the indexes are being read."""
@@ -65,83 +53,21 @@ _log = logging.getLogger("tierd_backends.file")
 _T = TypeVar("_T")
 
 
-class FileOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Keys of a `[[storage]]` table of type "file"."""
-
-    path: Annotated[
-        str,
-        Meta(
-            description="Directory of the tier, created if missing; it must belong to one tierd "
-            "only."
-        ),
-    ]
-    capacity: Annotated[
-        int | str,
-        Meta(
-            description='Upper bound of the bytes that the tier\'s files occupy, such as "400GiB".'
-        ),
-    ]
-    slab: Annotated[
-        int | str,
-        Meta(
-            description="Size of one slab file; smaller in a small tier, larger beyond 2048 slabs."
-        ),
-    ] = "256MiB"
-    reserve_free: Annotated[
-        int | str,
-        Meta(
-            description="Free space of the file system that the tier leaves to others, in bytes or "
-            "as a percentage."
-        ),
-    ] = "1GiB"
-    direct: Annotated[
-        Literal["auto", "on", "off"],
-        Meta(
-            description="Use of O_DIRECT. auto: if the file system supports it; on: refuse to "
-            "start without it; off: never."
-        ),
-    ] = "auto"
-    eviction: Annotated[
-        Literal["credit", "lru", "lfu", "s3fifo", "arc"],
-        Meta(
-            description="Order in which blocks are evicted from the tier: "
-            f"{', '.join(STORAGE_POLICIES)}."
-        ),
-    ] = "credit"
-    threads: Annotated[
-        int, Meta(description="Number of I/O threads for reads, and the same number for writes.")
-    ] = 4
-
-
 class FileBackend(Backend):
     """Blocks in slabs of equal records, under one directory."""
 
     Options: ClassVar[type[msgspec.Struct]] = FileOptions
     in_worker: ClassVar[bool] = True
     checks_offline: ClassVar[bool] = True
+    damage_texts: ClassVar[Mapping[str, str]] = TEXTS
     lets_go_s: ClassVar[float] = 30.0
     """A disk that hangs for seconds usually comes back. Giving up on it means reading the index
     from it again."""
 
     def __init__(self, options: FileOptions) -> None:
         """Raises ConfigError with every malformed option. Touches nothing on disk."""
-        problems = []
-        if not 1 <= options.threads <= THREADS_MAX:
-            problems.append(f"threads is {options.threads}; it must be 1 to {THREADS_MAX}")
-        for name in ("capacity", "slab", "reserve_free"):
-            try:
-                parse = partial(parse_size_of, whole_bytes=0) if "_" in name else parse_size
-                parse(getattr(options, name))
-            except ConfigError as error:
-                problems.append(f"{name}: {error}")
-        if problems:
-            raise ConfigError(*problems)
+        options.check()
         self._options = options
-        self._capacity_bytes = parse_size(options.capacity)
-        self._slab_bytes = max(
-            min(parse_size(options.slab), self._capacity_bytes // SLABS_MIN),
-            self._capacity_bytes // SLABS_MAX,
-        )
         self._directory = StoreDirectory(Path(options.path).expanduser())
         self.counters = {
             **COUNTERS,
@@ -155,6 +81,8 @@ class FileBackend(Backend):
         }
         self._opened = False
         self._threads: DiskThreads
+        self._health: DiskHealth
+        self._shelves: Shelves
         self._space: DiskSpace
         self._indexing: asyncio.Task[None]
         self._watching: asyncio.Task[None]
@@ -187,22 +115,34 @@ class FileBackend(Backend):
 
     def refusals(self, is_own: Callable[[int], bool]) -> Iterable[str]:
         yield from self._directory.refusals(is_own, direct=self._options.direct == "on")
-        if problem := _too_many_files(self._slabs_max(), 0):
+        if problem := too_many_files(self._options.files_max, 0):
             yield problem
 
     async def open(self) -> None:
         assert not self._opened
         self._threads = DiskThreads(self._options.threads)
+        self._health = DiskHealth(self._directory, self._threads, self.counters)
+        self._shelves = Shelves(self._threads, self._health, self._options.eviction)
         self._space = DiskSpace(
             directory=self._directory,
             threads=self._threads,
+            health=self._health,
+            shelves=self._shelves,
             counters=self.counters,
-            capacity_bytes=self._capacity_bytes,
-            slab_bytes=self._slab_bytes,
-            eviction=self._options.eviction,
+            capacity_bytes=self._options.capacity_bytes,
+            slab_bytes=self._options.slab_bytes,
         )
         try:
-            await self._threads.result(self._threads.readers, self._open_files)
+            opening = partial(
+                open_files,
+                self._options,
+                self._directory,
+                self._space,
+                self._shelves,
+                self._health,
+                self.counters,
+            )
+            await self._threads.result(self._threads.readers, opening)
         except (PermissionError, NotADirectoryError, FileExistsError) as error:
             await self._shut()
             raise ConfigError(f"{self._directory.path} cannot be used: {error}") from error
@@ -213,9 +153,7 @@ class FileBackend(Backend):
             await self._shut()
             raise
         self._opened = True
-        self._indexing = asyncio.create_task(
-            read_indexes(self._space, self._threads, self.counters), name="reading the index"
-        )
+        self._indexing = asyncio.create_task(self._read_indexes(), name="reading the index")
         self._watching = asyncio.create_task(self._watch(), name="watching the disk")
 
     async def close(self) -> None:
@@ -233,7 +171,7 @@ class FileBackend(Backend):
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         self._check_open()
-        shelf = self._space.shelves.get(namespace)
+        shelf = self._shelves.get(namespace)
         if shelf is None:
             return [False] * len(hashes)
         return [block_hash in shelf.index for block_hash in hashes]
@@ -241,22 +179,22 @@ class FileBackend(Backend):
     async def use_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         """Until the index is complete, an unknown block counts as present."""
         self._check_open()
-        shelf = self._space.shelves.get(namespace)
+        shelf = self._shelves.get(namespace)
         if shelf is None:
-            return [not self._space.indexed] * len(hashes)
+            return [not self._shelves.indexed] * len(hashes)
         shelf.use(hashes)
         found = list(map(shelf.find, hashes))
         for item in found:
             if item is not None:
-                self._space.uses += 1
-                shelf.slab_of(item).mark_used(item, self._space.uses)
-        self._space.save_uses_soon()
+                self._shelves.uses += 1
+                shelf.slab_of(item).mark_used(item, self._shelves.uses)
+        self._shelves.save_uses_soon()
         return [item is not None or not shelf.indexed for item in found]
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         self._check_open()
         results = [GetResult(Outcome.MISS)] * len(requests)
-        shelf = self._space.shelves.get(namespace)
+        shelf = self._shelves.get(namespace)
         if shelf is None:
             return results
         jobs: list[FileJob] = []
@@ -264,20 +202,20 @@ class FileBackend(Backend):
             for position, (block_hash, view, length) in enumerate(requests):
                 item = shelf.find(block_hash)
                 if item is not None:
-                    jobs.append(self._job(shelf, item, position, block_hash, view, length))
+                    jobs.append(self._shelves.job(shelf, item, position, block_hash, view, length))
                     pins.callback(shelf.unpin, item)
-            cancelled = await self._threads.run(self._threads.readers, _read, jobs, abandon=True)
+            cancelled = await self._threads.run(self._threads.readers, read_run, jobs, abandon=True)
             hits = []
             for job in jobs:
                 results[job.position] = GetResult(self._was_read(shelf, job), job.header)
                 if job.header is not None:
                     hits.append(job.block_hash)
             shelf.use([h for h in hits if h in shelf.index])
-        self._note_faults(jobs)
-        self._note_errors("read", jobs)
+        self._health.note_damage(jobs)
+        self._health.note_errors("read", jobs)
         if cancelled is not None:
             raise cancelled
-        self._space.save_uses_soon()
+        self._shelves.save_uses_soon()
         return results
 
     def _was_read(self, shelf: Shelf, job: FileJob) -> Outcome:
@@ -289,21 +227,19 @@ class FileBackend(Backend):
                 job.slab.mark_used(job.item, job.use)
             return Outcome.HIT
         if not job.done:
-            return Outcome.MISS  # The call was called off before this read.
+            return Outcome.MISS  # The call was cancelled before this read.
         return Outcome.CORRUPT if job.fault is DamageSite.STORED else Outcome.ERROR
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         self._check_open()
         if not requests:
             return []
-        if not self._space.writable:
+        if not self._health.writable:
             return [Outcome.ERROR] * len(requests)
-        await self._space.check_ours()
-        shelf = self._space.shelves.get(namespace)
+        await self._health.check_ours()
+        shelf = self._shelves.get(namespace)
         if shelf is None:
-            slot_bytes = slot_bytes_for(len(requests[0].view))
-            shelf = Shelf(namespace, slot_bytes, self._options.eviction)
-            self._space.shelves[namespace] = shelf
+            shelf = self._shelves.add(namespace, slot_bytes_for(len(requests[0].view)))
         # Make no room by evicting blocks that this batch names or whose children it names.
         needed = [h for request in requests for h in (request.block_hash, request.parent)]
         shelf.need(needed)
@@ -327,7 +263,7 @@ class FileBackend(Backend):
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         self._check_open()
         await self._indexed()
-        shelf = self._space.shelves.get(namespace)
+        shelf = self._shelves.get(namespace)
         if shelf is None:
             return 0
         wanted = set(hashes)
@@ -340,11 +276,13 @@ class FileBackend(Backend):
             for block_hash in wanted:
                 item = shelf.find(block_hash)
                 if item is not None:
-                    jobs.append(self._job(shelf, item, 0, block_hash, memoryview(b""), 0))
+                    jobs.append(self._shelves.job(shelf, item, 0, block_hash, memoryview(b""), 0))
                     pins.callback(shelf.unpin, item)
                     shelf.retire(item, block_hash)
-            cancelled = await self._threads.run(self._threads.writers, _clear, jobs, abandon=False)
-        failed = self._note_errors("clear", jobs)
+            cancelled = await self._threads.run(
+                self._threads.writers, clear_run, jobs, abandon=False
+            )
+        failed = self._health.note_errors("clear", jobs)
         if cancelled is not None:
             raise cancelled
         if failed:
@@ -365,8 +303,8 @@ class FileBackend(Backend):
             await asyncio.wait([self._indexing], timeout=INDEXING_STEP_S)
             yield Scanned()
         await self._indexed()
-        yield Scanned(unread=self._space.unread)
-        for shelf in list(self._space.shelves.values()):
+        yield Scanned(unread=self._health.unread)
+        for shelf in self._shelves:
             for slab in list(shelf.slabs.values()):
                 if slab.number not in shelf.slabs:
                     continue
@@ -413,39 +351,14 @@ class FileBackend(Backend):
 
     def stats(self) -> BackendStats:
         if not self._opened:
-            return BackendStats(capacity_bytes=self._capacity_bytes)
+            return BackendStats(capacity_bytes=self._options.capacity_bytes)
         return BackendStats(
-            blocks=sum(len(shelf.index) for shelf in self._space.shelves.values()),
+            blocks=sum(len(shelf.index) for shelf in self._shelves),
             used_bytes=self._space.used_bytes,
-            capacity_bytes=self._capacity_bytes,
-            index_complete=self._space.indexed,
-            trouble=self._space.trouble,
+            capacity_bytes=self._space.capacity_bytes,
+            index_complete=self._shelves.indexed,
+            trouble=self._health.trouble,
         )
-
-    def _job(
-        self,
-        shelf: Shelf,
-        item: int,
-        position: int,
-        block_hash: bytes,
-        view: memoryview,
-        length: int,
-    ) -> FileJob:
-        """Return a job with its record pinned. Unpin it when the threads are done."""
-        self._space.uses += 1
-        slab = shelf.slab_of(item)
-        job = FileJob(
-            slab=slab,
-            record=slab.record(item),
-            item=item,
-            position=position,
-            block_hash=block_hash,
-            view=view,
-            length=length,
-            use=self._space.uses,
-        )
-        shelf.pin(item)
-        return job
 
     async def _put_new(
         self, shelf: Shelf, requests: Sequence[PutRequest]
@@ -480,7 +393,7 @@ class FileBackend(Backend):
         # In order: a prefix then lies in neighbouring records, and few calls move it.
         for item, position in zip(sorted(items), fresh.values(), strict=False):
             block_hash, parent, digest, view, length = requests[position]
-            job = self._job(shelf, item, position, block_hash, view, length)
+            job = self._shelves.job(shelf, item, position, block_hash, view, length)
             job.header = BlockHeader(BlockKey(shelf.namespace, block_hash), parent, length, digest)
             job.first_in_slab = not jobs or jobs[-1].slab is not job.slab
             jobs.append(job)
@@ -490,8 +403,10 @@ class FileBackend(Backend):
             for job in reversed(jobs):
                 parent = requests[job.position].parent
                 settling.callback(self._was_written, shelf, job, parent, outcomes)
-            cancelled = await self._threads.run(self._threads.writers, _write, jobs, abandon=True)
-        self._note_errors("write", jobs)
+            cancelled = await self._threads.run(
+                self._threads.writers, write_run, jobs, abandon=True
+            )
+        self._health.note_errors("write", jobs)
         if any(job.slab.unlinked for job in jobs):
             await self._space.drop_unlinked(shelf)
         if cancelled is not None:
@@ -515,65 +430,10 @@ class FileBackend(Backend):
             shelf.unpin(job.item)
             shelf.writing.pop(job.block_hash).set_result(outcome)
 
-    def _note_errors(self, action: str, jobs: Sequence[FileJob]) -> list[OSError]:
-        """Count a batch's errors, and log one line for them. Returns the errors."""
-        failed = [job for job in jobs if job.error is not None]
-        errors = [job.error for job in failed if job.error is not None]
-        for error in errors:
-            self._space.note_error(error)
-        if errors:
-            where = f"{failed[0].slab.folder}/{failed[0].slab.number:08d}.slab"
-            _log.warning("cannot %s %d blocks, in %s: %s", action, len(errors), where, errors[0])
-        return errors
-
-    def _note_faults(self, jobs: Sequence[FileJob]) -> None:
-        """Count the damaged reads of a batch, and log one line for each kind."""
-        told = {
-            DamageSite.STORED: "are damaged on disk (two reads gave the same wrong bytes): dropped",
-            DamageSite.TRANSIT: "were damaged in reading, not on disk: check cables and memory",
-            DamageSite.UNKNOWN: "were read damaged, and could not be read again: kept",
-        }
-        for fault, what in told.items():
-            hit = [job for job in jobs if job.fault is fault]
-            self.counters[fault.counter] += len(hit)
-            if hit:
-                where = f"{hit[0].slab.folder}/{hit[0].slab.number:08d}.slab"
-                wanted = hit[0].block_hash.hex()
-                _log.warning(
-                    "%d records %s, such as %d of %s for block %s",
-                    len(hit),
-                    what,
-                    hit[0].record,
-                    where,
-                    wanted,
-                )
-
-    def _slabs_max(self) -> int:
-        """Number of files that may be open at once, two per slab."""
-        return 2 * (self._capacity_bytes // max(1, self._slab_bytes) + SLABS_MIN)
-
-    def _open_files(self) -> None:
-        """Open the directory and its slabs. Runs in a thread, before anything else runs."""
-        directory, space = self._directory, self._space
-        directory.open()
-        if directory.read_only:
-            space.trouble = f"{directory.path} is on a read-only file system"
-        space.reserve_bytes = parse_size_of(self._options.reserve_free, directory.total_bytes())
-        if self._options.direct != "off":
-            space.direct = directory.takes_direct()
-            if not space.direct and self._options.direct == "on":
-                raise ConfigError(no_direct(directory.path))
-        _allow_open_files(self._slabs_max())
-        open_slabs(directory, space, self.counters)
-        _log.info(
-            "%s: %d slabs, %s of %s, %s%s",
-            directory.path,
-            sum(len(shelf.slabs) for shelf in space.shelves.values()),
-            about(space.used_bytes),
-            about(space.capacity_bytes),
-            "O_DIRECT" if space.direct else "through the page cache",
-            ", read-only" if directory.read_only else "",
-        )
+    async def _read_indexes(self) -> None:
+        """Enter every block found on disk; then enforce the capacity."""
+        await read_indexes(self._shelves, self._threads, self._health, self.counters)
+        await self._space.shrink()
 
     async def _watch(self) -> None:
         await asyncio.wait([self._indexing])
@@ -590,81 +450,5 @@ class FileBackend(Backend):
 
     async def _shut(self) -> None:
         await self._threads.close()
-        for shelf in self._space.shelves.values():
-            for slab in shelf.slabs.values():
-                slab.close()
-        self._space.shelves.clear()
+        self._shelves.close()
         self._directory.close()
-
-
-def _read(run: list[FileJob]) -> None:
-    left = run
-    if len(run) > 1:
-        headers = run[0].slab.read_run(
-            run[0].record,
-            [BlockKey(job.slab.namespace, job.block_hash) for job in run],
-            [job.view for job in run],
-            [job.length for job in run],
-        )
-        for job, header in zip(run, headers or (), strict=False):
-            job.header = header
-            # If it is read well now, this one was damaged on its way.
-            job.fault = DamageSite.TRANSIT if header is None else None
-        left = [job for job in run if job.header is None]
-    for job in left:
-        key = BlockKey(job.slab.namespace, job.block_hash)
-        reading = job.slab.read(job.record, key, job.view, job.length)
-        if reading.header is None or reading.fault is not None:
-            job.fault = reading.fault
-        job.header, job.error, job.dropped = reading.header, reading.error, reading.dropped
-
-
-def _write(run: list[FileJob]) -> None:
-    if any(job.first_in_slab for job in run):
-        run[0].slab.find_unlinked()
-    headers = [job.header for job in run if job.header is not None]
-    assert len(headers) == len(run)
-    if len(run) > 1:
-        views, uses = [job.view for job in run], [job.use for job in run]
-        try:
-            run[0].slab.write_run(run[0].record, headers, views, uses)
-        except OSError:
-            # Which of them cannot be written shows one by one.
-            pass
-        else:
-            return
-    for job, header in zip(run, headers, strict=True):
-        try:
-            job.slab.write(job.record, header, job.view, job.use)
-        except OSError as error:
-            job.error = error
-
-
-def _clear(run: list[FileJob]) -> None:
-    for job in run:
-        try:
-            job.slab.clear(job.record)
-        except OSError as error:
-            job.error = error
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise this process's soft limit so that `count` more files can be opened."""
-    opened = len(os.listdir("/proc/self/fd"))
-    if problem := _too_many_files(count, opened):
-        raise ConfigError(problem)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = opened + count + FILES_BESIDE
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _too_many_files(count: int, opened: int) -> str:
-    """Return why `count` more files cannot be opened, or "" if they can."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= opened + count + FILES_BESIDE:
-        return ""
-    return (
-        f"{count} slab files may be open at once but the limit is {hard}: "
-        "raise LimitNOFILE, or `slab`"
-    )

@@ -46,6 +46,21 @@ BAD_HEADER: Final = "a record is not the block that the index says"
 BAD_PAYLOAD: Final = "a block's payload has another checksum"
 TWICE: Final = "a block is held twice"
 UNSTEADY: Final = "two reads of a record differ, so the disk or its cable damages reads"
+# The kinds are keys of the JSON output, so they must not change. People read these texts instead:
+TEXTS: Final = {
+    NO_FORMAT: "missing FORMAT file",
+    UNUSABLE: "unusable slabs",
+    OTHER_SLOTS: "slabs with another slot size than the rest of their namespace",
+    UNREADABLE: "slabs or records that the disk cannot read",
+    WRONG_SIZE: "files of the wrong size",
+    BAD_ENTRY: "damaged index entries",
+    BAD_USES: "indexes with a damaged table of uses",
+    LOST: "blocks beyond the end of a truncated slab",
+    BAD_HEADER: "records that do not hold the block in the index",
+    BAD_PAYLOAD: "payloads with a wrong checksum",
+    TWICE: "blocks stored twice",
+    UNSTEADY: "records whose two reads differ: check the disk and its cable",
+}
 
 
 class _Seen(NamedTuple):
@@ -246,14 +261,14 @@ class _Check:
         with self._lock:
             self._report.read_bytes += got
         sound = []
-        doubtful = []
+        suspect = []
         for place, entry in enumerate(run):
             raw = buffer[place * each : (place + 1) * each]
             if self._judge(raw, entry.header) is None:
                 sound.append(entry)
             else:
-                doubtful.append((entry, checksum(raw)))
-        for entry, seen in doubtful:
+                suspect.append((entry, checksum(raw)))
+        for entry, seen in suspect:
             if self._sound_again(slab, entry, seen, buffer[:each]):
                 sound.append(entry)
         return sound

@@ -1,4 +1,4 @@
-"""How a file tier finds its blocks again at start.
+"""How a file tier is opened, and finds its blocks again.
 
 Opening the slabs is quick and settles how many bytes the tier occupies. Their indexes are read
 in the background, one namespace after another. Until all of a namespace is indexed, nothing of
@@ -11,10 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from pathlib import Path
 
-from tierd_backends.file.directory import StoreDirectory
+from tierd.errors import ConfigError
+from tierd.sizes import about, parse_size_of
+from tierd_backends.file.descriptors import allow_open_files
+from tierd_backends.file.directory import StoreDirectory, no_direct
+from tierd_backends.file.health import DiskHealth
+from tierd_backends.file.options import FileOptions
 from tierd_backends.file.shelf import Shelf
+from tierd_backends.file.shelves import Shelves
 from tierd_backends.file.slab import Slab, allocated_bytes, remove_files
 from tierd_backends.file.slab_index import Entry, Survey
 from tierd_backends.file.space import DiskSpace
@@ -26,8 +31,49 @@ ENTERED_AT_ONCE = 256
 _log = logging.getLogger("tierd_backends.file")
 
 
-def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, int]) -> None:
-    """Add the slabs in `directory` to `space`. Runs in a thread, before the tier is used."""
+def open_files(
+    options: FileOptions,
+    directory: StoreDirectory,
+    space: DiskSpace,
+    shelves: Shelves,
+    health: DiskHealth,
+    counters: dict[str, int],
+) -> None:
+    """Open the directory and its slabs. Runs in a thread, before the tier is used.
+
+    Raises ConfigError for options that the disk cannot fulfil, and OSError.
+    """
+    directory.open()
+    if directory.read_only:
+        health.trouble = f"{directory.path} is on a read-only file system"
+    space.reserve_bytes = parse_size_of(options.reserve_free, directory.total_bytes())
+    if options.direct != "off":
+        space.direct = directory.takes_direct()
+        if not space.direct and options.direct == "on":
+            raise ConfigError(no_direct(directory.path))
+    allow_open_files(options.files_max)
+    space.used_bytes = _open_slabs(directory, shelves, health, counters, direct=space.direct)
+    _log.info(
+        "%s: %d slabs, %s of %s, %s%s",
+        directory.path,
+        sum(len(shelf.slabs) for shelf in shelves),
+        about(space.used_bytes),
+        about(space.capacity_bytes),
+        "O_DIRECT" if space.direct else "through the page cache",
+        ", read-only" if directory.read_only else "",
+    )
+
+
+def _open_slabs(
+    directory: StoreDirectory,
+    shelves: Shelves,
+    health: DiskHealth,
+    counters: dict[str, int],
+    *,
+    direct: bool,
+) -> int:
+    """Add the slabs in `directory` to `shelves`. Returns the bytes that all slab files occupy,
+    also files that could not be read."""
     folders = directory.folders()
     if directory.foreign:
         _log.warning(
@@ -36,11 +82,27 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
             len(directory.foreign),
             directory.foreign[0],
         )
+    used_bytes = 0
     unusable: list[str] = []
     for folder, numbers in folders.items():
         for number in numbers:
-            slab = _open_slab(directory, folder, number, space, counters, unusable)
-            shelf = space.shelves.get(bytes.fromhex(folder.name))
+            try:
+                slab = Slab.load(folder, number, direct=direct, read_only=directory.read_only)
+                if slab is None:
+                    counters["lost_slabs_total"] += 1
+                    unusable.append(f"{folder.name}/{number:08d}.slab")
+                    if not directory.read_only:
+                        remove_files(folder, number)
+            except OSError as error:
+                # The contents are unknown, so the files stay and their bytes count.
+                counters["lost_slabs_total"] += 1
+                counters["io_errors_total"] += 1
+                health.unread.append(f"{folder.name}/{number:08d}.slab: {error.strerror or error}")
+                _log.warning(
+                    "%s/%08d.slab cannot be used and is left alone: %s", folder, number, error
+                )
+                slab = None
+            shelf = shelves.get(bytes.fromhex(folder.name))
             if slab is not None and shelf is not None and shelf.slot_bytes != slab.slot_bytes:
                 # The namespace fixes the block size, so one of the two slabs is damaged.
                 _log.warning(
@@ -52,16 +114,14 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
                 slab.close()
                 slab = None
             if slab is None:
-                space.used_bytes += allocated_bytes(folder, number)
+                used_bytes += allocated_bytes(folder, number)
                 continue
             if shelf is None:
-                shelf = space.shelves[slab.namespace] = Shelf(
-                    slab.namespace, slab.slot_bytes, space.eviction
-                )
+                shelf = shelves.add(slab.namespace, slab.slot_bytes)
             shelf.indexed = False
             shelf.add_slab(slab, ())
             shelf.next_number = number + 1
-            space.used_bytes += slab.size_bytes
+            used_bytes += slab.size_bytes
     if unusable:
         _log.warning(
             "%s: drops %d slabs that are damaged or have another version's layout, such as %s",
@@ -69,44 +129,24 @@ def open_slabs(directory: StoreDirectory, space: DiskSpace, counters: dict[str, 
             len(unusable),
             unusable[0],
         )
+    return used_bytes
 
 
-def _open_slab(
-    directory: StoreDirectory,
-    folder: Path,
-    number: int,
-    space: DiskSpace,
-    counters: dict[str, int],
-    unusable: list[str],
-) -> Slab | None:
-    read_only = directory.read_only
-    try:
-        slab = Slab.load(folder, number, direct=space.direct, read_only=read_only)
-        if slab is None:
-            counters["lost_slabs_total"] += 1
-            unusable.append(f"{folder.name}/{number:08d}.slab")
-            if not read_only:
-                remove_files(folder, number)
-    except OSError as error:
-        # The contents are unknown, so the files stay and their bytes count.
-        counters["lost_slabs_total"] += 1
-        counters["io_errors_total"] += 1
-        space.unread.append(f"{folder.name}/{number:08d}.slab: {error.strerror or error}")
-        _log.warning("%s/%08d.slab cannot be used and is left alone: %s", folder, number, error)
-        return None
-    return slab
-
-
-async def read_indexes(space: DiskSpace, threads: DiskThreads, counters: dict[str, int]) -> None:
-    """Enter every block found at start; then enforce the capacity."""
-    for shelf in list(space.shelves.values()):
+async def read_indexes(
+    shelves: Shelves, threads: DiskThreads, health: DiskHealth, counters: dict[str, int]
+) -> None:
+    """Enter every block found at start."""
+    for shelf in shelves:
         if not shelf.indexed:
-            await _read_shelf(shelf, space, threads, counters)
-    await space.shrink()
+            await _read_shelf(shelf, shelves, threads, health, counters)
 
 
 async def _read_shelf(
-    shelf: Shelf, space: DiskSpace, threads: DiskThreads, counters: dict[str, int]
+    shelf: Shelf,
+    shelves: Shelves,
+    threads: DiskThreads,
+    health: DiskHealth,
+    counters: dict[str, int],
 ) -> None:
     slabs = list(shelf.slabs.values())
     found: list[tuple[Slab, Entry]] = []
@@ -118,14 +158,14 @@ async def _read_shelf(
             survey = Survey([], [], [], uses_sound=True)
             counters["io_errors_total"] += 1
             where = f"{slab.folder.name}/{slab.number:08d}.index"
-            space.unread.append(f"{where}: {error.strerror or error}")
+            health.unread.append(f"{where}: {error.strerror or error}")
             _log.warning("%s/%08d.index cannot be read: %s", slab.folder, slab.number, error)
         _note_damage(slab, survey, counters)
         free[slab.number] = set(range(slab.records)) - {entry.record for entry in survey.entries}
         found.extend((slab, entry) for entry in survey.entries)
     # In a thread: sorting a million blocks would hold up the event loop for too long.
     await threads.result(threads.readers, partial(found.sort, key=lambda pair: pair[1].last_use))
-    for slab, entry in await _enter(shelf, space, found):
+    for slab, entry in await _enter(shelf, shelves, found):
         # An outdated copy must not come back after its block is deleted.
         await threads.result(threads.writers, partial(_clear, slab, entry.record))
         free[slab.number].add(entry.record)
@@ -150,7 +190,7 @@ def _note_damage(slab: Slab, survey: Survey, counters: dict[str, int]) -> None:
 
 
 async def _enter(
-    shelf: Shelf, space: DiskSpace, found: list[tuple[Slab, Entry]]
+    shelf: Shelf, shelves: Shelves, found: list[tuple[Slab, Entry]]
 ) -> list[tuple[Slab, Entry]]:
     """Enter blocks, least recently used first. Returns the copies that a newer one replaces."""
     newest = {entry.header.key.block_hash: entry for _, entry in found}
@@ -163,7 +203,7 @@ async def _enter(
             losers.append((slab, entry))
         else:
             shelf.store(slab.item(entry.record), block_hash, header.parent, entry.last_use)
-        space.uses = max(space.uses, entry.last_use + 1)
+        shelves.uses = max(shelves.uses, entry.last_use + 1)
         if count % ENTERED_AT_ONCE == 0:
             await asyncio.sleep(0)
     return losers

@@ -32,7 +32,7 @@ class Shelf:
         self.indexed = True
         """False until every slab found at start has been read; until then nothing is evicted."""
         self.writing: dict[bytes, asyncio.Future[Outcome | None]] = {}
-        """Blocks being written, and the outcome of each write; None if it was called off."""
+        """Blocks being written, and the outcome of each write; None if it was cancelled."""
         self._free: deque[int] = deque()
         self._pins: dict[int, int] = {}
         self._retired: set[int] = set()

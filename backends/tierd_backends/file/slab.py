@@ -7,7 +7,7 @@ O_DIRECT call moves both, for one record or for a run of neighbours. The index f
 
 Order of a write: zero the index entry, write the record, write the index entry. Each step is one
 system call, so a SIGKILL leaves a free record or a whole block. A power loss may leave any
-mixture, which fails on identity or checksum at both reads (common/again.py). Hits are written
+mixture, which fails on identity or checksum at both reads (common/second_read.py). Hits are written
 down from time to time, many at once: a read is then one system call, after which its thread has
 to get the GIL back.
 
@@ -39,7 +39,7 @@ from tierd.backend import (
     verify_block,
 )
 from tierd.types import PAGE_BYTES, BlockKey, slot_bytes_for
-from tierd_backends.common.again import DamageSite, judge
+from tierd_backends.common.second_read import DamageSite, judge
 from tierd_backends.file.slab_index import (
     EACH_BYTES,
     FIXED_BYTES,

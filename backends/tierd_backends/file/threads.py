@@ -12,41 +12,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
-from tierd.backend import BlockHeader
-from tierd.types import slot_bytes_for
-from tierd_backends.common.again import DamageSite
-from tierd_backends.file.slab import RUN_RECORDS_MAX, Slab
-
-RUN_BYTES_MAX = 1 << 20
-"""Most bytes of a run: a quarter of a prefetch's batch, so that every thread gets a part of it."""
+from tierd_backends.file.jobs import FileJob, runs_of
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True, eq=False)
-class FileJob:
-    """One block in transfer. A thread sets `done`, and `error` or, for a read, `header`.
-
-    If the first read was damaged, the thread also sets `fault` and `dropped`.
-    """
-
-    slab: Slab
-    record: int
-    item: int
-    position: int
-    block_hash: bytes
-    view: memoryview
-    length: int
-    use: int
-    first_in_slab: bool = False
-    header: BlockHeader | None = None
-    fault: DamageSite | None = None
-    dropped: bool = False
-    error: OSError | None = None
-    done: bool = False
 
 
 class DiskThreads:
@@ -72,7 +42,7 @@ class DiskThreads:
         Returns a cancellation, which the caller raises once its state is in order. With `abandon`,
         a cancellation leaves the jobs undone that no thread had begun.
         """
-        queue = deque(_runs(jobs))
+        queue = deque(runs_of(jobs))
         loop = asyncio.get_running_loop()
         workers = min(len(queue), self._count)
         futures = [loop.run_in_executor(pool, _work, work, queue) for _ in range(workers)]
@@ -121,34 +91,6 @@ class DiskThreads:
         if not self._in_flight:
             self._idle.set()
         return cancelled
-
-
-def _runs(jobs: Sequence[FileJob]) -> list[list[FileJob]]:
-    """Group the jobs into runs of neighbouring records, in the order of their places.
-
-    A prefix lies mostly in neighbouring records, and small blocks move twice as fast in runs:
-    there are fewer calls, and a thread waits less often for the GIL.
-    """
-    runs: list[list[FileJob]] = []
-    for job in sorted(jobs, key=lambda job: (job.slab.number, job.record)):
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and last.slab is job.slab
-            and last.record + 1 == job.record
-            and len(runs[-1]) < min(RUN_RECORDS_MAX, RUN_BYTES_MAX // job.slab.slot_bytes)
-            and _fills_record(last)
-            and _fills_record(job)
-        ):
-            runs[-1].append(job)
-        else:
-            runs.append([job])
-    return runs
-
-
-def _fills_record(job: FileJob) -> bool:
-    slot_bytes = job.slab.slot_bytes
-    return len(job.view) == slot_bytes == slot_bytes_for(job.length)
 
 
 def _work(work: Callable[[list[FileJob]], None], queue: deque[list[FileJob]]) -> None:

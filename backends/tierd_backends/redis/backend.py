@@ -29,9 +29,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -49,8 +47,10 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError, ConfigError
 from tierd.types import BlockKey
-from tierd_backends.common.again import COUNTERS, DamageSite
 from tierd_backends.common.calls import CallThreads
+from tierd_backends.common.failures import Failures
+from tierd_backends.common.open_calls import OpenCalls
+from tierd_backends.common.second_read import COUNTERS, DamageSite
 from tierd_backends.common.shared_capacity import SharedCapacity
 from tierd_backends.redis.census import Census
 from tierd_backends.redis.options import RedisOptions, parse_target
@@ -105,7 +105,6 @@ class RedisBackend(Backend):
         """Raises ConfigError with every malformed option. Connects to nothing."""
         self._options = options
         self._target = parse_target(options)
-        self._silence_s = options.timeout_ms / 1000
         self._shared_capacity = SharedCapacity(
             options.capacity, f"the Redis tier at {self._target.host}"
         )
@@ -121,15 +120,11 @@ class RedisBackend(Backend):
             "skipped_total": 0,
             "timeouts_total": 0,
         }
-        self._counting = threading.Lock()
+        self._failures = Failures(_log, self.counters, log_every_s=LOG_EVERY_S)
+        self._calls = OpenCalls(f"the tier at {self._target.host}")
         self._census = Census()
-        self._opened = False
-        self._silent_until: dict[str, float] = {}
-        self._trouble = ""
         self._touch_from_s = 0.0
         """When to report uses again after the server has denied TOUCH or PEXPIRE to this user."""
-        self._calls = 0
-        self._idle = asyncio.Event()
         self._threads: CallThreads
         self._nodes: Nodes
         self._work: Work
@@ -159,7 +154,7 @@ class RedisBackend(Backend):
         return cls(options)
 
     async def open(self) -> None:
-        assert not self._opened
+        assert not self._calls.is_open
         from tierd_backends.redis.connect import Access, Address, Connector
         from tierd_backends.redis.nodes import Nodes
         from tierd_backends.redis.work import Work
@@ -175,11 +170,11 @@ class RedisBackend(Backend):
             tls_cert=options.tls_cert,
             tls_key=options.tls_key,
             tls_verify_hostname=options.tls_verify_hostname,
-            silence_s=self._silence_s,
+            silence_s=options.timeout_ms / 1000,
             prefix=options.prefix,
         )
         seed = Address(target.host, target.port)
-        self._nodes = Nodes(seed, Connector(access), options.cluster, self._count)
+        self._nodes = Nodes(seed, Connector(access), options.cluster, self._failures.count)
         self._work = Work(self._nodes, options.prefix, 1000 * options.ttl_s)
         self._threads = CallThreads("tierd-redis", options.connections)
         try:
@@ -193,24 +188,23 @@ class RedisBackend(Backend):
         except BaseException:
             await self._shut()
             raise
-        self._opened = True
+        self._calls.is_open = True
         self._census = Census()
         self._taking_census = asyncio.create_task(self._take_census())
 
     async def close(self) -> None:
-        if not self._opened:
+        if not self._calls.is_open:
             return
-        self._opened = False
+        self._calls.is_open = False
         self._taking_census.cancel()
         await asyncio.wait([self._taking_census])
         if not self._taking_census.cancelled() and (error := self._taking_census.exception()):
             _log.error("counting blocks failed", exc_info=error)
-        patience_s = self._silence_s
-        while self._calls:
-            self._idle.clear()
+        patience_s = self._options.timeout_ms / 1000
+        while self._calls.in_flight:
             try:
                 async with asyncio.timeout(patience_s):
-                    await self._idle.wait()
+                    await self._calls.ended()
             except TimeoutError:
                 self._threads.interrupt()
                 patience_s = CLOSE_STEP_S
@@ -219,7 +213,7 @@ class RedisBackend(Backend):
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         """As the contract says. In a cluster, blocks of a node that is down are False as long as
         another node answers: those blocks could not be read, the other nodes' blocks can."""
-        with self._in_call():
+        with self._calls.call():
             keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
             answers = await self._each(b"EXISTS", keys)
             failed = [answer for answer in answers if isinstance(answer, Exception)]
@@ -231,7 +225,7 @@ class RedisBackend(Backend):
         """Blocks of a cluster's node that is down count as present."""
         from tierd_backends.redis.connect import DeniedError
 
-        with self._in_call():
+        with self._calls.call():
             keys = [self._work.key_of(BlockKey(namespace, block_hash)) for block_hash in hashes]
             ttl_ms = 1000 * self._options.ttl_s
             answers: list[Reply | BackendError] = []
@@ -247,7 +241,9 @@ class RedisBackend(Backend):
                     if not error.of_command:
                         raise
                     self._touch_from_s = now_s + DENIED_S
-                    self._warn("touch", f"blocks in use may be evicted by the server: {error}")
+                    self._failures.warn(
+                        "touch", f"blocks in use may be evicted by the server: {error}"
+                    )
             if now_s < self._touch_from_s:
                 answers = await self._each(b"EXISTS", keys)
             failed = [answer for answer in answers if isinstance(answer, BackendError)]
@@ -258,7 +254,7 @@ class RedisBackend(Backend):
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         from tierd_backends.redis.work import GetJob
 
-        with self._in_call():
+        with self._calls.call():
             jobs = []
             for request in requests:
                 block = BlockKey(namespace, request.block_hash)
@@ -277,7 +273,7 @@ class RedisBackend(Backend):
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         from tierd_backends.redis.work import PutJob
 
-        with self._in_call():
+        with self._calls.call():
             blocks = [BlockKey(namespace, request.block_hash) for request in requests]
             keys = [self._work.key_of(block) for block in blocks]
             outcomes = [Outcome.PRESENT] * len(requests)
@@ -304,15 +300,15 @@ class RedisBackend(Backend):
                         outcomes[job.position] = job.outcome
                         if job.outcome is Outcome.STORED:
                             self._census.stored(job.block, job.request.length)
-                    self._count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
+                    self._failures.count("refused_no_space_total", outcomes.count(Outcome.REFUSED))
                     self._note_errors("put", [job.why for job in jobs if job.why])
-            self._count("skipped_full_total", len(beyond))
+            self._failures.count("skipped_full_total", len(beyond))
             for job in beyond:
                 outcomes[job.position] = Outcome.REFUSED
             return outcomes
 
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
-        with self._in_call():
+        with self._calls.call():
             blocks = [BlockKey(namespace, block_hash) for block_hash in hashes]
             answers = await self._each(b"UNLINK", [self._work.key_of(block) for block in blocks])
             dropped = [b for b, answer in zip(blocks, answers, strict=True) if answer == 1]
@@ -340,7 +336,7 @@ class RedisBackend(Backend):
         page = PageJob(node)
         while True:
             try:
-                with self._in_call():
+                with self._calls.call():
                     await self._threads.run(self._work.page, [page])
             except ServerUnreachableError as error:
                 if not self._options.cluster:
@@ -355,7 +351,7 @@ class RedisBackend(Backend):
         from tierd_backends.redis.work import ShapeJob
 
         job = ShapeJob()
-        with self._in_call():
+        with self._calls.call():
             await self._threads.run(self._work.shape, [job])
         return job.shape
 
@@ -385,7 +381,7 @@ class RedisBackend(Backend):
         from tierd_backends.redis.work import MarksJob
 
         job = MarksJob(words)
-        with self._in_call():
+        with self._calls.call():
             await self._threads.run(self._work.marks, [job])
         if isinstance(job.reply, ErrorReply) and not (or_full and job.reply.code == "OOM"):
             raise _as_backend_error(job.reply)
@@ -401,15 +397,15 @@ class RedisBackend(Backend):
 
     async def reload(self) -> None:
         """Log in again: the password is read at every connect."""
-        self._check_open()
-        self._nodes.log_in_anew()
+        self._calls.check()
+        self._nodes.log_in_again()
 
     def stats(self) -> BackendStats:
         """Return this node's estimate; see census.py. Lookups never rely on it."""
         return replace(
             self._census.stats(),
             capacity_bytes=self._shared_capacity.capacity_bytes,
-            trouble=self._trouble,
+            trouble=self._failures.trouble,
         )
 
     async def _each(
@@ -458,50 +454,22 @@ class RedisBackend(Backend):
                 self._census.end()
                 pause_s = self._shared_capacity.pause_s(loop.time() - began_s)
 
-    @contextmanager
-    def _in_call(self) -> Iterator[None]:
-        """Make `close` wait for this call."""
-        self._check_open()
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
-
-    def _check_open(self) -> None:
-        if not self._opened:
-            raise BackendError(f"the tier at {self._target.host} is not open")
-
-    def _count(self, name: str, more: int = 1) -> None:
-        """Add to a counter, on any thread."""
-        with self._counting:
-            self.counters[name] += more
-
     def _note_errors(self, action: str, reasons: Sequence[str]) -> None:
         """Count a batch's errors, and log one line for them."""
         if reasons:
-            self._count("io_errors_total", len(reasons))
-            self._trouble = reasons[0]
-            self._warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
+            self._failures.count("io_errors_total", len(reasons))
+            self._failures.trouble = reasons[0]
+            self._failures.warn(action, f"cannot {action} {len(reasons)} blocks: {reasons[0]}")
 
     def _note_fault(self, key: bytes, fault: DamageSite) -> None:
         """Count a damaged read, and log a line from time to time."""
-        self._count(fault.counter)
+        self._failures.count(fault.counter)
         told = {
             DamageSite.STORED: "held another or a damaged block",
             DamageSite.TRANSIT: "was damaged in transit: check the network and this machine",
             DamageSite.UNKNOWN: "was read damaged, and could not be read again: kept",
         }
-        self._warn(fault.counter, f"{key.decode()} {told[fault]}")
-
-    def _warn(self, kind: str, text: str) -> None:
-        """Log one line of a kind every LOG_EVERY_S; the counters have the total."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._silent_until.get(kind, now):
-            self._silent_until[kind] = now + LOG_EVERY_S
-            _log.warning("%s", text)
+        self._failures.warn(fault.counter, f"{key.decode()} {told[fault]}")
 
     async def _shut(self) -> None:
         await self._threads.close()

@@ -16,7 +16,7 @@ from typing import TypeVar
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from tierd.errors import BackendError
-from tierd_backends.common.calls import CalledOffError, CallTurn
+from tierd_backends.common.calls import CallCancelledError, CallTurn
 from tierd_backends.redis.connect import Address, Connector, DeniedError, ServerUnreachableError
 from tierd_backends.redis.wire import (
     WRONG_SERVER,
@@ -200,7 +200,7 @@ class Nodes:
     ) -> _T:
         """Run `operation` on a link to `node`; `fresh`: on a new link.
 
-        Raises ServerUnreachableError, DeniedError or CalledOffError.
+        Raises ServerUnreachableError, DeniedError or CallCancelledError.
         """
         node.admit()
         link = self._connected(node, node.fresh if fresh else node.take)
@@ -209,7 +209,7 @@ class Nodes:
             try:
                 with turn.using(link.sock):
                     answer = operation(link)
-            except CalledOffError:
+            except CallCancelledError:
                 node.give_back(link)
                 raise
             except BackendError:
@@ -222,7 +222,7 @@ class Nodes:
                 break
             node.drop(link)
             if turn.cancelled:
-                raise CalledOffError from failure
+                raise CallCancelledError from failure
             if not link.used or not isinstance(failure, ConnectionError):
                 raise self._failed(node, failure, fresh=not link.used) from failure
             # The server has restarted, or closes idle links.
@@ -331,7 +331,7 @@ class Nodes:
                     moving = moving or any(word.startswith(b"[") for word in words[8:])
         return shape, moving
 
-    def log_in_anew(self) -> None:
+    def log_in_again(self) -> None:
         """Make every later call use a new link."""
         with self._lock:
             nodes = [*self._nodes.values()]

@@ -25,8 +25,8 @@ from tierd.backend import (
 )
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import DamageSite, judge
 from tierd_backends.common.calls import CallTurn
+from tierd_backends.common.second_read import DamageSite, judge
 from tierd_backends.redis.connect import ServerUnreachableError
 from tierd_backends.redis.nodes import REDIRECTS, Nodes, RedisNode
 from tierd_backends.redis.wire import (

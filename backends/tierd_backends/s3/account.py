@@ -14,7 +14,6 @@ import ssl
 import stat
 import threading
 import time
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import botocore.config
@@ -24,6 +23,7 @@ import botocore.session
 
 from tierd.errors import BackendError
 from tierd_backends.s3.http import Endpoint
+from tierd_backends.s3.options import S3Options
 from tierd_backends.s3.sign import Credentials
 
 RENEW_S = 2.0
@@ -41,40 +41,26 @@ DEFAULT_REGION = "us-east-1"
 """Region that a self-hosted server expects, and that AWS assumes by default."""
 
 
-class Wishes(NamedTuple):
-    """Options that decide where a bucket is and who asks; empty: botocore decides."""
-
-    bucket: str
-    endpoint: str
-    region: str
-    style: str
-    access_key: str
-    secret_key: str
-    key_file: str
-    profile: str
-    tls_ca: str
-
-
 class Account:
     """A bucket's address, and credentials for it. `credentials` can be called on any thread."""
 
-    def __init__(self, wishes: Wishes) -> None:
+    def __init__(self, options: S3Options) -> None:
         """Blocks: reads files, and may ask the instance's metadata service for credentials.
 
         Raises BackendError.
         """
         try:
-            session = botocore.session.Session(profile=wishes.profile or None)
-            self.region = wishes.region or session.get_config_variable("region") or DEFAULT_REGION
-            self._wishes = wishes
-            self._source = _find_credentials(session, wishes)
+            session = botocore.session.Session(profile=options.profile or None)
+            self.region = options.region or session.get_config_variable("region") or DEFAULT_REGION
+            self._options = options
+            self._source = _find_credentials(session, options)
             self._renewing = threading.Lock()
             self._renewed_s = -RENEW_S
-            url = urlsplit(self._object_url(session, wishes))
-            bundle = wishes.tls_ca or session.get_config_variable("ca_bundle") or None
+            url = urlsplit(self._object_url(session, options))
+            bundle = options.tls_ca or session.get_config_variable("ca_bundle") or None
             self.credentials()
         except botocore.exceptions.BotoCoreError as error:
-            raise BackendError(f"bucket {wishes.bucket}: {error}") from error
+            raise BackendError(f"bucket {options.bucket}: {error}") from error
         assert url.hostname is not None
         https = url.scheme == "https"
         tls = _tls_context(bundle) if https else None
@@ -93,7 +79,7 @@ class Account:
             raise BackendError(f"credentials cannot be renewed: {error}") from error
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
-    def read_anew(self) -> None:
+    def read_again(self) -> None:
         """Read the credentials again, as after a rotation. Blocks. Raises BackendError, and keeps
         the former credentials."""
         with self._renewing:
@@ -117,18 +103,18 @@ class Account:
     def _read(self) -> None:
         self._renewed_s = time.monotonic()
         try:
-            session = botocore.session.Session(profile=self._wishes.profile or None)
-            self._source = _find_credentials(session, self._wishes)
+            session = botocore.session.Session(profile=self._options.profile or None)
+            self._source = _find_credentials(session, self._options)
         except botocore.exceptions.BotoCoreError as error:
             raise BackendError(f"credentials cannot be read again: {error}") from error
 
-    def _object_url(self, session: botocore.session.Session, wishes: Wishes) -> str:
+    def _object_url(self, session: botocore.session.Session, options: S3Options) -> str:
         """Return the URL of an object "k". For AWS, botocore's endpoint rules give it, in 0.3 s."""
-        if wishes.endpoint:
-            scheme, _, rest = wishes.endpoint.rstrip("/").partition("://")
-            if wishes.style == "virtual":
-                return f"{scheme}://{wishes.bucket}.{rest}/k"
-            return f"{scheme}://{rest}/{wishes.bucket}/k"
+        if options.endpoint:
+            scheme, _, rest = options.endpoint.rstrip("/").partition("://")
+            if options.style == "virtual":
+                return f"{scheme}://{options.bucket}.{rest}/k"
+            return f"{scheme}://{rest}/{options.bucket}/k"
         client = session.create_client(
             "s3",
             region_name=self.region,
@@ -137,11 +123,11 @@ class Account:
             aws_access_key_id="unused",
             aws_secret_access_key="unused",
             config=botocore.config.Config(
-                signature_version="s3v4", s3={"addressing_style": wishes.style}
+                signature_version="s3v4", s3={"addressing_style": options.style}
             ),
         )
         url = client.generate_presigned_url(
-            "get_object", Params={"Bucket": wishes.bucket, "Key": "k"}
+            "get_object", Params={"Bucket": options.bucket, "Key": "k"}
         )
         client.close()
         assert isinstance(url, str)
@@ -149,12 +135,12 @@ class Account:
 
 
 def _find_credentials(
-    session: botocore.session.Session, wishes: Wishes
+    session: botocore.session.Session, options: S3Options
 ) -> botocore.credentials.Credentials:
-    if wishes.key_file:
-        return botocore.credentials.Credentials(*_read_key_file(wishes.key_file))
-    if wishes.access_key:
-        return botocore.credentials.Credentials(wishes.access_key, wishes.secret_key)
+    if options.key_file:
+        return botocore.credentials.Credentials(*_read_key_file(options.key_file))
+    if options.access_key:
+        return botocore.credentials.Credentials(options.access_key, options.secret_key)
     found = session.get_credentials()
     if found is None:
         raise BackendError(

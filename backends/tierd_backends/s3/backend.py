@@ -1,11 +1,8 @@
 """The S3 tier: each block is an object, header first, in a bucket that nodes may share.
 
 This module takes a batch through the tier and belongs to the event loop. bucket.py makes the
-requests, on threads. Nothing is cached: the bucket is asked for every block, because other nodes
-store and drop blocks too.
-
-A block is changed by one call at a time. If the caller is cancelled, a change that has begun goes
-on in the background, and later calls for that block wait for its end.
+requests, on threads; changes.py decides when a block may be changed. Nothing is cached: the bucket
+is asked for every block, because other nodes store and drop blocks too.
 """
 
 from __future__ import annotations
@@ -13,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final, TypeVar
@@ -35,16 +31,19 @@ from tierd.backend import (
     unpack_header,
 )
 from tierd.errors import BackendError
-from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
-from tierd_backends.common.again import COUNTERS, DamageSite, judge
+from tierd.types import BlockKey
 from tierd_backends.common.calls import CallThreads, CallTurn
+from tierd_backends.common.failures import Failures
+from tierd_backends.common.open_calls import OpenCalls
+from tierd_backends.common.second_read import COUNTERS, DamageSite, judge
 from tierd_backends.common.shared_capacity import SharedCapacity
-from tierd_backends.s3.bucket import Bucket, LockedCounters, OnCall, Read
+from tierd_backends.s3.bucket import Bucket, Read
+from tierd_backends.s3.changes import ObjectChanges
 from tierd_backends.s3.failure import FailureKind, S3Error
 from tierd_backends.s3.jobs import Batch, Fetch, Look, ObjectChange
 from tierd_backends.s3.listing import ListedObject, Page
 from tierd_backends.s3.options import S3Options
-from tierd_backends.s3.usage import Usage
+from tierd_backends.s3.usage import Usage, keep_counted
 
 ASK_EACH_MAX: Final = 32
 """Longest list of hashes that are looked up one by one: the size of one batch of the daemon."""
@@ -53,23 +52,15 @@ USE_EVERY_S: Final = 6 * 3600.0
 """How often blocks in use are looked up. At 0.4 dollars per million requests, 32,000 blocks cost
 5 cents a day."""
 
-INDEX_RETRY_S: Final = 30.0
-"""Wait before a failed listing goes on; only the statistics and the shared capacity need it."""
-
 LOG_EVERY_S: Final = 60.0
 """Failures of one kind are logged at most this often; all are counted."""
 
 CLOSE_S_MAX: Final = 5.0
-"""Longest wait for calls in flight when the tier is closed; then they are called off."""
-
-ABSENT: Final = BlockKey(bytes(SCOPE_BYTES), bytes(HASH_BYTES))
-"""A block that no node stores. Looking it up shows how the server reports a missing object."""
+"""Longest wait for calls in flight when the tier is closed; then they are cancelled."""
 
 __all__ = ["S3Backend", "S3Options"]
 
 _log = logging.getLogger("tierd_backends.s3")
-
-
 _T = TypeVar("_T")
 
 
@@ -96,21 +87,14 @@ class S3Backend(Backend):
             "timeouts_total": 0,
             "unreadable_total": 0,
         }
-        self._tally = LockedCounters(self.counters)
+        self._failures = Failures(_log, self.counters, log_every_s=LOG_EVERY_S, where=self._where)
+        self._calls = OpenCalls(self._where)
         self._shared_capacity = SharedCapacity(options.capacity, self._where)
         self._usage = Usage()
-        self._trouble = ""
-        self._logged: dict[FailureKind | DamageSite, float] = {}
-        self._opened = False
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        # Each block's change in progress, and the changes whose callers were cancelled.
-        self._changing: dict[str, ObjectChange] = {}
-        self._abandoned: set[str] = set()
-        self._loop: asyncio.AbstractEventLoop
         self._readers: CallThreads
         self._writers: CallThreads
         self._bucket: Bucket
+        self._changes: ObjectChanges
         self._indexing: asyncio.Task[None]
 
     @property
@@ -133,14 +117,15 @@ class S3Backend(Backend):
         return cls(options)
 
     async def open(self) -> None:
-        assert not self._opened
-        self._loop = asyncio.get_running_loop()
+        assert not self._calls.is_open
         self._readers = CallThreads("tierd-s3-read", self._options.connections)
         self._writers = CallThreads("tierd-s3-write", self._options.connections)
         try:
-            bucket = await self._call(self._readers, self._make_bucket)
+            bucket = await self._call(
+                self._readers, lambda _: Bucket.find(self._options, self._failures)
+            )
             try:
-                await self._call(self._readers, lambda turn: _try_bucket(bucket, turn))
+                await self._call(self._readers, bucket.try_requests)
             except BaseException:
                 bucket.close()
                 raise
@@ -151,34 +136,34 @@ class S3Backend(Backend):
             await self._end_threads()
             raise
         self._bucket = bucket
-        self._opened = True
+        self._calls.is_open = True
         self._usage = Usage()
-        self._indexing = asyncio.create_task(self._count())
+        self._changes = ObjectChanges(bucket, self._writers, self._usage)
+        self._indexing = asyncio.create_task(
+            keep_counted(self._usage, self._page, self._shared_capacity)
+        )
 
     async def close(self) -> None:
-        if not self._opened:
+        if not self._calls.is_open:
             return
-        self._opened = False
+        self._calls.is_open = False
         self._indexing.cancel()
         await asyncio.wait([self._indexing])
         if not self._indexing.cancelled() and (error := self._indexing.exception()):
             _log.error("%s: counting failed", self._where, exc_info=error)
-        if self._in_flight:
-            self._idle.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), CLOSE_S_MAX)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self._calls.ended()
         self._readers.interrupt()
         self._writers.interrupt()
-        while self._in_flight:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._calls.ended()
         await self._end_threads()
         self._bucket.close()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
         names = [self._name(namespace, block_hash) for block_hash in hashes]
-        with self._call_in_flight():
-            await self._settled(names)
+        with self._calls.call():
+            await self._changes.settled(names)
             if len(names) <= ASK_EACH_MAX:
                 return await self._ask(names)
             # A prefix rarely has holes, so the search is for its end: each round looks at one
@@ -212,9 +197,9 @@ class S3Backend(Backend):
             assert 0 < length <= len(view)
             key = BlockKey(namespace, block_hash)
             fetches.append(Fetch(self._name(namespace, block_hash), key, view[:length]))
-        batch = Batch(self._options.connections)
-        with self._call_in_flight():
-            await self._settled([fetch.name for fetch in fetches])
+        batch = Batch(self._options.connections, self._failures)
+        with self._calls.call():
+            await self._changes.settled([fetch.name for fetch in fetches])
             try:
                 await self._readers.run(lambda turn: self._fetch(batch, turn), fetches)
             finally:
@@ -224,7 +209,7 @@ class S3Backend(Backend):
             batch.raise_if_shut_out(self._where, [fetch.outcome for fetch in fetches])
             bad = {f.name: f.etag for f in fetches if f.outcome is Outcome.CORRUPT and f.etag}
             changes = [ObjectChange(name, etag=etag) for name, etag in bad.items()]
-            await self._change(changes, Batch(len(changes)))
+            await self._changes.make(changes, Batch(len(changes), self._failures))
         return [GetResult(fetch.outcome, fetch.header) for fetch in fetches]
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
@@ -234,14 +219,14 @@ class S3Backend(Backend):
             header = BlockHeader(BlockKey(namespace, block_hash), parent, length, digest)
             name = self._name(namespace, block_hash)
             changes.append(ObjectChange(name, pack_header(header), view[:length]))
-        batch = Batch(self._options.connections)
+        batch = Batch(self._options.connections, self._failures)
         sizes_bytes = [HEADER_BYTES + len(change.payload) for change in changes]
         used_bytes = self._usage.stats().used_bytes
         with (
-            self._call_in_flight(),
+            self._calls.call(),
             self._shared_capacity.admit(used_bytes, sizes_bytes) as admitted,
         ):
-            await self._change(changes[:admitted], batch)
+            await self._changes.make(changes[:admitted], batch)
             outcomes = [change.outcome for change in changes[:admitted]]
             batch.raise_if_shut_out(self._where, outcomes)
             for there in await self._ask([change.name for change in changes[admitted:]]):
@@ -252,9 +237,9 @@ class S3Backend(Backend):
     async def delete_many(self, namespace: bytes, hashes: Sequence[bytes]) -> int:
         names = dict.fromkeys(self._name(namespace, block_hash) for block_hash in hashes)
         changes = [ObjectChange(name) for name in names]
-        batch = Batch(self._options.connections)
-        with self._call_in_flight():
-            await self._change(changes, batch)
+        batch = Batch(self._options.connections, self._failures)
+        with self._calls.call():
+            await self._changes.make(changes, batch)
         if batch.failure is not None:
             failed = sum(change.outcome is Outcome.ERROR for change in changes)
             raise BackendError(
@@ -265,7 +250,7 @@ class S3Backend(Backend):
     async def scan(self) -> AsyncIterator[Scanned]:
         token = ""
         while True:
-            with self._call_in_flight():
+            with self._calls.call():
                 page = await self._page(token)
             yield Scanned()
             at_once = self._options.connections
@@ -279,7 +264,7 @@ class S3Backend(Backend):
         """Read the headers of some objects: about one round trip. Raises BackendError if the
         server fails for all of them."""
         looks = [Look(self._bucket.name(each.key)) for each in objects]
-        with self._call_in_flight():
+        with self._calls.call():
             await self._look(looks, peek=True)
         failures = [look.failure for look in looks if look.failure is not None]
         away = (FailureKind.PEER, FailureKind.NO_BUCKET, FailureKind.ELSEWHERE)
@@ -306,11 +291,11 @@ class S3Backend(Backend):
         for mark in marks:
             await self._of_marks(self._writers, partial(self._drop_mark, mark))
 
-    def _drop_mark(self, mark: str, turn: OnCall) -> None:
+    def _drop_mark(self, mark: str, turn: CallTurn[None]) -> None:
         self._bucket.drop_mark(turn, mark)
 
-    async def _of_marks(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
-        with self._call_in_flight():
+    async def _of_marks(self, threads: CallThreads, function: Callable[[CallTurn[None]], _T]) -> _T:
+        with self._calls.call():
             try:
                 return await self._call(threads, function)
             except S3Error as error:
@@ -318,38 +303,22 @@ class S3Backend(Backend):
 
     async def reload(self) -> None:
         """Read the credentials again: those in use may be valid, but not for long."""
-        with self._call_in_flight():
-            await self._call(self._readers, lambda _: self._bucket.read_keys_anew())
+        with self._calls.call():
+            await self._call(self._readers, lambda _: self._bucket.read_keys_again())
 
     def stats(self) -> BackendStats:
         """Return this node's estimate: the last listing, and its own changes since."""
         return replace(
             self._usage.stats(),
             capacity_bytes=self._shared_capacity.capacity_bytes,
-            trouble=self._trouble,
+            trouble=self._failures.trouble,
         )
 
     def _name(self, namespace: bytes, block_hash: bytes) -> str:
-        self._check_open()
+        self._calls.check()
         return self._bucket.name(BlockKey(namespace, block_hash))
 
-    def _check_open(self) -> None:
-        if not self._opened:
-            raise BackendError(f"{self._where} is not open")
-
-    @contextlib.contextmanager
-    def _call_in_flight(self) -> Iterator[None]:
-        """Keep the tier from being closed during a call."""
-        self._check_open()
-        self._in_flight += 1
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
-
-    async def _call(self, threads: CallThreads, function: Callable[[OnCall], _T]) -> _T:
+    async def _call(self, threads: CallThreads, function: Callable[[CallTurn[None]], _T]) -> _T:
         """Run one function on one thread and return its result."""
         results: list[_T] = []
 
@@ -361,58 +330,6 @@ class S3Backend(Backend):
         if not results:
             raise BackendError(f"{self._where} is being closed")
         return results[0]
-
-    def _make_bucket(self, turn: OnCall) -> Bucket:
-        # Imported late: the daemon imports this module only to check its options.
-        from tierd_backends.s3.account import Account, Wishes
-
-        options = self._options
-        account = Account(
-            Wishes(
-                bucket=options.bucket,
-                endpoint=options.endpoint,
-                region=options.region,
-                style=options.style,
-                access_key=options.access_key,
-                secret_key=options.secret_key,
-                key_file=options.key_file,
-                profile=options.profile,
-                tls_ca=options.tls_ca,
-            )
-        )
-        return Bucket(
-            account,
-            options.prefix,
-            timeout_s=options.timeout_ms / 1e3,
-            put_headers=options.put_headers,
-            tally=self._tally,
-        )
-
-    async def _count(self) -> None:
-        """Count the bucket's objects; with a capacity, again and again."""
-        pause_s: float | None = 0.0
-        while pause_s is not None:
-            await asyncio.sleep(pause_s)
-            began_s = self._loop.time()
-            self._usage.begin()
-            await self._list()
-            pause_s = self._shared_capacity.pause_s(self._loop.time() - began_s)
-
-    async def _list(self) -> None:
-        """Count the bucket's objects once, page by page."""
-        token = ""
-        while True:
-            try:
-                page = await self._page(token)
-            except BackendError as error:
-                _log.warning("cannot count objects; going on in %.0f s: %s", INDEX_RETRY_S, error)
-                await asyncio.sleep(INDEX_RETRY_S)
-                continue
-            token = page.token
-            sizes = [each.size_bytes for each in page.objects]
-            self._usage.listed(sizes, page.last, complete=not token)
-            if not token:
-                return
 
     async def _page(self, token: str) -> Page:
         try:
@@ -427,7 +344,7 @@ class S3Backend(Backend):
         return [look.size_bytes is not None for look in looks]
 
     async def _look(self, looks: Sequence[Look], *, peek: bool) -> None:
-        batch = Batch(self._options.connections)
+        batch = Batch(self._options.connections, self._failures)
 
         def work(turn: CallTurn[Look]) -> None:
             while (look := turn.take()) is not None:
@@ -441,7 +358,7 @@ class S3Backend(Backend):
                     look.done = True
                 except S3Error as failure:
                     look.failure = failure
-                    self._note(batch, failure, turn)
+                    batch.note(failure, turn)
 
         await self._readers.run(work, looks)
         if not all(look.done or (peek and look.failure) for look in looks):
@@ -452,8 +369,8 @@ class S3Backend(Backend):
     def _fetch(self, batch: Batch, turn: CallTurn[Fetch]) -> None:
         raw_header = memoryview(bytearray(HEADER_BYTES))
         while (fetch := turn.take()) is not None:
-            if batch.hopeless:
-                self._tally.add("io_errors_total")
+            if batch.given_up:
+                batch.skip()
                 continue
             try:
                 read = self._bucket.read(turn, fetch.name, fetch.key, fetch.view, raw_header)
@@ -461,7 +378,7 @@ class S3Backend(Backend):
                 if failure.kind is FailureKind.UNREADABLE:
                     self._missed(fetch, failure)
                 else:
-                    self._note(batch, failure, turn)
+                    batch.note(failure, turn)
                 continue
             if read is not None and read.header is None:
                 self._fetch_again(batch, turn, fetch, read, raw_header)
@@ -470,7 +387,7 @@ class S3Backend(Backend):
                 fetch.header = read.header if read is not None else None
 
     def _fetch_again(
-        self, batch: Batch, turn: OnCall, fetch: Fetch, first: Read, raw_header: memoryview
+        self, batch: Batch, turn: CallTurn[Fetch], fetch: Fetch, first: Read, raw_header: memoryview
     ) -> None:
         """Judge a damaged object by a second read, over another connection."""
         fetch.fault = DamageSite.UNKNOWN
@@ -482,7 +399,7 @@ class S3Backend(Backend):
             if failure.kind is FailureKind.UNREADABLE:
                 self._missed(fetch, failure)
             else:
-                self._note(batch, failure, turn)
+                batch.note(failure, turn)
             return
         if second is None:
             fetch.outcome, fetch.fault = Outcome.MISS, None
@@ -497,128 +414,20 @@ class S3Backend(Backend):
     def _missed(self, fetch: Fetch, failure: S3Error) -> None:
         """In a thread: note that the server does not deliver an object which it has."""
         fetch.outcome, fetch.fault = Outcome.MISS, None
-        self._tally.add("unreadable_total")
-        self._warn(failure.kind, f"{fetch.name}: {failure}")
-
-    async def _change(self, changes: Sequence[ObjectChange], batch: Batch) -> None:
-        """Make changes, each as soon as no other call changes its block."""
-        waiting = list(changes)
-        while waiting:
-            ready, later = [], []
-            for change in waiting:
-                if change.name in self._changing:
-                    later.append(change)
-                else:
-                    self._changing[change.name] = change
-                    ready.append(change)
-            try:
-                await self._writers.run(lambda turn: self._make_changes(batch, turn), ready)
-            finally:
-                for change in ready:
-                    if change.begun and not change.done:
-                        self._abandoned.add(change.name)
-                    else:
-                        self._end_change(change)
-            # A batch may name a block twice; then only one of its changes is ready at a time.
-            others = [self._changing[c.name].over for c in later if c.name in self._changing]
-            if len(others) == len(later) and others:
-                await asyncio.wait(set(others), return_when=asyncio.FIRST_COMPLETED)
-            waiting = later
-
-    def _make_changes(self, batch: Batch, turn: CallTurn[ObjectChange]) -> None:
-        while (change := turn.take()) is not None:
-            change.begun = True
-            try:
-                if batch.hopeless:
-                    self._tally.add("io_errors_total")
-                elif change.raw_header:
-                    self._put(turn, change)
-                else:
-                    self._drop(turn, change)
-            except S3Error as failure:
-                self._note(batch, failure, turn)
-            finally:
-                change.done = True
-                if turn.cancelled:
-                    # The loop is closed if the process ends meanwhile.
-                    with contextlib.suppress(RuntimeError):
-                        self._loop.call_soon_threadsafe(self._end_change, change)
-
-    def _put(self, turn: OnCall, change: ObjectChange) -> None:
-        written = self._bucket.write(turn, change.name, change.raw_header, change.payload)
-        if written.stored:
-            change.blocks = 1 if written.replaced_bytes is None else 0
-            change.size_bytes = written.size_bytes - (written.replaced_bytes or 0)
-        change.outcome = Outcome.STORED if written.stored else Outcome.PRESENT
-
-    def _drop(self, turn: OnCall, change: ObjectChange) -> None:
-        if change.etag:
-            size_bytes = self._bucket.delete_read(turn, change.name, change.etag)
-        else:
-            seen = self._bucket.look(turn, change.name)
-            size_bytes = seen.size_bytes if seen is not None else None
-            if seen is not None:
-                self._bucket.delete(turn, change.name)
-        if size_bytes is not None:
-            change.blocks, change.size_bytes = -1, -size_bytes
-        change.outcome = Outcome.MISS
-
-    def _end_change(self, change: ObjectChange) -> None:
-        """Let the next call change the block. Later calls for the same change do nothing."""
-        if self._changing.get(change.name) is not change:
-            return
-        del self._changing[change.name]
-        self._abandoned.discard(change.name)
-        self._usage.changed(change.name, change.blocks, change.size_bytes)
-        change.over.set_result(None)
-
-    async def _settled(self, names: Sequence[str]) -> None:
-        """Wait for changes of these blocks whose callers were cancelled."""
-        if self._abandoned:
-            changes = [self._changing[name].over for name in names if name in self._abandoned]
-            if changes:
-                await asyncio.wait(changes)
-
-    def _note(self, batch: Batch, failure: S3Error, turn: OnCall) -> None:
-        """In a thread: count and log a failure, unless a cancellation caused it."""
-        if turn.cancelled:
-            return
-        batch.note(failure)
-        self._tally.add("denied_total" if failure.kind is FailureKind.DENIED else "io_errors_total")
-        self._trouble = str(failure)
-        self._warn(failure.kind, str(failure))
+        self._failures.count("unreadable_total")
+        self._failures.warn(failure.kind, f"{fetch.name}: {failure}")
 
     def _note_fault(self, fetch: Fetch, fault: DamageSite) -> None:
         """Count and log an object that was read damaged."""
-        self._tally.add(fault.counter)
+        self._failures.count(fault.counter)
         kept = "; kept, since it has no ETag to delete it by" if not fetch.etag else ""
         told = {
             DamageSite.STORED: f"is another or a damaged block{kept}",
             DamageSite.TRANSIT: "was damaged in transit: check the network and this machine",
             DamageSite.UNKNOWN: "was read damaged, and could not be read again: kept",
         }
-        self._warn(fault, f"{fetch.name} {told[fault]}")
-
-    def _warn(self, kind: FailureKind | DamageSite, text: str) -> None:
-        now = time.monotonic()
-        if now >= self._logged.get(kind, now):
-            self._logged[kind] = now + LOG_EVERY_S
-            _log.warning("%s: %s", self._where, text)
+        self._failures.warn(fault, f"{fetch.name} {told[fault]}")
 
     async def _end_threads(self) -> None:
         await self._readers.close()
         await self._writers.close()
-
-
-def _try_bucket(bucket: Bucket, turn: OnCall) -> None:
-    """Make each kind of request once, so that what would fail each time fails now, explained."""
-    for asked, permission in (
-        (lambda: bucket.page(turn, "", limit=1), "s3:ListBucket"),
-        (lambda: bucket.size_of(turn, bucket.name(ABSENT)), "s3:GetObject"),
-    ):
-        try:
-            asked()
-        except S3Error as error:
-            if error.kind is not FailureKind.DENIED or error.code not in ("", "AccessDenied"):
-                raise
-            raise S3Error(FailureKind.DENIED, f"{error}; they must allow {permission}") from error

@@ -1,31 +1,20 @@
-"""Requests for a bucket's objects, made on one thread each: signed, sent, parsed, retried.
+"""The objects of a bucket: which requests read, store and delete one, and what a reply means.
 
-A request takes the turn of its batch. It touches views only inside `CallTurn.using`, so a
-cancelled call gets them back at once. A change runs to its end outside of that, in the background,
-because the outcome of an interrupted change cannot be known.
+requests.py sends the requests. All calls block, and are made on the threads of a batch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-import random
 import re
-import socket
-import threading
-import time
 import urllib.parse
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import xxhash
 
 from tierd.backend import HEADER_BYTES, BlockHeader, match_header, unpack_header
-from tierd.errors import BackendError
 from tierd.types import HASH_BYTES, SCOPE_BYTES, BlockKey
+from tierd_backends.common.failures import Failures
 from tierd_backends.s3.failure import (
     ERROR_BYTES_MAX,
     FailureKind,
@@ -35,26 +24,14 @@ from tierd_backends.s3.failure import (
     is_archived,
     unreadable,
 )
-from tierd_backends.s3.http import (
-    EndpointUnreachableError,
-    Head,
-    HttpConnection,
-    PeerError,
-    StalledError,
-)
+from tierd_backends.s3.http import Head, HttpConnection, PeerError
 from tierd_backends.s3.listing import Page, parse_page
-from tierd_backends.s3.sign import EMPTY_SHA256, UNSIGNED_PAYLOAD, Credentials, Signer
+from tierd_backends.s3.options import S3Options
+from tierd_backends.s3.requests import RETRIES_MAX, OnCall, Request, Requests
 from tierd_backends.s3.suspects import Suspects
 
 if TYPE_CHECKING:
     from tierd_backends.s3.account import Account
-
-RETRIES_MAX: Final = 1
-"""Retries of a request that a busy server refused. An error costs the engine only a recomputation,
-and more retries would feed the overload."""
-
-RETRY_S: Final = (0.02, 0.08)
-"""Bounds of the random wait before a retry: random, so that threads do not return together."""
 
 PIECE_BYTES: Final = 256 << 10
 """Bytes of a payload that are received and then hashed while they are in the cache. Hashing it all
@@ -69,8 +46,8 @@ DRAIN_BYTES_MAX: Final = 64 << 10
 MARKS: Final = "marks/"
 """Folder of the marks, below the tier's prefix."""
 
-CHANGE_S_MAX: Final = 30.0
-"""Longest put or delete: nothing else ends one whose answer arrives byte by byte."""
+ABSENT: Final = BlockKey(bytes(SCOPE_BYTES), bytes(HASH_BYTES))
+"""A block that no node stores. Looking it up shows how the server reports a missing object."""
 
 RANGE_STATUS: Final = 416
 """Status for a range beyond the end: the object is empty."""
@@ -78,29 +55,6 @@ RANGE_STATUS: Final = 416
 _ETAG: Final = re.compile('"[!#-~]{1,128}"', re.ASCII)
 
 _log = logging.getLogger("tierd_backends.s3")
-_T = TypeVar("_T")
-
-
-class OnCall(Protocol):
-    """The part of `CallTurn` that a request needs."""
-
-    @property
-    def cancelled(self) -> bool: ...
-
-    def using(self, sock: socket.socket) -> AbstractContextManager[None]: ...
-
-
-class LockedCounters:
-    """Counters for several threads. A plain `+=` on a dict loses counts between threads."""
-
-    def __init__(self, counters: dict[str, int]) -> None:
-        self._counters = counters
-        self._lock = threading.Lock()
-
-    def add(self, name: str) -> None:
-        """Add one to the existing counter `name`."""
-        with self._lock:
-            self._counters[name] += 1
 
 
 class Read(NamedTuple):
@@ -131,33 +85,14 @@ class Written(NamedTuple):
     replaced_bytes: int | None = None
 
 
-@dataclass(slots=True)
-class _Request:
-    method: str
-    path: str
-    query: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    body: tuple[bytes | memoryview, ...] = ()
-
-
 class Bucket:
-    """A bucket and the idle connections to it. Can be used by several threads."""
+    """A bucket, as one tier uses it. Can be used by several threads."""
 
-    def __init__(
-        self,
-        account: Account,
-        prefix: str,
-        *,
-        timeout_s: float,
-        put_headers: dict[str, str],
-        tally: LockedCounters,
-    ) -> None:
+    def __init__(self, account: Account, options: S3Options, failures: Failures) -> None:
         self._account = account
-        self._signer = Signer(account.host, account.region)
-        self._timeout_s = timeout_s
-        self._put_headers = put_headers
-        self._tally = tally
-        self._prefix = f"{prefix}/" if prefix else ""
+        self._requests = Requests(account, failures, timeout_s=options.timeout_ms / 1e3)
+        self._put_headers = options.put_headers
+        self._prefix = f"{options.prefix}/" if options.prefix else ""
         self._name = re.compile(
             f"{re.escape(self._prefix)}([0-9a-f]{{{2 * SCOPE_BYTES}}})/"
             f"([0-9a-f]{{{2 * HASH_BYTES}}})",
@@ -165,25 +100,41 @@ class Bucket:
         )
         self._conditional = True
         self._suspects = Suspects()
-        self._idle: list[HttpConnection] = []
-        self._closed = False
-        self._idle_lock = threading.Lock()
+
+    @classmethod
+    def find(cls, options: S3Options, failures: Failures) -> Bucket:
+        """Find the bucket's address, and credentials for it. Blocks. Raises BackendError."""
+        # Imported late: the daemon imports this module only to check its options.
+        from tierd_backends.s3.account import Account
+
+        return cls(Account(options), options, failures)
+
+    def try_requests(self, turn: OnCall) -> None:
+        """Make each kind of request once, so that what would fail each time fails now, explained.
+        Raises S3Error."""
+        for asked, permission in (
+            (lambda: self.page(turn, "", limit=1), "s3:ListBucket"),
+            (lambda: self.size_of(turn, self.name(ABSENT)), "s3:GetObject"),
+        ):
+            try:
+                asked()
+            except S3Error as error:
+                if error.kind is not FailureKind.DENIED or error.code not in ("", "AccessDenied"):
+                    raise
+                text = f"{error}; they must allow {permission}"
+                raise S3Error(FailureKind.DENIED, text) from error
 
     def name(self, key: BlockKey) -> str:
         """Return the name of a block's object."""
         return f"{self._prefix}{key.namespace.hex()}/{key.block_hash.hex()}"
 
-    def read_keys_anew(self) -> None:
+    def read_keys_again(self) -> None:
         """Sign with the current credentials from now on. Raises BackendError."""
-        self._account.read_anew()
+        self._account.read_again()
 
     def close(self) -> None:
         """Close idle connections now, and connections in use when their threads give them back."""
-        with self._idle_lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._requests.close()
 
     def size_of(self, turn: OnCall, name: str) -> int | None:
         """Return an object's size in bytes, None if it is missing or unreadable. Raises S3Error."""
@@ -206,7 +157,7 @@ class Bucket:
             raise failure(head.status, head.headers, b"")
 
         try:
-            return self._ask(turn, _Request("HEAD", self._path(name)), finish)
+            return self._requests.ask(turn, Request("HEAD", self._path(name)), finish)
         except S3Error as refusal:
             if refusal.status not in (400, 403):
                 raise
@@ -260,7 +211,7 @@ class Bucket:
             return Read(header, got, etag, seen)
 
         try:
-            found = self._ask(turn, _Request("GET", self._path(name)), finish, fresh=fresh)
+            found = self._requests.ask(turn, Request("GET", self._path(name)), finish, fresh=fresh)
         except S3Error as refusal:
             if refusal.kind is FailureKind.UNREADABLE:
                 self._suspects.add(name, refused=True)
@@ -287,7 +238,7 @@ class Bucket:
             return body
 
         headers = {"range": f"bytes=0-{HEADER_BYTES - 1}"}
-        return self._ask(turn, _Request("GET", self._path(name), headers=headers), finish)
+        return self._requests.ask(turn, Request("GET", self._path(name), headers=headers), finish)
 
     def write(self, turn: OnCall, name: str, raw_header: bytes, view: memoryview) -> Written:
         """Keep a block unless it is present. Raises S3Error; the server then has all or nothing.
@@ -369,8 +320,8 @@ class Bucket:
             self._succeed(connection, head)
             return True
 
-        request = _Request("PUT", self._path(name), "", headers, body)
-        return self._ask(turn, request, finish, fresh=fresh)
+        request = Request("PUT", self._path(name), "", headers, body)
+        return self._requests.ask(turn, request, finish, fresh=fresh)
 
     def delete(self, turn: OnCall, name: str) -> None:
         """Delete an object, which may already be missing. Raises S3Error."""
@@ -382,7 +333,7 @@ class Bucket:
             else:
                 self._missing(connection, head)
 
-        self._ask(turn, _Request("DELETE", self._path(name)), finish)
+        self._requests.ask(turn, Request("DELETE", self._path(name)), finish)
 
     def marks(self, turn: OnCall) -> list[str]:
         """Return all marks. Raises S3Error unless the listing is complete."""
@@ -426,12 +377,12 @@ class Bucket:
             self._succeed(connection, head)
             return True
 
-        size_bytes = self._ask(turn, _Request("HEAD", self._path(name)), look)
+        size_bytes = self._requests.ask(turn, Request("HEAD", self._path(name)), look)
         if size_bytes is None:
             return None
-        condition = _Request("DELETE", self._path(name), headers={"if-match": etag})
+        condition = Request("DELETE", self._path(name), headers={"if-match": etag})
         try:
-            return size_bytes if self._ask(turn, condition, finish) else None
+            return size_bytes if self._requests.ask(turn, condition, finish) else None
         except S3Error as refusal:
             if not refusal.lacks_condition:
                 raise
@@ -457,8 +408,8 @@ class Bucket:
 
         quoted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="")
         path = self._account.base_path.rstrip("/") or "/"
-        request = _Request("GET", path, quoted)
-        body = self._ask(turn, request, finish, fresh=under == MARKS)
+        request = Request("GET", path, quoted)
+        body = self._requests.ask(turn, request, finish, fresh=under == MARKS)
         page = parse_page(body, self._name)
         if token and page.token == token:
             # Without this the listing would never end, and each of its pages costs money.
@@ -483,118 +434,6 @@ class Bucket:
             raise refusal
         if head.status != 404 or code_of(body) not in ("", "NoSuchKey") or b"<html" in body[:256]:
             raise failure(head.status, head.headers, body)
-
-    def _ask(
-        self,
-        turn: OnCall,
-        request: _Request,
-        finish: Callable[[HttpConnection], _T],
-        *,
-        fresh: bool = False,
-    ) -> _T:
-        """Send a request and let `finish` read the reply. Retry where a retry may help."""
-        tries, denied = 0, False
-        while True:
-            try:
-                credentials = self._account.credentials()
-            except BackendError as error:
-                raise S3Error(FailureKind.DENIED, str(error)) from error
-            try:
-                connection = self._take(fresh)
-            except EndpointUnreachableError as error:
-                raise S3Error(FailureKind.PEER, f"it cannot be reached: {error}") from error
-            reused = connection.used
-            try:
-                return self._ask_once(connection, turn, request, credentials, finish)
-            except StalledError as error:
-                self._tally.add("timeouts_total")
-                raise S3Error(FailureKind.PEER, str(error)) from error
-            except PeerError as error:
-                # A server may close an idle connection at any time: it is not about the request.
-                if fresh or not reused or turn.cancelled:
-                    raise S3Error(FailureKind.PEER, str(error)) from error
-                fresh = True
-            except S3Error as refusal:
-                if refusal.kind is FailureKind.THROTTLED:
-                    self._tally.add("throttled_total")
-                if refusal.keys_denied and not denied and not turn.cancelled:
-                    denied = True
-                    if self._account.others_than(credentials):
-                        continue
-                if not refusal.may_pass or tries == RETRIES_MAX or turn.cancelled:
-                    raise
-                tries += 1
-                time.sleep(random.uniform(*RETRY_S))
-            finally:
-                self._give(connection)
-            self._tally.add("retries_total")
-
-    def _ask_once(
-        self,
-        connection: HttpConnection,
-        turn: OnCall,
-        request: _Request,
-        credentials: Credentials,
-        finish: Callable[[HttpConnection], _T],
-    ) -> _T:
-        method, path, query, headers = request.method, request.path, request.query, request.headers
-        connection.until = math.inf
-        if method in ("PUT", "DELETE"):
-            connection.until = time.monotonic() + CHANGE_S_MAX
-        if method == "DELETE":
-            head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
-            connection.send(head)
-            return finish(connection)
-        with turn.using(connection.sock):
-            if not request.body:
-                head = self._signer.head(method, path, query, headers, EMPTY_SHA256, credentials)
-                connection.send(head)
-                return finish(connection)
-            digest = UNSIGNED_PAYLOAD if self._account.address.tls else _sha256(request.body)
-            length = sum(len(part) for part in request.body)
-            head = self._signer.head(
-                method, path, query, headers, digest, credentials, length=length
-            )
-            *most, tail = request.body
-            last = bytes(tail[-1:])
-            connection.send(head, *most, tail[:-1], more=True)
-        # A put that is interrupted in there lacks its last byte, so the server drops it. From here
-        # on the caller owns the views again, and need not wait for the end.
-        connection.send(last)
-        return finish(connection)
-
-    def _take(self, fresh: bool) -> HttpConnection:
-        """Take a connection for this thread alone. Raises EndpointUnreachableError.
-
-        A `fresh` one replaces the connection that was idle longest. Without that, connections
-        would add up, and old ones may lead to a former address of the server's name.
-        """
-        while True:
-            with self._idle_lock:
-                if not self._idle:
-                    break
-                connection = self._idle.pop(0 if fresh else -1)
-            if fresh:
-                connection.close()
-                break
-            if not connection.is_stale():
-                return connection
-            connection.close()
-        return HttpConnection(self._account.address, self._timeout_s)
-
-    def _give(self, connection: HttpConnection) -> None:
-        with self._idle_lock:
-            if connection.reusable and not self._closed:
-                self._idle.append(connection)
-                return
-        connection.close()
-
-
-def _sha256(parts: tuple[bytes | memoryview, ...]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _etag(head: Head) -> str:

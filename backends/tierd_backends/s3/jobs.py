@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from tierd.backend import BlockHeader, Outcome
 from tierd.errors import BackendError
 from tierd.types import BlockKey
-from tierd_backends.common.again import DamageSite
+from tierd_backends.common.failures import Failures
+from tierd_backends.common.second_read import DamageSite
 from tierd_backends.s3.failure import FailureKind, S3Error
+from tierd_backends.s3.requests import OnCall
 
 
 class Batch:
@@ -23,18 +25,30 @@ class Batch:
     A server that is down costs one failure per thread, not one per block.
     """
 
-    def __init__(self, patience: int) -> None:
+    def __init__(self, patience: int, failures: Failures) -> None:
         self._patience = patience
+        self._failures = failures
         self.failure: S3Error | None = None
+        """The first failure; a missing bucket replaces it."""
 
-    def note(self, failure: S3Error) -> None:
-        """Remember the first failure; a missing bucket replaces it."""
+    def note(self, failure: S3Error, turn: OnCall) -> None:
+        """Count, log and remember a failure, unless a cancellation caused it."""
+        if turn.cancelled:
+            return
+        denied = failure.kind is FailureKind.DENIED
+        self._failures.count("denied_total" if denied else "io_errors_total")
+        self._failures.trouble = str(failure)
+        self._failures.warn(failure.kind, str(failure))
         if self.failure is None or failure.kind is FailureKind.NO_BUCKET:
             self.failure = failure
         if failure.kind is FailureKind.PEER:
             self._patience -= 1
         elif failure.kind is FailureKind.NO_BUCKET:
             self._patience = 0
+
+    def skip(self) -> None:
+        """Count a job that was not tried."""
+        self._failures.count("io_errors_total")
 
     def raise_if_shut_out(self, where: str, outcomes: Sequence[Outcome]) -> None:
         """Raise BackendError with the reason if the failure affects all blocks."""
@@ -48,7 +62,7 @@ class Batch:
             raise BackendError(f"{where}: {self.failure}") from self.failure
 
     @property
-    def hopeless(self) -> bool:
+    def given_up(self) -> bool:
         """Whether the remaining jobs need not be tried."""
         return self._patience <= 0
 

@@ -17,7 +17,7 @@ SUSPECTS_MAX: Final = 4096
 
 AVOID_S: Final = 60.0
 """How long a lookup misses an object that the server refuses to deliver: otherwise each request for
-its block would read it in vain. Not longer, because another node may store it again."""
+its block would try to read it. Not longer, because another node may store it again."""
 
 
 class Suspects:

@@ -1,16 +1,27 @@
 """Estimate of the blocks in a bucket, as one node sees them.
 
-A listing in the background counts the objects in order of their names. This node's own changes
-during a listing count at once if the listing has passed their names, and are seen by it if not.
-Other nodes' changes show in the next listing.
+A listing in the background counts the objects in order of their names. If it has passed the name
+of an object that this node changes, the change is counted at once; if not, the listing sees it.
+Changes by other nodes show in the next listing. Without a capacity there is only one listing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from tierd.backend import BackendStats
+from tierd.errors import BackendError
+from tierd_backends.common.shared_capacity import SharedCapacity
+from tierd_backends.s3.listing import Page
+
+INDEX_RETRY_S: Final = 30.0
+"""Wait before a failed listing goes on; only the statistics and the shared capacity need it."""
+
+_log = logging.getLogger("tierd_backends.s3")
 
 
 @dataclass(slots=True)
@@ -66,3 +77,37 @@ class Usage:
             used_bytes=self._shown.size_bytes,
             index_complete=self._complete,
         )
+
+
+async def keep_counted(
+    usage: Usage, page_of: Callable[[str], Awaitable[Page]], shared_capacity: SharedCapacity
+) -> None:
+    """Count the bucket's objects; with a capacity, again and again.
+
+    `page_of` returns the page of the listing that a token names, and raises BackendError.
+    """
+    loop = asyncio.get_running_loop()
+    pause_s: float | None = 0.0
+    while pause_s is not None:
+        await asyncio.sleep(pause_s)
+        began_s = loop.time()
+        await _count(usage, page_of)
+        pause_s = shared_capacity.pause_s(loop.time() - began_s)
+
+
+async def _count(usage: Usage, page_of: Callable[[str], Awaitable[Page]]) -> None:
+    """Count the bucket's objects once, page by page."""
+    usage.begin()
+    token = ""
+    while True:
+        try:
+            page = await page_of(token)
+        except BackendError as error:
+            _log.warning("cannot count objects; going on in %.0f s: %s", INDEX_RETRY_S, error)
+            await asyncio.sleep(INDEX_RETRY_S)
+            continue
+        token = page.token
+        sizes = [each.size_bytes for each in page.objects]
+        usage.listed(sizes, page.last, complete=not token)
+        if not token:
+            return

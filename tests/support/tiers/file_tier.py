@@ -41,7 +41,7 @@ def check(backend):
     """Every record is in one state, and what is counted is what the files occupy."""
     space = backend._space
     slabs = 0
-    for shelf in space.shelves.values():
+    for shelf in backend._shelves:
         shelf.check()
         slabs += len(shelf.slabs)
     assert space.used_bytes == occupied(backend._directory.path)

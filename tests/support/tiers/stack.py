@@ -10,7 +10,7 @@ from tierd.storage.measured import MeasuredBackend
 from tierd.storage.worker.backend import WorkerBackend
 
 
-def as_the_daemon_has_it(cls: type[Backend], options: msgspec.Struct) -> Backend:
+def daemon_stack(cls: type[Backend], options: msgspec.Struct) -> Backend:
     """In a worker process, measured, behind a breaker that no sound call should open."""
     measured = MeasuredBackend(WorkerBackend(cls, options))
     return BreakerBackend(measured, name=cls.__name__, deadline_s=60, slow_s=60, probe_s=60)

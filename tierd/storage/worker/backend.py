@@ -3,7 +3,7 @@
 For backends that burn CPU in Python: as threads they raise the p99 of the daemon's loop to
 10-20 ms; as a niced process they leave it below 1 ms, and their crash does not lose L2. The
 process maps the arena, so blocks go straight into their slots. This module restarts the process
-and adds up its counters; life.py makes the calls to one process and decides when to kill it.
+and adds up its counters; incarnation.py makes the calls to one process and decides when to kill it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tierd.backend import (
     Scanned,
 )
 from tierd.errors import BackendError, ConfigError
-from tierd.storage.worker.life import BackendBugError as BackendBugError
-from tierd.storage.worker.life import WorkerIncarnation
+from tierd.storage.worker.incarnation import BackendBugError as BackendBugError
+from tierd.storage.worker.incarnation import WorkerIncarnation
 from tierd.storage.worker.wire import (
     BLOCKS_PER_CALL_MAX,
     HASHES_PER_CALL_MAX,
@@ -90,7 +90,7 @@ class WorkerBackend(Backend):
             "worker_restarts_total": 0,
         }
         self._past = dict(self.counters)
-        self._life: WorkerIncarnation | None = None
+        self._incarnation: WorkerIncarnation | None = None
         self._spare: WorkerIncarnation | None = None
         """A process whose backend could not be opened, for the next attempt."""
         self._away = f"{cls.__name__} is not open"
@@ -118,8 +118,8 @@ class WorkerBackend(Backend):
 
     async def open(self) -> None:
         assert self._guard is None
-        self._life = await self._begin()
-        self._guard = asyncio.create_task(self._keep_alive(self._life), name="worker")
+        self._incarnation = await self._begin()
+        self._guard = asyncio.create_task(self._keep_alive(self._incarnation), name="worker")
 
     async def close(self) -> None:
         self._away = "the backend is closed"
@@ -128,9 +128,9 @@ class WorkerBackend(Backend):
             await asyncio.wait([self._guard])
             self._guard = None
         await self._end_spare()
-        if self._life is not None:
-            await self._life.stop()
-            self._life = None
+        if self._incarnation is not None:
+            await self._incarnation.stop()
+            self._incarnation = None
             self._stats = self._unopened.stats()
 
     async def contains_many(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
@@ -151,18 +151,18 @@ class WorkerBackend(Backend):
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         results: list[GetResult] = []
         for part in _parts(requests, BLOCKS_PER_CALL_MAX):
-            life = self._serving()
-            places = life.place([request.view for request in part])
-            packed = await life.call(Get(namespace, pack_gets(part, places)))
+            incarnation = self._serving()
+            places = incarnation.place([request.view for request in part])
+            packed = await incarnation.call(Get(namespace, pack_gets(part, places)))
             results += unpack_results(_bytes(packed))
         return results
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for part in _parts(requests, BLOCKS_PER_CALL_MAX):
-            life = self._serving()
-            places = life.place([request.view for request in part])
-            packed = await life.call(Put(namespace, pack_puts(part, places)))
+            incarnation = self._serving()
+            places = incarnation.place([request.view for request in part])
+            packed = await incarnation.call(Put(namespace, pack_puts(part, places)))
             outcomes += unpack_outcomes(_bytes(packed))
         return outcomes
 
@@ -175,12 +175,12 @@ class WorkerBackend(Backend):
         return dropped
 
     async def scan(self) -> AsyncIterator[Scanned]:
-        life, scan = self._serving(), next(self._scans)
+        incarnation, scan = self._serving(), next(self._scans)
         try:
-            while (step := unpack_scanned(_bytes(await life.call(Scan(scan))))) is not None:
+            while (step := unpack_scanned(_bytes(await incarnation.call(Scan(scan))))) is not None:
                 yield step
         finally:
-            life.end_scan(scan)
+            incarnation.end_scan(scan)
 
     async def marks(self) -> list[str]:
         return unpack_texts(_bytes(await self._serving().call(Marks())))
@@ -199,9 +199,9 @@ class WorkerBackend(Backend):
         return self._stats
 
     def _serving(self) -> WorkerIncarnation:
-        if self._life is None:
+        if self._incarnation is None:
             raise BackendError(self._away)
-        return self._life
+        return self._incarnation
 
     async def _begin(self) -> WorkerIncarnation:
         """Return a process whose backend is open. Raises as open() does.
@@ -213,38 +213,38 @@ class WorkerBackend(Backend):
         self._past = dict(self.counters)
         if self._spare is not None and self._spare.dying:
             await self._end_spare()
-        life = self._spare or WorkerIncarnation(
+        incarnation = self._spare or WorkerIncarnation(
             self._target, self._take_report, lets_go_s=self._lets_go_s
         )
-        self._spare = life
+        self._spare = incarnation
         try:
-            await life.call(Open(self._options, logging.getLogger().getEffectiveLevel()))
+            await incarnation.call(Open(self._options, logging.getLogger().getEffectiveLevel()))
         except BackendBugError as error:
             await self._end_spare()
             raise BackendError(str(error)) from error
         except BackendError:
-            if life.dying:
+            if incarnation.dying:
                 await self._end_spare()
             raise
         except BaseException:
             await self._end_spare()
             raise
         self._spare = None
-        return life
+        return incarnation
 
     async def _end_spare(self) -> None:
-        life, self._spare = self._spare, None
-        if life is not None:
-            await life.end("could not open")
+        incarnation, self._spare = self._spare, None
+        if incarnation is not None:
+            await incarnation.end("could not open")
 
-    async def _keep_alive(self, life: WorkerIncarnation) -> None:
+    async def _keep_alive(self, incarnation: WorkerIncarnation) -> None:
         """Start a new process whenever one ends, until cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = 0.0
         while True:
             born = loop.time()
-            await life.ended.wait()
-            self._note_death(life)
+            await incarnation.ended.wait()
+            self._note_death(incarnation)
             if loop.time() - born > 2 * RESTART_S_MAX:
                 pause_s = 0.0
             successor = None
@@ -252,30 +252,30 @@ class WorkerBackend(Backend):
                 await asyncio.sleep(pause_s)
                 pause_s = min(max(2 * pause_s, RESTART_S_MIN), RESTART_S_MAX)
                 successor = await self._begin_again()
-            self._life = life = successor
+            self._incarnation = incarnation = successor
 
     async def _begin_again(self) -> WorkerIncarnation | None:
         try:
             async with asyncio.timeout(OPEN_S_MAX):
-                life = await self._begin()
+                incarnation = await self._begin()
         except TimeoutError:
             self._away = f"the restarted worker did not open in {OPEN_S_MAX:g} s"
         except (BackendError, ConfigError) as error:
             self._away = f"the worker cannot be restarted: {error}"
         else:
             self.counters["worker_restarts_total"] += 1
-            log.info("%s: restarted as process %d", self._target, life.pid)
-            return life
+            log.info("%s: restarted as process %d", self._target, incarnation.pid)
+            return incarnation
         log.warning("%s: %s", self._target, self._away)
         return None
 
-    def _note_death(self, life: WorkerIncarnation) -> None:
-        self._life = None
-        self._away = life.dying
+    def _note_death(self, incarnation: WorkerIncarnation) -> None:
+        self._incarnation = None
+        self._away = incarnation.dying
         self.counters["worker_deaths_total"] += 1
-        if life.killed_for:
+        if incarnation.killed_for:
             self.counters["worker_kills_total"] += 1
-        log.error("%s: %s", self._target, life.dying)
+        log.error("%s: %s", self._target, incarnation.dying)
 
     def _take_report(self, report: Report) -> None:
         self._stats = BackendStats(
