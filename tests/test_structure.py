@@ -158,7 +158,6 @@ FILES: Final = {
     "tierd_backends/s3/backend.py": "opening, reading, writing and counting",
     "tierd_backends/s3/bucket.py": "requests and their retries",
     "tierd_connectors/vllm/connector.py": "the interface of vLLM, whose methods it must have",
-    "tierd_connectors/vllm/scheduler.py": "lookups, stores and releases of requests",
 }
 
 FUNCTIONS: Final = {
@@ -172,7 +171,6 @@ CLASSES: Final = {
     "tierd/config/schema.py:StorageConfig": "a record: the keys of a table",
     "tierd/types.py:Namespace": "a record: what decides what a block's bytes mean",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
-    "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: what is known of a request",
     "tierd/core/slots.py:Slots": "a table: a column each",
     "tierd/daemon/node.py:Node": "it composes the daemon",
     "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
@@ -189,8 +187,6 @@ CLASSES: Final = {
     "tierd_backends/redis/backend.py:RedisBackend": "composes the tier",
     "tierd_backends/s3/backend.py:S3Backend": "composes the tier",
     "tierd_connectors/vllm/connector.py:TierdConnector": "composes the connector",
-    "tierd_connectors/vllm/scheduler.py:SchedulerSide": "composes the scheduler's part",
-    "tierd_connectors/vllm/worker/mover.py:Mover": "one more than the budget",
 }
 
 MODULES: Final = {

@@ -25,13 +25,14 @@ from tests.support.engines.connector_bench import (
 )
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tierd.errors import ConfigError
-from tierd_connectors.vllm import guard
-from tierd_connectors.vllm.guard import Boundary, guarded
+from tierd_connectors.common import guard
+from tierd_connectors.common.guard import Boundary, guarded
+from tierd_connectors.common.namespaces import of_generation
+from tierd_connectors.common.speed import PrefillSpeed
+from tierd_connectors.common.work import Load, StoreItem
 from tierd_connectors.vllm.hints import NOTHING, SECONDS_MAX, TOLD_MAX, HintReader, RequestHints
 from tierd_connectors.vllm.options import Transfer, parse
-from tierd_connectors.vllm.speed import PrefillSpeed
 from tierd_connectors.vllm.steps import Scheduled, scheduled_requests
-from tierd_connectors.vllm.work import Load, StoreItem, of_generation
 from tierd_connectors.vllm.worker.layout import LayoutError, PageMap, TensorView, blocks_of
 from tierd_connectors.vllm.worker.mover import Mover
 from tierd_connectors.vllm.worker.queues import HostOrder
@@ -96,7 +97,7 @@ def test_hung_daemon_costs_one_deadline_not_one_a_request() -> None:
     assert bench.side.matched_tokens("c", 0) == 0
     assert bench.daemon.lookups == 2
     assert bench.side.tally.drain()["lookup_timeouts"] == 2
-    assert bench.side._silence_ms == 1000, "one silence, noticed twice"
+    assert bench.side._lookups._silence_ms == 1000, "one silence, noticed twice"
 
 
 def test_asking_again_changes_nothing() -> None:

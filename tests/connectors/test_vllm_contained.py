@@ -31,7 +31,7 @@ from tests.support.engines.token_engine import (
     right_blocks,
     truth,
 )
-from tierd_connectors.vllm import guard
+from tierd_connectors.common import guard
 
 WAYS: dict[str, dict[str, Any]] = {
     "worker": {"transfer": "shm"},
@@ -185,7 +185,7 @@ def test_external_launcher_says_why_it_is_off(ranks: int, monkeypatch: pytest.Mo
 
 # Errors
 
-PACKAGE = Path(guard.__file__).parent
+PACKAGE = Path(guard.__file__).parents[1]
 BOUNDARY = guard.guarded(guard.nothing)(lambda self: None).__code__
 
 Place = tuple[str, str, int]

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd_connectors.vllm.admission import names_its_kv
 from tierd_connectors.vllm.identity import fields as vllm_fields
 from tierd_connectors.vllm.identity import namespace
 from tierd_connectors.vllm.identity import variables as vllm_variables
@@ -34,7 +35,6 @@ from tierd_connectors.vllm.identity.weights import (
     files_state,
     identify,
 )
-from tierd_connectors.vllm.work import names_its_kv
 
 LISTINGS = {
     path.stem: json.loads(path.read_text())

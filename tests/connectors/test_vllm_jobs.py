@@ -14,7 +14,8 @@ import pytest
 from tests.support.engines.connector_bench import block_hash
 from tests.support.engines.jobs_rig import BLOCKS, Rig, Troubles
 from tierd.shared_memory.gate import GATE_JOBS
-from tierd_connectors.vllm.work import Load, of_generation
+from tierd_connectors.common.namespaces import of_generation
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker import jobs as vllm_jobs
 from tierd_connectors.vllm.worker import mover as vllm_mover
 from tierd_connectors.vllm.worker.export import HostPool, Shown

@@ -13,11 +13,12 @@ from tests.support.engines.fake_client import FakeClient, FakeDaemon, FakeHandle
 from tests.support.engines.jobs_rig import Rig
 from tests.support.engines.layers import forward
 from tierd.errors import NamespaceError
-from tierd_connectors.vllm.guard import Boundary
+from tierd_connectors.common.guard import Boundary
+from tierd_connectors.common.namespaces import NO_ADAPTER, of_adapters, of_generation
+from tierd_connectors.vllm.admission import adapter_of
 from tierd_connectors.vllm.hints import NOTHING, RequestHints
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.steps import Scheduled
-from tierd_connectors.vllm.work import NO_ADAPTER, adapter_of, of_adapters, of_generation
 from tierd_connectors.vllm.worker import mover as vllm_mover
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def test_a_reset_is_for_every_adapter() -> None:
     assert found(side, "sql") == 0
     generation = side.hand_over(None, idle=True).generation
     fresh = of_adapters(of_generation(namespace(), generation), LORAS)
-    sides = {adapter: handle.namespace for adapter, [handle] in side._handles.items()}
+    sides = {adapter: handle.namespace for adapter, [handle] in side._namespaces.handles.items()}
     assert sides == fresh
     rig.mover.use(of_generation(rig.namespace, generation))
     rig.mover.submit_stores([rig.item(1, adapter="sql")])

@@ -35,7 +35,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierd.client import Client
 from tierd.errors import ConfigError
-from tierd_connectors.vllm.guard import Boundary, guarded, nothing
+from tierd_connectors.common.guard import Boundary, guarded, nothing
+from tierd_connectors.common.namespaces import of_generation
+from tierd_connectors.common.work import Load, RankInfo, StepWork, StoreItem
+from tierd_connectors.vllm.admission import adapter_of, names_its_kv
 from tierd_connectors.vllm.hints import HintReader
 from tierd_connectors.vllm.identity.calls import Callers
 from tierd_connectors.vllm.identity.namespace import (
@@ -54,15 +57,6 @@ from tierd_connectors.vllm.options import Transfer, parse
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.stats import TierdPromMetrics, TierdStats
 from tierd_connectors.vllm.steps import scheduled_requests
-from tierd_connectors.vllm.work import (
-    Load,
-    RankInfo,
-    StepWork,
-    StoreItem,
-    adapter_of,
-    names_its_kv,
-    of_generation,
-)
 from tierd_connectors.vllm.worker.export import HostPool, Shown, show_cuda
 from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
 from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, PageMap, Pages, TensorView

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierd.client.attaching import PendingCopy
 from tierd.shared_memory.gate import GATE_JOBS, Gate, make_gate
-from tierd_connectors.vllm.work import Load
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker.export import Shown
 from tierd_connectors.vllm.worker.queues import Chunk, StreamPoint
 

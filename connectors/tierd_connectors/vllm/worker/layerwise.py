@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from tierd_connectors.vllm.work import Load
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, TensorView, layer_spans
 from tierd_connectors.vllm.worker.queues import StreamPoint
 
