@@ -157,7 +157,6 @@ FILES: Final = {
     "tierd_backends/redis/backend.py": "opening, reading and writing",
     "tierd_backends/s3/backend.py": "opening, reading, writing and counting",
     "tierd_backends/s3/bucket.py": "requests and their retries",
-    "tierd_connectors/vllm/connector.py": "the interface of vLLM, whose methods it must have",
 }
 
 FUNCTIONS: Final = {
@@ -186,7 +185,6 @@ CLASSES: Final = {
     "tierd_backends/file/space.py:DiskSpace": "the shelves and the free space: two ideas",
     "tierd_backends/redis/backend.py:RedisBackend": "composes the tier",
     "tierd_backends/s3/backend.py:S3Backend": "composes the tier",
-    "tierd_connectors/vllm/connector.py:TierdConnector": "composes the connector",
 }
 
 MODULES: Final = {
