@@ -62,7 +62,7 @@ class EngineCalls(ClientSession):
         with self._lock:
             self._ensure_ready(handles)
             pending = self._acquires.begin(handles, hashes, deadline_ms, AskedFor())
-            end = time.monotonic() + deadline_ms / 1000 + self._connection.timeout_s
+            end = time.monotonic() + deadline_ms / 1000 + self._waiting.timeout_s
             while not pending.done:
                 left = end - time.monotonic()
                 if left <= 0:
@@ -191,7 +191,7 @@ class EngineCalls(ClientSession):
             if handle.number is None or not hashes:
                 return None
             call = self._connection.next_call()
-            reply = self._connection.call(
+            reply = self._waiting.call(
                 call, m.Reserve(call, handle.number, b"".join(hashes), b"".join(parents))
             )
             incarnation = self._incarnations.now
@@ -229,9 +229,7 @@ class EngineCalls(ClientSession):
             if self._filling.end(reservation, self._connection.sock):
                 call = self._connection.next_call()
                 wanted = granted if count is None else min(count, granted)
-                reply = self._connection.call(
-                    call, m.Commit(call, reservation.reservation_id, wanted)
-                )
+                reply = self._waiting.call(call, m.Commit(call, reservation.reservation_id, wanted))
                 if isinstance(reply, m.Committed):
                     stored = reply.blocks
             result = []
@@ -298,7 +296,7 @@ class EngineCalls(ClientSession):
             self._attachments.remove(attachment)
             if not self._attachments.is_known(attachment):
                 return True
-            end = time.monotonic() + self._connection.timeout_s
+            end = time.monotonic() + self._waiting.timeout_s
             while self._connection.sock is not None and self._attachments.is_known(attachment):
                 left = end - time.monotonic()
                 if left <= 0:

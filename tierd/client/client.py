@@ -173,7 +173,7 @@ class Client(EngineCalls):
         with self._lock:
             call = self._connection.next_call()
             self._ensure_ready([])
-            reply = self._connection.call(call, m.Status(call)) if self.connected else None
+            reply = self._waiting.call(call, m.Status(call)) if self.connected else None
             if not isinstance(reply, m.StatusReply):
                 raise DisconnectedError(
                     f"no answer from {self._connection.path}: {self.last_error}"

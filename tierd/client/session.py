@@ -21,6 +21,7 @@ from tierd.client.known import KnownIncarnations
 from tierd.client.leases import Acquires
 from tierd.client.registering import Registrations
 from tierd.client.values import Handle
+from tierd.client.waiting import WaitingCalls
 from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.types import Namespace
 from tierd.wire import messages as m
@@ -49,11 +50,11 @@ class ClientSession:
         self._connection = DaemonConnection(
             socket_path,
             takes_fds=map_segments,
-            timeout_s=call_timeout_ms / 1000,
             dispatch=self._dispatch,
             opened=self._opened,
             lost=self._lost,
         )
+        self._waiting = WaitingCalls(self._connection, call_timeout_ms / 1000)
         self._incarnations = KnownIncarnations()
         self._attachments = Attachments(self._connection.send, self._connection.next_call)
         self._registrations = Registrations(
@@ -178,7 +179,7 @@ class ClientSession:
             else:
                 return
         self.poll()
-        end = time.monotonic() + self._connection.timeout_s
+        end = time.monotonic() + self._waiting.timeout_s
         while self._connection.sock is not None and not (
             self.connected and all(h.ready or h.refusal for h in handles)
         ):
@@ -196,6 +197,7 @@ class ClientSession:
         self._registrations.send_all()
 
     def _lost(self, sock: socket.socket) -> None:
+        self._waiting.lost()
         self._filling.lost(sock)
         self._incarnations.lost()
         self._registrations.lost()
@@ -206,7 +208,7 @@ class ClientSession:
         kind = type(message)
         if kind in _PLAIN_REPLIES:
             call = message.call  # type: ignore[union-attr]  # all plain replies have it
-            self._connection.replied(call, message)
+            self._waiting.replied(call, message)
         elif isinstance(message, m.Acquired):
             self._acquires.acquired(message)
         elif isinstance(message, m.Segment):
@@ -232,7 +234,7 @@ class ClientSession:
         elif not self._registrations.refused(call, reason) and (
             not self._attachments.refused(call, reason, time.monotonic())
         ):
-            self._connection.replied(call, message)
+            self._waiting.replied(call, message)
 
     def _segment(self, message: m.Segment, fd: int) -> None:
         try:
