@@ -179,7 +179,6 @@ CLASSES: Final = {
     "tierd/daemon/l2/memory.py:HostMemory": "one more than the budget",
     "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",
     "tierd/daemon/session/server.py:Session": "handlers of several kinds of messages",
-    "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
     "tierd/storage/circuit.py:Circuit": "one more than the budget",
     "tierd_backends/file/space.py:DiskSpace": "the shelves and the free space: two ideas",
     "tierd_backends/redis/backend.py:RedisBackend": "composes the tier",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.device.copy_scene import LAYOUTS, EngineGate, Pages, Slots
-from tierd.device import lane
+from tierd.device import batches
 from tierd.device.api import Addresses, CannotOpenError, DeviceError, Direction
 from tierd.device.choice import Choice
 from tierd.device.copier import Copier
@@ -162,8 +162,8 @@ def rig() -> Iterator[Rig]:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> int:
     """Batches of one block of the usual scene, two of them on the stream at most."""
     size = 768
-    monkeypatch.setattr(lane, "BATCH_BYTES", size)
-    monkeypatch.setattr(lane, "_FLYING_BYTES_MAX", 2 * size)
+    monkeypatch.setattr(batches, "BATCH_BYTES", size)
+    monkeypatch.setattr(batches, "_FLYING_BYTES_MAX", 2 * size)
     return size
 
 
@@ -553,7 +553,7 @@ def test_lost_device_is_said_and_shuts_nothing_that_it_may_still_write(rig: Rig)
     rig.submit(2, LOAD, [0], slots.address(0))
     until(lambda: rig.device.copies == 2)
     rig.submit(3, LOAD, [0], slots.address(0), value=pages.event.promise())
-    until(lambda: not rig.copier._lanes[LOAD]._arrived)
+    until(lambda: not rig.copier._lanes[LOAD]._inbox._arrived)
     rig.device.gone = True
     until(lambda: bool(rig.lost))
     assert rig.lost == ["the device is gone"]

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction
+from tierd.device.batches import BATCH_BYTES, Cap, CopyJob, OpenAttachment
 from tierd.device.choice import Choice, HostScratch, borrowed, choose, compact, finish
-from tierd.device.lane import BATCH_BYTES, CANCELLED, Cap, CopyJob, CopyLane, OpenAttachment
+from tierd.device.lane import CANCELLED, CopyLane
 from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, group_plans, issue
 from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout, layout_error
 from tierd.shared_memory.gate import Gate
@@ -88,7 +89,7 @@ class Copier:
         """
         bounds = np.array(sorted(starts), np.uint64)
         for lane in self._lanes.values():
-            lane.bounds = bounds
+            lane.know_memory(bounds)
 
     # --- attachments ----------------------------------------------------------------
 
