@@ -174,7 +174,6 @@ CLASSES: Final = {
     "tierd/daemon/node.py:Node": "it composes the daemon",
     "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
     "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
-    "tierd/cli/warm/run.py:Warmer": "one more than the budget",
     "tierd/daemon/copies/copy_process.py:CopyProcess": "one more than the budget",
     "tierd/daemon/l2/memory.py:HostMemory": "one more than the budget",
     "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",

@@ -10,15 +10,9 @@ from tests.support import blocks
 from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.namespaces import Namespaces
 from tierd.cli.warm import run as warm_run
+from tierd.cli.warm.calls import AHEAD_BLOCKS, CALL_BLOCKS_MAX
 from tierd.cli.warm.report import WarmReport
-from tierd.cli.warm.run import (
-    AHEAD_BLOCKS,
-    CALL_BLOCKS_MAX,
-    FULL_CALLS,
-    Replays,
-    Warmer,
-    WarmOptions,
-)
+from tierd.cli.warm.run import FULL_CALLS, Replays, Warmer, WarmOptions
 from tierd.cli.warm.sources import WantedBlocks
 from tierd.errors import ConfigError
 from tierd.types import Namespace
