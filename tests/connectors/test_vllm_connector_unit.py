@@ -811,7 +811,7 @@ def test_slots_do_not_depend_on_where_layers_were_allocated() -> None:
 def test_tensors_that_are_not_blocks_are_refused() -> None:
     """A layout that this code does not know would be copied as nonsense."""
     _, views = tensors("LBHNC")
-    with pytest.raises(LayoutError, match="does not count"):
+    with pytest.raises(LayoutError, match="must count the"):
         blocks_of(views, 4)
     with pytest.raises(LayoutError, match="overlap"):
         blocks_of([views[0], replace(views[1], address=views[0].address + 4)], SIZES["B"])

@@ -643,8 +643,12 @@ def test_job_beyond_its_attachment_is_refused(rig: Rig) -> None:
     """A peer would read and write any address of the device."""
     rig.engine()
     slots = Slots(768, 2)
-    for blocks, indices, event in (([6], [0], NO_EVENT), ([0, 1], [0], NO_EVENT), ([0], [0], 1)):
-        with pytest.raises(ValueError, match="does not have"):
+    for blocks, indices, event, reason in (
+        ([6], [0], NO_EVENT, "block 6; the attachment has 6 blocks"),
+        ([0, 1], [0], NO_EVENT, "2 blocks and 1 slots"),
+        ([0], [0], 1, "event 1; the attachment has 1 events"),
+    ):
+        with pytest.raises(ValueError, match=reason):
             rig.copier.submit(
                 1, 1, STORE, np.array(blocks, np.uint32), slots.address(*indices), event=event
             )

@@ -239,7 +239,7 @@ def test_counter_outside_of_its_allocation_is_refused(
         (counter_handle(1, 0), "outside"),
         (counter_handle(0, SIZE - 7), "outside"),
         (counter_handle(0, (1 << 64) - 8), "outside"),
-        (counter_handle(0, 4), "aligned"),
+        (counter_handle(0, 4), "multiple of 8"),
         (b"\x00" + bytes(64), "counters"),
         (b"\x01", "counters"),
     ):

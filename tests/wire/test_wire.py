@@ -174,8 +174,8 @@ def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"XX\0\0\0\0\0\0", "head is wrong"),
-        (b"TK\0\1\0\0\0\0", "head is wrong"),
+        (b"XX\0\0\0\0\0\0", "not a frame"),
+        (b"TK\0\1\0\0\0\0", "not a frame"),
         (b"TK\0\0\xff\xff\xff\xff", "exceeds the limit"),
         (b"TK\xff\0\0\0\0\0", "descriptors"),
         (encode_frame(b"\xc1"), "not MessagePack"),
@@ -186,8 +186,8 @@ def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
         (encode_frame(m.encode(m.Status(1))), "unknown, or out of order"),
         (encode_frame(b"\x92\x01\x01"), "2 fields"),
         (encode_frame(b"\x93\x01\xc3\xa1x"), "Hello.version is bool"),
-        (encode_frame(b"\x93\x01\xff\xa1x"), "out of range"),
-        (encode_frame(m.encode(m.Hello(1, "x")), 1), "without the descriptors"),
+        (encode_frame(b"\x93\x01\xff\xa1x"), "must be 0 to"),
+        (encode_frame(m.encode(m.Hello(1, "x")), 1), "and came with 0"),
     ],
 )
 def test_hostile_frames(raw: bytes, why: str) -> None:
@@ -211,7 +211,7 @@ def test_descriptors_without_frames_are_given_back() -> None:
     reader = Reader(Role.CLIENT)
     reader.receive(b"", [70, 71])
     assert reader.wire.take_fds() == [70, 71]
-    with pytest.raises(RemoteProtocolError, match="too many descriptors"):
+    with pytest.raises(RemoteProtocolError, match="descriptors came before their frames"):
         reader.receive(b"", list(range(100, 200)))
 
 
@@ -229,7 +229,7 @@ def test_key_limit() -> None:
     assert len(m.split_hashes(bytes(32 * m.KEYS_PER_CALL_MAX))) == m.KEYS_PER_CALL_MAX
     with pytest.raises(RemoteProtocolError, match="at most"):
         m.split_hashes(bytes(32 * (m.KEYS_PER_CALL_MAX + 1)))
-    with pytest.raises(RemoteProtocolError, match="32 bytes"):
+    with pytest.raises(RemoteProtocolError, match="times 32"):
         m.split_hashes(bytes(31))
-    with pytest.raises(RemoteProtocolError, match="4 bytes"):
+    with pytest.raises(RemoteProtocolError, match="multiple of 4"):
         m.unpack_slots(bytes(3))

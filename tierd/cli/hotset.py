@@ -248,7 +248,7 @@ class _Source(NamedTuple):
 def _show(args: argparse.Namespace) -> int:
     """Print a hot set; return the exit status."""
     if args.limit is not None and args.limit < 1:
-        raise ConfigError("--limit must be at least 1")
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
     if args.file is not None:
         if args.namespace or args.tier:
             raise ConfigError("--namespace and --from do not apply to FILE: leave one out")

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Scrub and wait; return the exit status."""
     rate = parse_size(args.rate.removesuffix("/s"))
     if rate < 1:
-        raise ConfigError("--rate must be more than 0")
+        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
     try:
         with Operator(args.socket, "tierd scrub") as operator:
             if args.stop:

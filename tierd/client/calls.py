@@ -183,7 +183,10 @@ class EngineCalls(ClientSession):
         lists of different lengths and for a hash of a wrong length.
         """
         if not len(hashes) == len(parents) <= m.KEYS_PER_CALL_MAX:
-            raise ValueError(f"a parent a hash, at most {m.KEYS_PER_CALL_MAX} of them")
+            raise ValueError(
+                f"{len(hashes)} hashes and {len(parents)} parents: one parent per hash is needed, "
+                f"for at most {m.KEYS_PER_CALL_MAX} hashes"
+            )
         check_hashes(hashes)
         check_hashes(parents)
         with self._lock:

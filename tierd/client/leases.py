@@ -91,13 +91,18 @@ class Acquires:
             return
         raw = m.unpack_slots(message.slots)
         if len(raw) != message.blocks * pending.handles:
-            raise RemoteProtocolError("ACQUIRED does not name a slot a block and handle")
+            raise RemoteProtocolError(
+                f"ACQUIRED has {len(raw)} slots for {message.blocks} blocks of {pending.handles} "
+                "namespaces"
+            )
         slots = [
             list(raw[start : start + message.blocks])
             for start in range(0, len(raw), message.blocks)
         ]
         if len(message.sources) not in (0, message.blocks):
-            raise RemoteProtocolError("ACQUIRED does not name a source a block")
+            raise RemoteProtocolError(
+                f"ACQUIRED has {len(message.sources)} sources for {message.blocks} blocks"
+            )
         sources = message.sources or bytes(message.blocks)
         lease = Lease(
             message.lease, incarnation.epoch, message.blocks, slots, message.expires_ns, sources

@@ -58,7 +58,7 @@ class Registrations:
         if handle not in self._handles:
             return
         self._handles.remove(handle)
-        handle.refusal = "it is registered no more"
+        handle.refusal = "the client has unregistered it"
         self._incarnations.forget(handle)
         number, handle.number = handle.number, None
         if number is not None:
@@ -90,13 +90,13 @@ class Registrations:
         """The daemon has accepted a namespace. Raises RemoteProtocolError if it is another one."""
         handle = self._registering.pop(message.call, None)
         now = self._incarnations.now
-        if (
-            handle is None
-            or now is None
-            or message.slot_bytes != handle.slot_bytes
-            or not message.slots_per_segment
-        ):
-            raise RemoteProtocolError("REGISTERED does not fit what was registered")
+        if handle is None or now is None:
+            raise RemoteProtocolError(f"REGISTERED answers no call {message.call}")
+        if message.slot_bytes != handle.slot_bytes or not message.slots_per_segment:
+            raise RemoteProtocolError(
+                f"REGISTERED has {message.slots_per_segment} slots per segment, of "
+                f"{message.slot_bytes} bytes each; the namespace's slots have {handle.slot_bytes}"
+            )
         if handle in self._leaving:
             self._end(message.handle, self._leaving.pop(handle))
             return

@@ -243,9 +243,11 @@ class ClientSession:
             handle = self._registrations.of_number(message.handle)
             now = self._incarnations.now
             if handle is None or now is None:
-                raise RemoteProtocolError("SEGMENT of a handle that is not registered")
+                raise RemoteProtocolError(f"SEGMENT of handle {message.handle}: not registered")
             self._incarnations.map(now, handle, message.segment, fd)
         except (OSError, ValueError) as error:
-            raise RemoteProtocolError(f"SEGMENT cannot be mapped: {error}") from error
+            raise RemoteProtocolError(
+                f"segment {message.segment} cannot be mapped: {error}"
+            ) from error
         finally:
             os.close(fd)

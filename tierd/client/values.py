@@ -129,12 +129,13 @@ def request_number(request_id: str) -> int:
 def check_hashes(hashes: Sequence[bytes]) -> None:
     """Joined on the wire, hashes of other lengths would be cut at the wrong places."""
     if hashes and set(map(len, hashes)) != {HASH_BYTES}:
-        raise ValueError(f"a block hash has {HASH_BYTES} bytes")
+        wrong = next(h for h in hashes if len(h) != HASH_BYTES)
+        raise ValueError(f"a block hash has {len(wrong)} bytes, not {HASH_BYTES}: {wrong!r:.80}")
 
 
 def flat(buffer: Buffer, size_bytes: int) -> memoryview:
     """The bytes of a buffer that holds one block. Raises ValueError for another size."""
     view = memoryview(buffer).cast("B")
     if len(view) != size_bytes:
-        raise ValueError(f"a block has {size_bytes} bytes, this buffer {len(view)}")
+        raise ValueError(f"a buffer has {len(view)} bytes: pass one block, {size_bytes} bytes")
     return view

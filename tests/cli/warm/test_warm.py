@@ -618,7 +618,7 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
         (prompt(0), ("--rate", "0"), "--rate must be"),
         (prompt(0), ("--concurrency", "0"), "--concurrency must be"),
         (prompt(0), ("--pin", "soon"), "'soon' is not a time"),
-        (prompt(0), ("--lora", "sql"), "want NAME=PATH"),
+        (prompt(0), ("--lora", "sql"), "pass NAME=PATH"),
     ):
         assert warm(cold, lines(tmp_path, line), *words) == 2, named
         assert named in capsys.readouterr().err

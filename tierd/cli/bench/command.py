@@ -185,7 +185,10 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
         )
     numbers = [args.block_tokens, args.kv_bytes_per_token, *shape]
     if any(each is not None and each < 1 for each in numbers):
-        raise ConfigError("--block-tokens, --kv-bytes-per-token and the shape must be at least 1")
+        raise ConfigError(
+            "--block-tokens, --kv-bytes-per-token, --layers, --kv-heads and --head-dim must be at "
+            f"least 1, got {min(each for each in numbers if each is not None)}"
+        )
     if args.namespace is not None:
         if status is None:
             raise ConfigError(f"--namespace {args.namespace}: needs a running tierd, none answers")
@@ -218,7 +221,7 @@ def _prefill(
         raise ConfigError("--prefill and --engine exclude each other")
     if args.prefill is not None:
         if not args.prefill > 0:
-            raise ConfigError("--prefill must be more than 0")
+            raise ConfigError(f"--prefill must be more than 0, got {args.prefill}")
         return float(args.prefill)
     if args.engine is not None:
         engine = EngineServer(args.engine)

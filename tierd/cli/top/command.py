@@ -91,7 +91,9 @@ def _interval(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not INTERVAL_S_MIN <= seconds <= INTERVAL_S_MAX:
-        raise argparse.ArgumentTypeError(f"must be {INTERVAL_S_MIN:g} to {INTERVAL_S_MAX:g}")
+        raise argparse.ArgumentTypeError(
+            f"must be {INTERVAL_S_MIN:g} to {INTERVAL_S_MAX:g} seconds, got {text!r}"
+        )
     return seconds
 
 

@@ -180,7 +180,7 @@ class _Run:
             raise ConfigError("--size needs --from TIER")
         self._size_bytes = parse_size(args.size) if args.size else None
         if args.concurrency < 1:
-            raise ConfigError("--concurrency must be at least 1")
+            raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
         self._warmer: Warmer | None = None
         self._still: Mapping[str, FinishedUnit] = {}
         self._estimate: Estimate | None = None
@@ -331,7 +331,7 @@ def _order(args: argparse.Namespace) -> WarmOptions:
     deadline_s = parse_time(args.deadline) if args.deadline is not None else None
     rate = parse_size(args.rate.removesuffix("/s")) if args.rate else 0
     if args.rate and rate < 1:
-        raise ConfigError("--rate must be more than 0")
+        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
     return WarmOptions(
         bytes_per_s=rate,
         pin_s=parse_time(args.pin) if args.pin else 0.0,
@@ -345,6 +345,6 @@ def _adapters(words: list[str]) -> dict[str, str]:
     for word in words:
         name, equals, path = word.partition("=")
         if not name or not equals or not path:
-            raise ConfigError(f"--lora {word}: want NAME=PATH")
+            raise ConfigError(f"--lora {word}: pass NAME=PATH")
         found[name] = path
     return found
