@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "fsck",
         help="check file tiers on disk while tierd is stopped",
         description="Read what a file tier holds and verify it, while no tierd has it open: "
-        "files, index, headers and payloads. Files of somebody else are named and never touched.",
+        "files, index, headers and payloads. Files of other owners are named and never touched.",
         epilog="Exit status: 0 clean, 1 damage repaired, 4 damage left, 2 it cannot be checked.",
     )
     parser.add_argument(

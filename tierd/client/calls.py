@@ -1,4 +1,4 @@
-"""The calls of an engine that must not wait: look up, load, store, have the daemon copy."""
+"""The calls of an engine that must not wait: lookups, loads, stores, and copies by the daemon."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout
 from tierd.wire import messages as m
 
 HINT_MS_MAX: Final = 1 << 40
-"""Far beyond what any daemon grants."""
+"""Longest hint, in ms: far more than any daemon grants."""
 
 
 class EngineCalls(ClientSession):
-    """What an engine asks of the daemon. All but `acquire`, `reserve`, `commit` and `detach`
-    never block."""
+    """Calls of an engine. Only `acquire`, `reserve`, `commit` and `detach` may block."""
 
     # --- looking up -------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class EngineCalls(ClientSession):
             )
 
     def cancel(self, pending: PendingAcquire) -> None:
-        """Give up an acquire. A lease that has come, or comes later, is released. Never blocks."""
+        """Cancel an acquire. Its lease is released, also one that arrives later. Never blocks."""
         with self._lock:
             self._acquires.cancel(pending)
 
@@ -150,11 +149,11 @@ class EngineCalls(ClientSession):
     def lease_views(
         self, handle: Handle, epoch: bytes, slots: Sequence[int]
     ) -> list[memoryview] | None:
-        """Views of leased slots, `slot_bytes` each; None if a slot is not mapped in this process.
+        """Return views of leased slots, `slot_bytes` each; None if one is not mapped here.
 
-        `epoch` and `slots` are the lease's. The daemon owns the memory: do not write to it. The
-        views of a daemon that has died stay readable until its last lease would have ended.
-        Never blocks.
+        `epoch` and `slots` are the lease's. The daemon owns the memory: do not write to it. After
+        the daemon has died, views stay readable until its last lease would have ended. Never
+        blocks.
         """
         with self._lock:
             incarnation = self._incarnations.of(epoch)
@@ -222,9 +221,9 @@ class EngineCalls(ClientSession):
     def commit(self, reservation: Reservation, count: int | None = None) -> list[bool]:
         """Publish the slots of a reservation, or only the first `count` of them.
 
-        Returns for each hash of `reserve` whether the daemon has the block now. All False but
-        for `present` blocks if the session broke meanwhile. Waits at most `call_timeout_ms`.
-        The views of the reservation are the daemon's again.
+        Returns for each hash of `reserve` whether the daemon has the block now. If the session
+        broke meanwhile, only `present` blocks are True. Waits at most `call_timeout_ms`. The caller
+        must not use the views of the reservation again.
         """
         with self._lock:
             granted = sum(slot is not None for slot in reservation.slots)

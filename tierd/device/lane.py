@@ -72,7 +72,7 @@ class JobInbox:
         return swept
 
     def lose(self, reason: str) -> list[CopyJob]:
-        """Refuse all later jobs. Returns those that have arrived."""
+        """Refuse all later jobs. Returns the jobs that have arrived."""
         with self._news:
             self._lost = reason
             arrived, self._arrived = self._arrived, []
@@ -271,7 +271,7 @@ class CopyLane:
         return moved
 
     def _stop(self, job: CopyJob, reason: str) -> None:
-        """Issue no more of a job; it ends when its batches on the stream are done."""
+        """Put no further batch of a job on the stream. It ends when its batches are done."""
         job.reason = reason
         if not job.flying:
             self._end(job, reason)
