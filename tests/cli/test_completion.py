@@ -53,7 +53,7 @@ def test_bash_offers_commands_options_choices_and_files(script: str, tmp_path: P
 @pytest.mark.parametrize(
     ("script", "shell"), [("zsh", "zsh"), ("fish", "fish")], indirect=["script"]
 )
-def test_other_shells_can_read_theirs(script: str, shell: str) -> None:
+def test_other_shells_parse_their_scripts(script: str, shell: str) -> None:
     """Starting a shell prints errors."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -62,7 +62,7 @@ def test_other_shells_can_read_theirs(script: str, shell: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str) -> None:
+def test_every_command_has_help(name: str) -> None:
     """`tierd COMMAND --help` leaves an operator without what the command does or returns."""
     below = parser_of([name])._subparsers
     assert below is not None

@@ -1,4 +1,4 @@
-"""LoRA adapters in the vLLM connector: each has a namespace of its own, in both of its sides."""
+"""LoRA adapters in the vLLM connector: each has its own namespace, on both sides."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def put(daemon: FakeDaemon, adapter: str, loras: dict[str, str], ranks: int = 1)
 # What is an adapter
 
 
-def test_an_adapter_is_known_by_name_and_revision() -> None:
+def test_adapter_is_identified_by_name_and_revision() -> None:
     """Requests would get the KV of weights that the adapter no longer has."""
     assert adapter_of(None, LORAS) == NO_ADAPTER
     assert adapter_of(lora("sql"), LORAS) == "sql"
@@ -74,7 +74,7 @@ def test_an_adapter_is_known_by_name_and_revision() -> None:
     assert adapter_of(SimpleNamespace(lora_name="sql"), LORAS) == "sql", "an older vLLM"
 
 
-def test_every_adapter_and_revision_is_a_namespace() -> None:
+def test_every_adapter_and_revision_has_a_namespace() -> None:
     """Two of them would share blocks, or one more adapter would lose what others have."""
     names = of_adapters(namespace(), LORAS)
     assert names[NO_ADAPTER] == namespace()
@@ -97,7 +97,7 @@ def test_every_adapter_and_revision_is_a_namespace() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("owner", ADAPTERS)
-def test_the_same_tokens_are_found_by_their_own_adapter_only(owner: str, ranks: int) -> None:
+def test_blocks_are_found_only_by_their_adapter(owner: str, ranks: int) -> None:
     """A user would get an answer made of another adapter's KV."""
     daemon = FakeDaemon()
     put(daemon, owner, LORAS, ranks)
@@ -115,7 +115,7 @@ def test_another_revision_finds_nothing() -> None:
     assert found(scheduler(daemon, {"sql": "r1", "more": "9"}), "sql") == 12
 
 
-def test_workers_are_told_the_adapter_of_each_load_and_store() -> None:
+def test_loads_and_stores_carry_their_adapter() -> None:
     """They would copy between one adapter's slots and another's blocks."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
@@ -135,7 +135,7 @@ def test_workers_are_told_the_adapter_of_each_load_and_store() -> None:
     assert hinted == [[names["sql"]], [names["poet"]], [names[NO_ADAPTER]]]
 
 
-def test_a_reset_is_for_every_adapter() -> None:
+def test_reset_changes_every_adapters_namespace() -> None:
     """Weights replaced in a running engine would leave the adapters on the old ones' KV."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
@@ -161,7 +161,7 @@ def test_a_reset_is_for_every_adapter() -> None:
 
 
 @pytest.mark.parametrize("copier", ["worker", "daemon"])
-def test_blocks_of_one_name_are_kept_apart(copier: str) -> None:
+def test_equal_hashes_of_two_adapters_are_kept_apart(copier: str) -> None:
     """The same tokens would be loaded as another adapter computed them."""
     rig = Rig(loras=LORAS)
     if copier == "daemon":
@@ -186,8 +186,8 @@ def test_blocks_of_one_name_are_kept_apart(copier: str) -> None:
     rig.close()
 
 
-def test_an_adapter_is_registered_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory would be taken for adapters that nobody asks for, or the first blocks of one not
+def test_adapter_is_registered_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory would be taken for unused adapters, or the first blocks of one not
     be stored."""
     rig = Rig(loras=LORAS)
     assert [handle.namespace for handle in rig.client.handles] == [rig.namespace]
@@ -229,7 +229,7 @@ def attached() -> Rig:
     return rig
 
 
-def test_loads_of_several_adapters_are_under_way_at_once() -> None:
+def test_loads_of_several_adapters_run_at_once() -> None:
     """A load called off would be another's, whose pages the engine then takes back too early."""
     rig = attached()
     for into, adapter in enumerate(ADAPTERS, 3):
@@ -265,7 +265,7 @@ def test_an_adapter_s_load_is_reported_early() -> None:
     rig.close()
 
 
-def test_an_adapter_that_is_refused_is_copied_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_copies_for_a_refused_adapter(caplog: pytest.LogCaptureFixture) -> None:
     """The whole engine would copy itself, or the adapter's prefixes be lost, without a word."""
     rig = Rig(loras=LORAS)
     rig.attach()

@@ -154,7 +154,7 @@ def test_pinning_obeys_cudas_rules(device: HostDevice, memory: HostExport) -> No
         device.unpin(at)
 
 
-def test_memory_of_our_own(device: HostDevice) -> None:
+def test_device_memory_is_allocated_and_freed(device: HostDevice) -> None:
     """Scratch memory of every attachment would add up."""
     address = device.allocate(4096)
     device.free(address)
@@ -210,7 +210,7 @@ def test_newest_record_is_what_is_queried(device: HostDevice, memory: HostExport
     until(lambda: device.query(event))
 
 
-def test_peers_counter_is_waited_for_by_value(device: HostDevice, memory: HostExport) -> None:
+def test_wait_for_a_peers_counter_compares_values(device: HostDevice, memory: HostExport) -> None:
     """A store would copy pages that the engine is still computing."""
     peer = HostEvent(memory, 0, 64)
     event = device.open_event(peer.handle, [device.open(memory.export)])
@@ -261,7 +261,7 @@ def test_closing_an_event_frees_the_stream_that_waits_for_it(
     device.close(base)
 
 
-def test_shut_ends_a_stream_that_waits_for_ever(memory: HostExport) -> None:
+def test_shut_ends_a_stream_that_waits_forever(memory: HostExport) -> None:
     """A process could not end while an engine hangs."""
     device = HostDevice()
     held = Held(device, memory)

@@ -121,7 +121,7 @@ def number_of(message: m.Message) -> int:
 
 
 @given(st.lists(st.integers(0, 2000), max_size=40), st.sampled_from(list(Role)))
-def test_split_anywhere(cuts: list[int], role: Role) -> None:
+def test_frames_may_be_split_anywhere(cuts: list[int], role: Role) -> None:
     """A stream cut at unlucky places would lose or change messages."""
     sent = session_samples(role)
     stream = b"".join(frame(s) for s in sent)
@@ -149,7 +149,7 @@ def test_merged_descriptors_stay_with_their_frames() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_garbage_is_refused_or_waited_for(garbage: bytes) -> None:
+def test_garbage_is_refused_or_incomplete(garbage: bytes) -> None:
     """Garbage on the socket would crash the daemon instead of one session."""
     reader = Reader(Role.DAEMON)
     with contextlib.suppress(RemoteProtocolError):
@@ -158,8 +158,8 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes) -> None:
 
 
 @given(st.data())
-def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
-    """A flipped byte in a frame would raise something that nobody catches."""
+def test_damaged_frames_raise_only_protocol_errors(data: st.DataObject) -> None:
+    """A flipped byte in a frame would raise an error that no code catches."""
     sample = data.draw(st.sampled_from(SAMPLES))
     raw = bytearray(frame(sample))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -196,7 +196,7 @@ def test_hostile_frames(raw: bytes, why: str) -> None:
         Reader(Role.DAEMON).receive(raw)
 
 
-def test_a_claimed_length_allocates_nothing() -> None:
+def test_declared_length_allocates_nothing() -> None:
     """A head that claims 4 GiB would take the daemon's memory."""
     decoder = FrameDecoder()
     frames: list[bytes] = []
@@ -206,7 +206,7 @@ def test_a_claimed_length_allocates_nothing() -> None:
     assert len(decoder._buffer) == HEAD_BYTES
 
 
-def test_descriptors_without_frames_are_given_back() -> None:
+def test_descriptors_without_frames_are_returned() -> None:
     """A peer could make this process run out of descriptors."""
     reader = Reader(Role.CLIENT)
     reader.receive(b"", [70, 71])
@@ -215,7 +215,7 @@ def test_descriptors_without_frames_are_given_back() -> None:
         reader.receive(b"", list(range(100, 200)))
 
 
-def test_unexpected_descriptor_is_refused_and_given_back() -> None:
+def test_unexpected_descriptor_is_refused_and_returned() -> None:
     """A descriptor that came with the wrong message would leak."""
     reader = Reader(Role.DAEMON)
     reader.receive(frame(SAMPLES[0]))

@@ -127,12 +127,12 @@ class Rig:
         self,
         blocks: list[int],
         into: list[int],
-        life_ms: int = 60_000,
+        lease_ms: int = 60_000,
         adapter: str = NO_ADAPTER,
     ) -> Load:
         digest = self.namespaces[adapter].digest
         slots = [self.daemon.blocks[digest, block_hash(b)] for b in blocks]
-        expires_ns = time.monotonic_ns() + life_ms * 1_000_000
+        expires_ns = time.monotonic_ns() + lease_ms * 1_000_000
         load = Load(f"r{into}", self.daemon.epoch, expires_ns, into, [slots], adapter)
         self.mover.submit_load(load)
         return load

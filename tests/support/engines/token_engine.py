@@ -335,7 +335,7 @@ class TokenEngine:
         if mover is not None:
             mover._wake()
             if not mover._turn():
-                mover._put_right()
+                mover._recover()
 
     elsewhere = turn
 

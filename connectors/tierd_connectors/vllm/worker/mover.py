@@ -49,7 +49,7 @@ ATTACH_S = 15.0
 """Longest wait at the engine's start (which takes longer anyway) for the daemon to attach: it
 starts the copy process, which opens a GPU. Later no page is free for a probe."""
 
-LIFE_MIN_NS = 10_000_000_000
+LEASE_MIN_NS = 10_000_000_000
 """Least remaining time of a lease when its load is reported early: the wait for the daemon, and
 then time for the worker to copy."""
 
@@ -191,7 +191,7 @@ class Mover(Queues):
         try:
             while not self._over():
                 if not self._turn():
-                    self._put_right()
+                    self._recover()
                     time.sleep(_AWAY_POLL_S)
             self._give_up()
         finally:
@@ -211,7 +211,7 @@ class Mover(Queues):
         return True
 
     @guarded(nothing)
-    def _put_right(self) -> None:
+    def _recover(self) -> None:
         """After an error in a turn, end the copies that it had begun and no longer tracks."""
         jobs, layerwise = self._jobs, self._layerwise
         under_way = jobs.loads if jobs is not None else []
@@ -307,7 +307,7 @@ class Mover(Queues):
                 layerwise.fill(finishing)
         for load, mark, job, copy, _ in jobs.loads if layerwise.active else ():
             begun = not copy.done and jobs.progress(job) > 0 and layerwise.find(job) is None
-            if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
+            if not begun or load.expires_ns - time.monotonic_ns() < LEASE_MIN_NS:
                 continue
             # Take the views now: the client drops an epoch's mappings after later epochs.
             handle = self._handle(load.adapter)
