@@ -30,7 +30,7 @@ from tierd_connectors.common.guard import Boundary, guarded
 from tierd_connectors.common.namespaces import of_generation
 from tierd_connectors.common.speed import PrefillSpeed
 from tierd_connectors.common.work import Load, StoreItem
-from tierd_connectors.vllm.hints import NOTHING, SECONDS_MAX, TOLD_MAX, HintReader, RequestHints
+from tierd_connectors.vllm.hints import LOGGED_MAX, NOTHING, SECONDS_MAX, HintReader, RequestHints
 from tierd_connectors.vllm.options import Transfer, parse
 from tierd_connectors.vllm.steps import Scheduled, scheduled_requests
 from tierd_connectors.vllm.worker.layout import LayoutError, PageMap, TensorView, blocks_of
@@ -204,7 +204,7 @@ def test_wrong_hints_are_ignored_and_logged_once(
     with caplog.at_level("WARNING", logger="vllm.tierd"):
         for _ in range(3):
             assert reader.read(params) == expected
-    assert len(caplog.records) == mistakes <= TOLD_MAX
+    assert len(caplog.records) == mistakes <= LOGGED_MAX
 
 
 def test_waiting_time_starts_at_arrival_and_again_at_preemption() -> None:

@@ -89,7 +89,7 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             raise ConfigError(f"kv_role is {transfer.kv_role!r}; set it to 'kv_both'")
         self.boundary = Boundary()
         self._options = parse(transfer.kv_connector_extra_config)
-        self._errors_told = 0
+        self._errors_reported = 0
         self._scheduler: SchedulerSide | None = None
         self._worker = WorkerSide(self.boundary)
         self._info = RankInfo(None, "its KV caches were never registered")
@@ -372,13 +372,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Take the loads that every rank has finished, and reports of changed weights."""
         if self._scheduler is not None:
             progress = connector_output.kv_connector_worker_meta
-            told = isinstance(progress, TierdProgress)
+            reported = isinstance(progress, TierdProgress)
             self._scheduler.finished_loads(
                 connector_output.finished_recving or (),
                 connector_output.invalid_block_ids,
-                progress.finishing if told else None,
+                progress.finishing if reported else None,
             )
-            if told and progress.moved:
+            if reported and progress.moved:
                 logger.warning(
                     "tierd: the engine's weights were replaced: until its restart it uses a new "
                     "namespace, which no other engine shares"
@@ -439,9 +439,9 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         for side in (self._worker.mover, self._scheduler):
             if side is not None:
                 counted.update(side.tally.drain())
-        if self.boundary.errors > self._errors_told:
-            counted["errors"] = self.boundary.errors - self._errors_told
-            self._errors_told = self.boundary.errors
+        if self.boundary.errors > self._errors_reported:
+            counted["errors"] = self.boundary.errors - self._errors_reported
+            self._errors_reported = self.boundary.errors
         return TierdStats(counted) if counted else None
 
     @classmethod

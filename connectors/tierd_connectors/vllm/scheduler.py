@@ -364,7 +364,7 @@ class SchedulerSide:
 
     def _send_savings(self) -> None:
         handles, tokens_per_s = self._namespaces.handles, self._speed.tokens_per_s
-        self._savings.tell(self._client, handles, tokens_per_s)
+        self._savings.send(self._client, handles, tokens_per_s)
 
     def _restart(self, tracked: _Tracked) -> None:
         """Start a preempted request again: its blocks are gone, and stored ones may be loaded."""

@@ -242,7 +242,7 @@ class TokenEngine:
         shape = blocks_of(views, blocks)
         owned = SimpleNamespace(device=SimpleNamespace(type="cpu"), numel=lambda: 0)
         caches = {f"layer{i}": owned for i in range(LAYERS)}
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "check_engine": lambda *_: None,
             "kv_views": lambda *_: views,
             "kv_blocks": lambda *_: shape,
@@ -256,7 +256,7 @@ class TokenEngine:
         }
         with (
             mock.patch.dict(sys.modules, fake_vllm.ranks()),
-            mock.patch.multiple(memory, **told),
+            mock.patch.multiple(memory, **facts),
             mock.patch.multiple(module, **instead),
         ):
             self.worker.register_kv_caches(caches)

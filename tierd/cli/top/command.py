@@ -382,7 +382,7 @@ def _live(watch: Watch, interval_s: float, console: Console) -> int:
     return 0
 
 
-def _nobody(seconds: float) -> str:
+def _no_keys(seconds: float) -> str:
     time.sleep(seconds)
     return ""
 
@@ -392,7 +392,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits up to the given seconds for keys and returns them; it returns
     "q" once the terminal is closed. Restores the terminal's settings at the end."""
     if not sys.stdin.isatty():
-        yield _nobody
+        yield _no_keys
         return
     fd = sys.stdin.fileno()
 

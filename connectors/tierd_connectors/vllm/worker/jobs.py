@@ -82,7 +82,7 @@ class Jobs:
         self._probe = probe
         self._handle: Handle | None = None
         self._attachments: dict[Handle, Attachment] = {}
-        self._told = False
+        self._logged_ready = False
         self._refused: set[Handle] = set()
         self._gate: Gate | None = None
         self._gate_fd = -1
@@ -135,10 +135,10 @@ class Jobs:
         """Whether the daemon accepts copies now. Logs the way of copying when it becomes ready."""
         attachment = self._first
         ready = attachment is not None and attachment.ready
-        if ready and not self._told:
+        if ready and not self._logged_ready:
             assert attachment is not None
             logger.info("tierd: the daemon copies for this engine: %s", attachment.how)
-        self._told = ready
+        self._logged_ready = ready
         return ready
 
     def ready_for(self, handle: Handle) -> bool:

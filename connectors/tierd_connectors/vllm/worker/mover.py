@@ -124,13 +124,13 @@ class Mover(Queues):
                     self._jobs, self._order = jobs, shown.order
                     return
                 jobs.detach()
-                self._tell_refusal(refusal)
+                self._log_refusal(refusal)
         except (CannotOpenError, LayoutError, OSError) as error:
-            self._tell_refusal(str(error))
+            self._log_refusal(str(error))
         if self._layerwise is not None:
             logger.info("tierd: layerwise has no effect while the worker copies")
 
-    def _tell_refusal(self, reason: str) -> None:
+    def _log_refusal(self, reason: str) -> None:
         logger.warning(
             "tierd: the daemon does not copy for this engine, so its worker copies (shm): %s",
             reason,
@@ -265,7 +265,7 @@ class Mover(Queues):
         if self._layerwise is not None:
             self._report_early(jobs, self._layerwise)
         if jobs.refusal and not jobs.under_way:
-            self._tell_refusal(jobs.refusal)
+            self._log_refusal(jobs.refusal)
             jobs.detach()
             self._jobs = None
         return bool(stores or loads)
