@@ -85,10 +85,9 @@ class PrefixLookups:
         self._tally.add(lookups=1)
 
     def is_pending(self, lookup: PrefixLookup, now_ns: int) -> bool:
-        """Whether the engine must ask again: takes an answer, or gives up at the deadline."""
+        """Whether a sent lookup has no answer yet: takes an answer, or gives up at the deadline."""
         pending = lookup.pending
-        if pending is None:
-            return False
+        assert pending is not None
         self._client.poll()
         if pending.done:
             self._take_answer(lookup, pending, now_ns)
@@ -102,12 +101,9 @@ class PrefixLookups:
             self._client.ready(pending)
         return True
 
-    def is_outdated(self, lookup: PrefixLookup, now_ns: int) -> bool:
-        """Whether the lease is of another incarnation, or may end before its load."""
-        lease = lookup.lease
-        assert lease is not None
-        moved = self._client.connected and lease.epoch != self._client.epoch
-        return moved or now_ns >= lookup.renew_ns
+    def is_stale(self, lease: Lease) -> bool:
+        """Whether a lease is another incarnation's."""
+        return self._client.connected and lease.epoch != self._client.epoch
 
     def drop(self, lookup: PrefixLookup) -> None:
         """Release the lease, and cancel a pending lookup."""

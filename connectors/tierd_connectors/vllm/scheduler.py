@@ -141,7 +141,8 @@ class SchedulerSide:
         tracked.local_blocks = computed_tokens // self._block_tokens
         tracked.loaded = range(0)
         lookup = tracked.lookup
-        if self._useful_blocks(tracked.request) <= tracked.local_blocks:
+        useful = self._useful_blocks(tracked.request)
+        if useful <= tracked.local_blocks:
             self._lookups.drop(lookup)
             return 0
         if not lookup.asked or tracked.local_blocks < lookup.own:
@@ -149,16 +150,16 @@ class SchedulerSide:
             self._lookups.drop(lookup)
             self._look_up(tracked, tracked.local_blocks)
         now_ns = time.monotonic_ns()
-        if self._lookups.is_pending(lookup, now_ns):
+        if lookup.pending is not None and self._lookups.is_pending(lookup, now_ns):
             return None
-        if lookup.lease is None:
+        lease = lookup.lease
+        if lease is None:
             return 0
-        if self._lookups.is_outdated(lookup, now_ns):
+        if now_ns >= lookup.renew_ns or self._lookups.is_stale(lease):
             self._lookups.drop(lookup)
             self._look_up(tracked, tracked.local_blocks)
             return None if lookup.pending is not None else 0
-        leased_to = lookup.own + lookup.lease.blocks
-        found = min(leased_to, self._useful_blocks(tracked.request))
+        found = min(lookup.own + lease.blocks, useful)
         if found <= tracked.local_blocks:
             self._lookups.drop(lookup)
             return 0
