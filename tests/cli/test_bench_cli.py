@@ -1,4 +1,4 @@
-"""`tierd bench`: it measures without a trace, and its table is what the daemon decides."""
+"""`tierd bench` leaves nothing behind, and its table matches the daemon's decisions."""
 
 from __future__ import annotations
 

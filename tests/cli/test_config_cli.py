@@ -1,4 +1,4 @@
-"""`tierd config`: what is wrong, what holds and why, and what there is to set."""
+"""`tierd config`: errors, the values in effect with their origin, and all keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def settings(
 def test_values_are_shown_with_their_origin(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator would look in the file for what a variable has set, or a default."""
+    """An operator would look in the file for a value that a variable or a default has set."""
     monkeypatch.setenv("TIERD_HOST_PIN_SHARE", "0.1")
     monkeypatch.setenv("TIERD_STORAGE_S3_PREFIX", "elsewhere")
     monkeypatch.setenv("TIERD_STORAGE_S3_SLOW_MS", "77")
@@ -146,7 +146,7 @@ WRONG = {
         'case-sensitive: write "lfu"',
     ),
 }
-"""What `serve` refuses: a text of the file, another one in its place, and what is said."""
+"""Configurations that `serve` refuses: a text of the file, its replacement, and the error."""
 
 
 @pytest.mark.slow

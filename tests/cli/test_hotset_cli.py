@@ -200,7 +200,7 @@ def test_show(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_import_teaches_uses_of_another_node(
     daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node that takes over from another one would evict what was hot there first."""
+    """A node that takes over from another would first evict the blocks that were hot there."""
     out = tmp_path / "hot.jsonl"
     wait_until_counted(daemon, out)
     raw = out.read_bytes().replace(b'"uses": 0, "age_s": null', b'"uses": 6, "age_s": 60')
@@ -280,7 +280,7 @@ def test_hot_set_is_served_over_http(daemon: DaemonProcess, tmp_path: Path) -> N
 
 
 def test_uses_survive_a_restart(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Order of use would be lost: the first scan after a restart would evict what is hot."""
+    """Use counts would be lost: the first scan after a restart would evict hot blocks."""
     out = tmp_path / "hot.jsonl"
     wait_until_counted(daemon, out)
     assert daemon.stop() == 0

@@ -1,4 +1,4 @@
-"""`tierd install-units`: what it writes, keeps and refuses. A real systemd reads it elsewhere."""
+"""`tierd install-units`: files that it writes, keeps and refuses. Other tests run systemd."""
 
 from __future__ import annotations
 

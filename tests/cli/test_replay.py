@@ -1,4 +1,4 @@
-"""`tierd replay`: its numbers on a small trace, and what it says to input that is wrong."""
+"""`tierd replay`: its numbers on a small trace, and its errors for wrong input."""
 
 from __future__ import annotations
 

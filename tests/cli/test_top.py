@@ -1,4 +1,4 @@
-"""`tierd top`: right numbers, in any window, whatever becomes of the daemon."""
+"""`tierd top`: right numbers, in any window, also while the daemon restarts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_numbers_are_human_readable() -> None:
 
 @given(st.floats(0, 9e14))
 def test_a_size_fits_its_column(value: float) -> None:
-    """One number would push all others to the right."""
+    """One number would shift the other columns."""
     assert len(size(value)) <= 8
     assert len(number(value)) <= 6
 

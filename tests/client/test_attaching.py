@@ -1,4 +1,4 @@
-"""A client's attachments, message by message: what is sent when, without a daemon."""
+"""A client's attachments without a daemon: which messages are sent, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FakeHandle:
 
 
 class Side:
-    """A client's attachments, and what they have sent."""
+    """A client's attachments, and the messages that they have sent."""
 
     def __init__(self) -> None:
         self.sent: list[m.FromClient] = []

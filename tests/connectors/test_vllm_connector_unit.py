@@ -118,7 +118,7 @@ def test_asking_again_changes_nothing() -> None:
 
 
 def test_request_number_is_stable() -> None:
-    """A preempted request would count as two users, and what is read once would be kept."""
+    """A preempted request would count as two uses, and blocks used once would be kept."""
     bench = Bench()
     for name in ("a", "b"):
         request = FakeRequest(name, 14)
@@ -457,7 +457,7 @@ def test_error_in_the_cleanup_switches_off() -> None:
 
 
 def test_preempted_request_starts_again() -> None:
-    """It would store from a block table that is gone, and not get back what is stored."""
+    """It would store from a freed block table, and not load its stored blocks."""
     bench = Bench()
     request = FakeRequest("a", 14)
     bench.side.add(request)
@@ -471,7 +471,7 @@ def test_preempted_request_starts_again() -> None:
 
 
 def test_every_block_with_a_new_owner_is_fenced() -> None:
-    """A store that waits would read what the next request wrote: its KV under our hash."""
+    """A waiting store would read the next request's KV and store it under the old hash."""
     bench = Bench()
     bench.put(2, salt=1)
     other = FakeRequest("b", 10, salt=1)
@@ -584,7 +584,7 @@ def test_block_tables_come_from_the_engine(version: str) -> None:
 
 
 def test_reset_neither_finds_nor_stores_old_blocks() -> None:
-    """Weights replaced in a running engine would get the KV of the old ones, or poison others."""
+    """An engine with replaced weights would load KV of the old ones, or mix its KV with it."""
     bench, _ = looked_up(3, tokens=14)
     assert bench.side.matched_tokens("a", 0) == 12
     bench.side.reset()
@@ -884,7 +884,7 @@ def rig():
 
 
 def test_store_then_load(rig: MoverRig) -> None:
-    """What comes back would not be what was stored."""
+    """A load would not return the stored bytes."""
     rig.mover.submit_stores([rig.item(1), rig.item(2)])
     rig.settle()
     before = [rig.content(1), rig.content(2)]
@@ -936,7 +936,7 @@ def test_fenced_block_is_never_read(rig: MoverRig, where: str) -> None:
 
 
 def test_fence_during_a_copy_does_not_wait(rig: MoverRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's step would wait for a copy, or publish what a new owner wrote meanwhile."""
+    """The engine's step would wait for a copy, or a new owner's KV would be published."""
     copying, go_on = threading.Event(), threading.Event()
     gather_many = rig.pages.gather_many
 
@@ -992,7 +992,7 @@ def test_dead_daemon_ends_every_job(rig: MoverRig) -> None:
 
 
 def test_load_goes_before_stores(rig: MoverRig) -> None:
-    """A user would wait for the stores of others."""
+    """A user's load would wait for other requests' stores."""
     rig.mover.submit_stores([rig.item(1)])
     rig.settle()
     rig.daemon.reserve_gate = threading.Event()

@@ -54,7 +54,7 @@ def test_table_covers_every_setting_of_every_version(version: str) -> None:
 
 
 def test_table_has_no_unknown_settings() -> None:
-    """A verdict on a misspelt name would be none on the setting that was meant."""
+    """A verdict on a misspelt name would leave the real setting without one."""
     assert set(LISTINGS) == {"0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"}
     fields = {
         (kind, name)
@@ -387,7 +387,7 @@ def test_snapshot_path_and_repository_name_agree(tmp_path: Path) -> None:
 
 
 def test_unidentified_weights_are_refused(tmp_path: Path) -> None:
-    """Weights out of nowhere would be taken for others of the same shape."""
+    """Weights of unknown origin would be confused with others of the same shape."""
     folder = model_directory(tmp_path / "m")
     for unknown in (
         facts(folder, load_format="mine"),
@@ -562,7 +562,7 @@ def test_different_gpus_have_different_namespaces(monkeypatch: pytest.MonkeyPatc
 
 
 def test_commit_is_read_from_the_weights() -> None:
-    """With --hf-config-path it would be the config's, whatever the weights."""
+    """With --hf-config-path the config's commit would stand for the weights'."""
 
     class Revision(str):
         resolved = "a" * 40

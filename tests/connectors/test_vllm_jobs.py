@@ -482,7 +482,7 @@ def test_engine_end_during_a_load_is_safe(rig: Rig) -> None:
 
 
 def test_runs_are_split_at_allocation_ends() -> None:
-    """A page would be read beyond its allocation, where it goes on in the next one."""
+    """A page that spans two allocations would be read beyond the end of the first one."""
     blocks = BlockPages((Stretch(1000, 300), Stretch(2000, 50)), 400, 2)
     layout = blocks.within([Stretch(2000, 600), Stretch(1100, 700), Stretch(900, 200)])
     assert list(layout.runs) == [(2, 100, 100), (1, 0, 200), (0, 0, 50)]

@@ -1,4 +1,4 @@
-"""Loads that are reported before they have ended: no layer reads what is not there."""
+"""Loads that are reported before they end: no layer reads KV that is not loaded yet."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_layers_wait_only_for_reported_loads(rig: Rig) -> None:
 
 
 def test_reported_load_stays_reported(rig: Rig) -> None:
-    """A request that hits the blocks a step later would read what is not there."""
+    """A request that hits the blocks a step later would read KV that is not loaded."""
     begin(rig)
     layered(rig).begin_step(["r[4]"])
     layered(rig).end_step(idle=True)
@@ -260,7 +260,7 @@ def test_reported_load_survives_a_device_failure(rig: Rig) -> None:
 
 
 def test_frozen_writer_delays_only_new_owners(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paused daemon would stop the engine, or write over a new owner's KV when it goes on."""
+    """A paused daemon would stop the engine, or overwrite a new owner's KV when it resumes."""
     job = begin(rig)
     monkeypatch.setattr(vllm_jobs, "PATIENCE_S", 0.0)
     rig.work()
@@ -354,7 +354,7 @@ def test_layer_groups_grow(layout: str, layers: int, sizes: list[int]) -> None:
 
 
 def test_interleaved_layers_are_refused() -> None:
-    """A layer would be taken for copied while parts of it are not."""
+    """A layer would count as copied before all of its parts are."""
     names, made = views(4, "BHLC")
     with pytest.raises(LayoutError):
         layer_groups(names, made, blocks_of(made, 2))
@@ -372,7 +372,7 @@ def test_layers_that_share_kv_are_in_one_group() -> None:
 
 
 def test_lease_is_held_until_the_load_completes() -> None:
-    """A worker that copies the rest of a load itself would read slots that others have by then."""
+    """A worker that copies the rest of a load would read slots that hold other blocks by then."""
     bench = Bench(ranks=2)
     bench.put(3)
     bench.side.add(FakeRequest("a", 14))

@@ -75,7 +75,7 @@ def test_adapter_is_identified_by_name_and_revision() -> None:
 
 
 def test_every_adapter_and_revision_has_a_namespace() -> None:
-    """Two of them would share blocks, or one more adapter would lose what others have."""
+    """Two adapters would share blocks, or a new adapter would change the others' namespaces."""
     names = of_adapters(namespace(), LORAS)
     assert names[NO_ADAPTER] == namespace()
     assert names["sql"].weights == "w+lora:sql=r1"
@@ -108,7 +108,7 @@ def test_blocks_are_found_only_by_their_adapter(owner: str, ranks: int) -> None:
 
 
 def test_another_revision_finds_nothing() -> None:
-    """An adapter that was trained on would be served with the KV of its old weights."""
+    """A retrained adapter would be served with the KV of its old weights."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
     assert found(scheduler(daemon, {"sql": "r2"}), "sql") == 0

@@ -1,4 +1,4 @@
-"""Jobs of engines that wait, give up, die or fail: what is copied, in which order, and what never.
+"""Jobs of engines that wait, cancel, die or fail: which copies are made, and in which order.
 
 All on host memory, by the rules of `tierd.device.copier`.
 """
@@ -246,7 +246,7 @@ def test_copies_end_where_pinned_memory_does(rig: Rig) -> None:
 
 @pytest.mark.slow
 def test_store_waits_for_the_kernel_that_computes_its_pages(rig: Rig) -> None:
-    """The bytes of the request that had the page before would be stored under this one's hash."""
+    """The bytes of the page's previous request would be stored under this one's hash."""
     pages, _ = rig.engine()
     slots = Slots(pages.block_bytes, 6)
     for round_ in range(1, 101):
@@ -277,7 +277,7 @@ def test_load_waits_for_the_kernel_that_still_reads_its_pages(rig: Rig) -> None:
 
 
 def test_peer_that_never_records_delays_no_other_job() -> None:
-    """One hung engine would stop the loads and stores of all others on the device."""
+    """One hung engine would stop the copies of all other engines on the device."""
     now = [0.0]
     rig = Rig(clock=lambda: now[0], job_limit_s=5.0)
     hung, gate = rig.engine(1)
@@ -325,7 +325,7 @@ def test_detach_does_not_wait_for_an_event_that_never_happens(rig: Rig) -> None:
 
 
 class Deaf(Trial):
-    """A device whose streams go on waiting for a counter whatever happens to its owner."""
+    """A device whose streams keep waiting for a counter after its owner has ended."""
 
     def close_event(self, event: int) -> None:
         pass
@@ -657,7 +657,7 @@ def test_job_beyond_its_attachment_is_refused(rig: Rig) -> None:
 
 
 def test_layouts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that starts again would wait for a measurement, and disturb the others."""
+    """Every restarted engine would wait for a measurement, and disturb other engines."""
     rig.engine(1)
     monkeypatch.setattr("tierd.device.copier.choose", None)
     rig.engine(2)

@@ -198,7 +198,7 @@ def test_merging_nothing_copies_no_array() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scratch_blocks_have_the_shape_of_the_real_ones(layout: str) -> None:
-    """Something else would be measured than what is copied later."""
+    """The measured blocks would differ from the blocks copied later."""
     found = Pages(layout, 40).layout
     scratch = compact(found, 4)
     size = max(run.offset + run.length for run in scratch.runs) + 3 * scratch.block_stride
@@ -265,7 +265,7 @@ def chosen(device: Device) -> tuple[set[Strategy], str]:
 
 @pytest.mark.slow
 def test_slow_way_is_not_chosen() -> None:
-    """Loads would run at a fraction of what the bus can do."""
+    """Loads would run at a fraction of the bus's speed."""
     device = Slow()
     device.cost_s = 20e-6
     ways, how = chosen(device)

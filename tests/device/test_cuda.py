@@ -188,7 +188,7 @@ def test_allocation_is_reference_counted(fake, device, peer):
 
 @pytest.mark.slow
 def test_stream_waits_for_a_peers_event(fake, device, peer):
-    """A store would read what the page held before the step that it stores."""
+    """A store would read the page before the step that computes it."""
     base = device.open(peer.export)
     event = device.open_event(peer.event, [base])
     stream = device.create_stream(urgent=False)
@@ -391,7 +391,7 @@ def test_sticky_errors_are_marked(fake, device, code, sticky):
 
 
 def test_illegal_copy_breaks_the_context_permanently(fake, device):
-    """The fake has to be as strict as a GPU for the tests of what follows."""
+    """The fake must be as strict as a GPU, or later tests prove nothing."""
     stream = device.create_stream(urgent=False)
     host = Host(device, 16)
     device.copy(addresses(4096), addresses(host.address), addresses(16), Direction.STORE, stream)

@@ -48,7 +48,7 @@ def functions(name: str) -> Iterator[ast.FunctionDef]:
 
 @pytest.mark.parametrize("name", STUBS)
 def test_every_name_of_the_stubs_exists(name):
-    """A library that renames what tierd calls would break a GPU node, and no test here."""
+    """A renamed function of a library would break a GPU node, but no test without a GPU."""
     module = importlib.import_module(name)
     for node in stub(name).body:
         if isinstance(node, ast.AnnAssign):

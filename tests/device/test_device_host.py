@@ -1,4 +1,4 @@
-"""The host device keeps to the rules of CUDA: what works here must not break there."""
+"""The host device follows CUDA's rules: code that works with it must work on a GPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_memory_that_could_vanish_is_refused(
 
 
 def test_a_gpus_memory_is_refused(device: HostDevice) -> None:
-    """An engine on a GPU would be answered with an OSError, not with what is wrong."""
+    """An engine on a GPU would get an OSError instead of the reason."""
     for kind, uuid in ((ExportKind.CUDA_IPC, b"\x01" * 16), (ExportKind.CUDA_VMM, HOST_UUID)):
         with pytest.raises(CannotOpenError, match="GPU"):
             device.open(Export(kind, uuid, SIZE, bytes(64)))
@@ -182,7 +182,7 @@ def test_event_that_was_never_recorded_counts_as_happened(
 
 
 def test_wait_takes_the_newest_record_at_its_call(device: HostDevice, memory: HostExport) -> None:
-    """A later record would hold up, or let go, what was ordered behind an earlier one."""
+    """A later record would delay or release work that is ordered behind an earlier one."""
     first, second = Held(device, memory), Held(device, memory, SIZE - 16)
     event, done = device.create_event(), device.create_event()
     stream = device.create_stream(urgent=False)

@@ -86,7 +86,7 @@ def plain_host(device):
 
 
 def test_engine_that_cannot_export_its_memory_says_why():
-    """The checks of refusals would pass whatever an engine answers."""
+    """The checks of refusals would pass for any answer of an engine."""
     with pytest.raises(AssertionError, match="without a file descriptor"):
         unshowable("fake-none", "a word that is not there")
 

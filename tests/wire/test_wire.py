@@ -101,7 +101,7 @@ def test_every_message_has_a_sample() -> None:
 
 
 class Reader:
-    """A session of one end and what it has handled."""
+    """A session of one end, and the messages that it has received."""
 
     def __init__(self, role: Role) -> None:
         self.got: list[tuple[m.Message, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""`tierd doctor`: it sees what is wrong, says so once, and never hangs."""
+"""`tierd doctor` finds faults, reports each once, and never hangs."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_daemon_with_another_configuration_is_not_a_fault(
 
 
 def test_no_socket(examine: Examine) -> None:
-    """It would not be said that the daemon is down, nor what it would meet."""
+    """The report would not say that the daemon is down, or what would stop its start."""
     found = examine()
     assert found["rc"] == 1
     assert found["no_socket"]["level"] == "fault"
@@ -199,7 +199,7 @@ def test_socket_without_a_daemon(examine: Examine, tmp_path: Path) -> None:
 
 
 def test_a_refused_uid(examine: Examine, status: dict, tmp_path: Path) -> None:
-    """It would not be said that allow_uids is what keeps this user out."""
+    """The report would not name allow_uids, which refuses this user."""
     refusal = "uid 7 may not connect: see allow_uids in the configuration"
     with FakeDaemon(tmp_path / "fake.sock", status, refusal=refusal):
         found = examine("--socket", str(tmp_path / "fake.sock"))

@@ -1,4 +1,4 @@
-"""`tierd doctor`: what it sees of the machine under tierd, and of each tier."""
+"""`tierd doctor`: its findings about the machine and about each tier."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_locked_memory_limit_matters_with_a_gpu(tmp_path: Path) -> None:
 
 
 def test_memory_pressure(tmp_path: Path) -> None:
-    """Host memory that had to shrink would look as if it were all there."""
+    """Host memory that had to shrink would look complete."""
     place = scene(tmp_path)
     place.status = {"host": {**HOST, "limit_bytes": CAPACITY // 2}}
     assert looked(place)["pressure"] is Level.WARNING

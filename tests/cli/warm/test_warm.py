@@ -422,7 +422,7 @@ def test_verify_and_pin(cold, ranks, tmp_path, capsys) -> None:
 
 
 def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
-    """What is finished would be tokenized, read or computed again; or what has gone since, not."""
+    """Finished units would be read or computed again, or blocks lost since would be skipped."""
     path = lines(tmp_path, {"prompt": TEXT}, prompt(0), prompt(50), prompt(51)[:15])
     journal = tmp_path / "journal"
     words = [path, *ranks, "--engine", engine.url, "--resume", journal, "--json"]
@@ -447,7 +447,7 @@ def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
 
 
 def test_daemon_ends_during_a_warm(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
-    """A warm that came to an end too early would count as done, or say nothing of what it did."""
+    """A warm that ended too early would count as complete, or not report what it did."""
     heard = []
 
     def next_warmed(self, timeout_s):
@@ -516,7 +516,7 @@ def test_interrupted_and_resumed(cold, tmp_path) -> None:
 
 @pytest.mark.parametrize("held", ["tier", "stdin", "engine"])
 def test_deadline(cold, engine, ranks, tmp_path, monkeypatch, capsys, held) -> None:
-    """A unit that warms at boot would hold it up, whatever it waits for."""
+    """A unit that warms at boot would delay the boot."""
     path = lines(tmp_path, *(prompt(n) for n in (0, 1, 2, 60)))
     words = [*ranks, "--deadline", "0.3"]
     reader, writer = os.pipe()

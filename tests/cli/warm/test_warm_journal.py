@@ -1,4 +1,4 @@
-"""A warm's journal: what is finished is neither lost nor done again, wherever a run broke off."""
+"""A warm's journal: finished work is neither lost nor repeated, wherever a run broke off."""
 
 from __future__ import annotations
 
