@@ -32,8 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "hotset",
         help="show, export or import the most valuable prefixes",
-        description="A hot set names the prefixes that are worth having, most worth first, and "
-        "holds none of their bytes: `tierd warm --hotset FILE` brings those.",
+        description="A hot set lists the prefixes that are worth keeping, the most valuable first, "
+        "without their bytes: `tierd warm --hotset FILE` loads them.",
     )
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     status = "Exit status: 0 done, 1 no daemon answers, 2 wrong usage or a malformed hot set."

@@ -59,14 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the tiers, and from which prefix length each pays",
+        help="measure the tiers, and the prefix length from which each pays",
         description="Measure memory and each configured tier on scratch data: a file tier in a "
-        "directory of its own beside the tier's, Redis and S3 under a namespace of its own that is "
-        "deleted afterwards. Then say, for a model and an engine's prefill speed, from how many "
-        "tokens on a tier gives a prefix sooner than the engine computes it, as the daemon will "
-        "decide it (prefetch.break_even). Disks and servers are busy for some seconds each.",
-        epilog="Exit status: 0 all measured, 3 some tier could not be, 1 nothing could, 2 the "
-        "command line or configuration is wrong.",
+        "directory beside it, Redis and S3 in a temporary namespace, all deleted afterwards. Then "
+        "print, for a model and an engine's prefill speed, from which prefix length a tier is "
+        "faster than computing, as the daemon decides it (prefetch.break_even). Each disk and "
+        "server is busy for some seconds.",
+        epilog="Exit status: 0 all tiers measured, 3 some not, 1 none, 2 the command line or "
+        "configuration is wrong.",
     )
     parser.add_argument(
         "--config",
