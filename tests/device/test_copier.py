@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-class Trial(HostDevice):
+class ControlledDevice(HostDevice):
     """A host device whose copies can be held up, counted and made to fail."""
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class Trial(HostDevice):
 class Rig:
     """A copier, an engine, and the answers to its jobs."""
 
-    def __init__(self, device: Trial | None = None, **options: object) -> None:
-        self.device = device or Trial()
+    def __init__(self, device: ControlledDevice | None = None, **options: object) -> None:
+        self.device = device or ControlledDevice()
         self.answers: dict[int, tuple[int, str]] = {}
         self.order: list[int] = []
         self.lost: list[str] = []
@@ -324,7 +324,7 @@ def test_detach_does_not_wait_for_an_event_that_never_happens(rig: Rig) -> None:
     assert len(rig.device._streams) == streams, "the stream that waited is used again"
 
 
-class Deaf(Trial):
+class StuckDevice(ControlledDevice):
     """A device whose streams keep waiting for a counter after its owner has ended."""
 
     def close_event(self, event: int) -> None:
@@ -336,7 +336,7 @@ def test_memory_is_not_unmapped_while_a_stream_reads_it(
 ) -> None:
     """A GPU would fault there, which ends the copies of every engine."""
     monkeypatch.setattr("tierd.device.copier._DRAIN_LIMIT_S", 0.05)
-    rig = Rig(Deaf())
+    rig = Rig(StuckDevice())
     pages, _ = rig.engine()
     rig.submit(1, STORE, [0], Slots(768, 1).address(0), value=pages.event.promise())
     until(lambda: bool(rig.copier._lanes[STORE]._waiting))

@@ -225,7 +225,7 @@ def test_distant_blocks_are_measured_in_little_memory() -> None:
     device.shut()
 
 
-class Slow(HostDevice):
+class SlowDevice(HostDevice):
     """A device on which small pieces cost time."""
 
     cost_s = 0.0
@@ -242,7 +242,7 @@ class Slow(HostDevice):
         time.sleep(self.cost_s * len(pages))
 
 
-class Wrong(HostDevice):
+class NoGatherDevice(HostDevice):
     """A device whose gather kernel does nothing."""
 
     def gather(
@@ -266,7 +266,7 @@ def chosen(device: Device) -> tuple[set[Strategy], str]:
 @pytest.mark.slow
 def test_slow_way_is_not_chosen() -> None:
     """Loads would run at a fraction of the bus's speed."""
-    device = Slow()
+    device = SlowDevice()
     device.cost_s = 20e-6
     ways, how = chosen(device)
     assert Strategy.DIRECT not in ways
@@ -275,12 +275,12 @@ def test_slow_way_is_not_chosen() -> None:
 
 def test_way_that_moves_wrong_bytes_is_not_chosen() -> None:
     """A kernel that is broken on some GPU would corrupt KV there."""
-    ways, how = chosen(Wrong())
+    ways, how = chosen(NoGatherDevice())
     assert Strategy.STAGED not in ways
     assert "staged moves wrong bytes" in how
 
 
-class Broken(HostDevice):
+class FailingDevice(HostDevice):
     """A device that refuses copies, or whose work never seems to be done."""
 
     refused = False
@@ -307,7 +307,7 @@ class Broken(HostDevice):
 @pytest.mark.parametrize("lost", [False, True])
 def test_failed_measurement_frees_only_memory_that_is_not_written(lost: bool) -> None:
     """Scratch memory of failed attachments would add up, or be unmapped under a copy."""
-    device = Broken()
+    device = FailingDevice()
     device.refused, device.lost = not lost, lost
     stream = device.create_stream(urgent=False)
     layout = Pages("LBHNC", 6).layout
