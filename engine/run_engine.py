@@ -189,9 +189,9 @@ def stats(llm) -> dict:
         if connector._scheduler is not None:
             found["leases"] += connector._scheduler.leases_held
             found["epochs"].append(connector._scheduler.epoch.hex())
-        if connector._mover is not None:
-            found["epochs"].append(connector._mover.epoch.hex())
-            found["attached"].append(connector._mover.attached)
+        if connector._worker.mover is not None:
+            found["epochs"].append(connector._worker.mover.epoch.hex())
+            found["attached"].append(connector._worker.mover.attached)
     found["max_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return found
 
@@ -226,7 +226,7 @@ def abort(llm, command: dict) -> dict:
 
 def fail_loads(llm, count: int) -> dict:
     """Have the worker's next loads write some blocks and then fail."""
-    mover = next(c._mover for c in connectors(llm) if c._mover is not None)
+    mover = next(c._worker.mover for c in connectors(llm) if c._worker.mover is not None)
     real = {name: getattr(mover, name) for name in ("_copy_in", "_ask_load")}
 
     def fail(*arguments) -> bool:
@@ -264,7 +264,7 @@ def fail_build(llm) -> dict:
 
 def hold_stores(llm, held: bool) -> dict:
     """Have the worker's mover begin no store, as if it were behind with its work."""
-    mover = next(c._mover for c in connectors(llm) if c._mover is not None)
+    mover = next(c._worker.mover for c in connectors(llm) if c._worker.mover is not None)
     if held:
         mover._take_chunk = lambda: None
         return {}

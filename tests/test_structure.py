@@ -150,8 +150,6 @@ FILES: Final = {
     "tierd/wire/messages.py": "the table of messages",
     "tierd/daemon/http/metrics.py": "the table of metrics",
     "tierd/device/cuda.py": "the calls of CUDA, not to be split before they have run on a GPU",
-    "tierd_connectors/vllm/connector.py": "the interface of vLLM, whose methods it must have",
-    "tierd_connectors/vllm/scheduler.py": "lookups, stores and releases of requests",
 }
 
 FUNCTIONS: Final = {
@@ -165,17 +163,10 @@ CLASSES: Final = {
     "tierd/config/schema.py:StorageConfig": "a record: the keys of a table",
     "tierd/types.py:Namespace": "a record: what decides what a block's bytes mean",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
-    "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: what is known of a request",
     "tierd/core/slots.py:Slots": "a table: a column each",
     "tierd/daemon/node.py:Node": "it composes the daemon",
     "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
     "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
-    "tierd/cli/warm/run.py:Warmer": "one more than the budget",
-    "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",
-    "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
-    "tierd_connectors/vllm/connector.py:TierdConnector": "composes the connector",
-    "tierd_connectors/vllm/scheduler.py:SchedulerSide": "composes the scheduler's part",
-    "tierd_connectors/vllm/worker/mover.py:Mover": "one more than the budget",
 }
 
 MODULES: Final = {

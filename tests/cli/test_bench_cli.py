@@ -1,4 +1,4 @@
-"""`tierd bench`: it measures without a trace, and its table is what the daemon decides."""
+"""`tierd bench` leaves nothing behind, and its table matches the daemon's decisions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ models = st.builds(
 
 
 @given(speed=speeds, model=models, prefill=st.integers(1, 10**7), min_tokens=st.integers(0, 5000))
-def test_the_table_is_what_the_daemon_decides(
+def test_break_even_matches_the_daemons_decision(
     speed: TierSpeed, model: Model, prefill: int, min_tokens: int
 ) -> None:
     """A user would buy a disk for loads that the daemon then refuses, or none for ones it does."""
@@ -90,7 +90,7 @@ def test_the_table_is_what_the_daemon_decides(
     assert first == model.block_tokens or not brings(first - model.block_tokens)
 
 
-def test_a_load_of_a_known_time() -> None:
+def test_load_time_of_known_speeds() -> None:
     """The table's numbers could be off by the latency, or by a unit."""
     tier = TierSpeed(latency_s=0.5, bytes_per_s=1e6)
     model = Model(bytes_per_token=1000, block_tokens=16)
@@ -101,7 +101,7 @@ def test_a_load_of_a_known_time() -> None:
     assert first_paying(tier, model, 1000) is None, "as fast as the tier, and it begins at once"
 
 
-def test_what_the_daemon_has_learned() -> None:
+def test_speeds_measured_by_the_daemon_are_used() -> None:
     """The model would have to be looked up by hand; one rank's bytes be taken for all."""
     spaces = [blocks.namespace(8192, tp_size=2, tp_rank=rank) for rank in (0, 1)]
     other = blocks.namespace(4096, model="other")
@@ -122,7 +122,7 @@ def test_what_the_daemon_has_learned() -> None:
 # --- the command ----------------------------------------------------------------------
 
 
-def test_a_file_tier_is_measured_and_not_touched(
+def test_file_tier_is_measured_and_not_changed(
     run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bench would fill the tier, or the disk beside it, with its own data."""
@@ -130,8 +130,8 @@ def test_a_file_tier_is_measured_and_not_touched(
     store.mkdir(parents=True)
     (store / "LOCK").write_text("1\n")
     assert run("--json", *MODEL, "--block-bytes", "64KiB", tiers=file_tier(store)) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told.keys() == {
+    output = json.loads(capsys.readouterr().out)
+    assert output.keys() == {
         "schema",
         "block_bytes",
         "memory_copy_bytes_per_s",
@@ -139,7 +139,7 @@ def test_a_file_tier_is_measured_and_not_touched(
         "failed",
         "break_even",
     }
-    [tier] = told["tiers"]
+    [tier] = output["tiers"]
     assert tier.keys() == {
         "tier",
         "get_bytes_per_s",
@@ -153,7 +153,7 @@ def test_a_file_tier_is_measured_and_not_touched(
     }
     assert tier["tier"] == "disk"
     assert all(tier[name] > 0 for name in tier if name not in ("tier", "direct"))
-    table = told["break_even"]
+    table = output["break_even"]
     assert table["kv_bytes_per_token"] == 4096
     assert table["pays_from_tokens"].keys() == {"host memory", "disk"}
     assert [row["tokens"] for row in table["lengths"]] == list(LENGTHS)
@@ -162,7 +162,7 @@ def test_a_file_tier_is_measured_and_not_touched(
     assert os.listdir(store) == ["LOCK"]
 
 
-def test_the_text_says_from_where_it_pays(
+def test_text_names_the_break_even_length(
     run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader would have to find the crossing in the table."""
@@ -184,7 +184,7 @@ def test_the_text_says_from_where_it_pays(
     assert "no table: pass the model" in capsys.readouterr().out
 
 
-def test_a_redis_tier_is_left_as_it_was(
+def test_redis_tier_is_not_changed(
     run: Bench,
     tmp_path: Path,
     redis_server: RedisServer,
@@ -202,7 +202,7 @@ def test_a_redis_tier_is_left_as_it_was(
     client.close()
 
 
-def test_a_tier_that_is_down_is_told_and_the_others_measured(
+def test_unreachable_tier_is_reported_and_the_others_are_measured(
     run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One dead server would leave the operator without the other numbers."""
@@ -216,7 +216,7 @@ def test_a_tier_that_is_down_is_told_and_the_others_measured(
     assert run(*words, "--tier", "redis", tiers=file_tier(tmp_path / "s") + dead) == 1
 
 
-def test_a_disk_without_room_is_no_traceback(
+def test_full_disk_is_reported(
     run: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bench would fill the disk that the tier is to have."""
@@ -250,15 +250,15 @@ def test_wrong_input(
     assert says in capsys.readouterr().err
 
 
-def test_a_model_by_its_shape_or_by_its_namespace(
+def test_model_is_given_by_shape_or_namespace(
     run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A factor of two, keys and values, would be forgotten."""
     shape = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
     assert run("--json", *shape, "--prefill", "8000") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["break_even"]["kv_bytes_per_token"] == 131_072
-    assert told["block_bytes"] == 2 << 20
+    output = json.loads(capsys.readouterr().out)
+    assert output["break_even"]["kv_bytes_per_token"] == 131_072
+    assert output["block_bytes"] == 2 << 20
 
     space = blocks.namespace(4096)
     shown = {
@@ -270,19 +270,19 @@ def test_a_model_by_its_shape_or_by_its_namespace(
     with FakeDaemon(tmp_path / "d.sock", {"namespaces": [shown], "demand": []}):
         words = ["--socket", str(tmp_path / "d.sock"), "--prefill", "8000", "--json"]
         assert run(*words, "--namespace", space.digest.hex()) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["break_even"]["kv_bytes_per_token"] == 256
-        assert told["block_bytes"] == 4096
+        output = json.loads(capsys.readouterr().out)
+        assert output["break_even"]["kv_bytes_per_token"] == 256
+        assert output["block_bytes"] == 4096
         for more in ((), ("--namespace", space.digest.hex()[:4])):
             assert run(*words, *more) == 0
-            told = json.loads(capsys.readouterr().out)
-            assert told["break_even"]["kv_bytes_per_token"] == 256
+            output = json.loads(capsys.readouterr().out)
+            assert output["break_even"]["kv_bytes_per_token"] == 256
         assert run(*words, "--namespace", "0000") == 2
         said = f"knows no namespace 0000; known: {space.digest.hex()} (test-model, rank 0)"
         assert said in capsys.readouterr().err
 
 
-def test_the_only_model_is_meant(
+def test_only_model_is_the_default(
     run: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A digest would have to be copied though there is nothing to choose; or one of two models be
@@ -310,7 +310,7 @@ def test_the_only_model_is_meant(
             assert json.loads(out)["break_even"]["kv_bytes_per_token"] == 2 * 8192 / 16
 
 
-def test_the_speed_of_an_engine_is_measured_without_what_any_request_takes() -> None:
+def test_engine_speed_excludes_the_overhead_of_a_request() -> None:
     """A slow network would be taken for a slow engine."""
     now_s = 0.0
     seen: list[list[int]] = []
@@ -333,7 +333,7 @@ def test_the_speed_of_an_engine_is_measured_without_what_any_request_takes() -> 
         bench.prefill_tokens_per_s(EngineServer(fake.url), clock=lambda: now_s)
 
 
-def test_a_disk_probe_leaves_no_file_and_moves_what_it_says(tmp_path: Path) -> None:
+def test_disk_probe_leaves_no_file_and_moves_the_stated_bytes(tmp_path: Path) -> None:
     """A speed of nothing at all would look like a fast disk."""
     found = disk_speed(tmp_path, io_bytes=64 << 10, size_bytes=1 << 20, threads=2)
     assert found.read_bytes_per_s > 0

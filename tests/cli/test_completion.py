@@ -1,4 +1,4 @@
-"""`tierd completion`: what shells offer."""
+"""`tierd completion`: the words that shells offer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complete(script: str, line: str, directory: Path) -> set[str]:
 
 @pytest.mark.parametrize("script", ["bash"], indirect=True)
 def test_bash_offers_commands_options_choices_and_files(script: str, tmp_path: Path) -> None:
-    """A shell offers what is not there, or not what is."""
+    """A shell would offer missing commands, or omit existing ones."""
     (tmp_path / "prompts.jsonl").touch()
     assert complete(script, "tierd st", tmp_path) == {"status"}
     assert set(COMMANDS) < complete(script, "tierd ", tmp_path)
@@ -53,7 +53,7 @@ def test_bash_offers_commands_options_choices_and_files(script: str, tmp_path: P
 @pytest.mark.parametrize(
     ("script", "shell"), [("zsh", "zsh"), ("fish", "fish")], indirect=["script"]
 )
-def test_other_shells_can_read_theirs(script: str, shell: str) -> None:
+def test_other_shells_parse_their_scripts(script: str, shell: str) -> None:
     """Starting a shell prints errors."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -62,8 +62,8 @@ def test_other_shells_can_read_theirs(script: str, shell: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str) -> None:
-    """`tierd COMMAND --help` leaves an operator without what the command does or returns."""
+def test_every_command_has_help(name: str) -> None:
+    """`tierd COMMAND --help` would not say what the command does or returns."""
     below = parser_of([name])._subparsers
     assert below is not None
     [commands] = below._group_actions

@@ -1,4 +1,4 @@
-"""`tierd config`: what is wrong, what holds and why, and what there is to set."""
+"""`tierd config`: errors, the values in effect with their origin, and all keys."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def settings(
 def test_values_are_shown_with_their_origin(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator would look in the file for what a variable has set, or a default."""
+    """An operator would look in the file for a value that a variable or a default has set."""
     monkeypatch.setenv("TIERD_HOST_PIN_SHARE", "0.1")
     monkeypatch.setenv("TIERD_STORAGE_S3_PREFIX", "elsewhere")
     monkeypatch.setenv("TIERD_STORAGE_S3_SLOW_MS", "77")
@@ -146,12 +146,12 @@ WRONG = {
         'case-sensitive: write "lfu"',
     ),
 }
-"""What `serve` refuses: a text of the file, another one in its place, and what is said."""
+"""Configurations that `serve` refuses: a text of the file, its replacement, and the error."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["", *WRONG])
-def test_check_says_what_serve_does(file: Path, name: str) -> None:
+def test_check_reports_the_errors_of_serve(file: Path, name: str) -> None:
     """A mistake would be found by the restart that it was to be found before."""
     old, new, said = WRONG.get(name, ("", "", ""))
     text, at = FILE.replace(old, new, 1), str(file.parent)
@@ -171,7 +171,7 @@ def test_check_says_what_serve_does(file: Path, name: str) -> None:
         assert sorted(file.parent.rglob("*")) == before, "what cannot serve leaves something"
 
 
-def test_everything_is_said_at_once(
+def test_all_errors_are_reported_at_once(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file with five mistakes would take five restarts."""
@@ -183,7 +183,7 @@ def test_everything_is_said_at_once(
     assert main(["config", "check", "--json", "--config", str(file)]) == 2
     report = json.loads(capsys.readouterr().out)
     assert not report["ok"]
-    told = report["problems"]
+    output = report["problems"]
     for said in (
         "lisen is not a key",
         "host.eviction: 'LRU'",
@@ -196,12 +196,12 @@ def test_everything_is_said_at_once(
         "storage (s3): bucket is 'KV-blocks'",
         "host.capacity is 900 TiB",
     ):
-        [problem] = [problem for problem in told if said in problem]
+        [problem] = [problem for problem in output if said in problem]
         assert problem.startswith(f"{file}: ")
-    assert len(told) == 10
+    assert len(output) == 10
     assert main(["config", "check", "--config", str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"tierd: {problem}" for problem in told]
+    assert lines == [f"tierd: {problem}" for problem in output]
 
 
 REDIS = {
@@ -225,7 +225,7 @@ S3 = {
     "connections": (0, "connections is 0"),
     "timeout_ms": (-1, "timeout_ms is -1"),
     "capacity": ("1G", "capacity: '1G' is not a size"),
-    # That it must be "aws:kms" for a kms_key is for whoever has mended it.
+    # The next check, "aws:kms" for a kms_key, follows once this one is corrected.
     "sse": (1, "sse: "),
     "kms_key": ("k", ""),
 }
@@ -241,18 +241,18 @@ S3 = {
     ],
     ids=["redis", "redis's url", "redis without url", "s3"],
 )
-def test_all_that_is_wrong_with_a_tier_is_said_at_once(
+def test_all_errors_of_a_tier_are_reported_at_once(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     sound: str,
     wrong: dict[str, tuple[object, str]],
 ) -> None:
-    """Each mistake of a table would be found by a restart of its own."""
+    """Each mistake in a table would need another restart to be found."""
     file = tmp_path / "tierd.toml"
     table = "".join(f"{key} = {json.dumps(value)}\n" for key, (value, _) in wrong.items())
     file.write_text(f"{GOOD}[[storage]]\n{sound}{table}".replace("{at}", str(tmp_path)))
     assert main(["config", "check", "--json", "--config", str(file)]) == 2
-    told = json.loads(capsys.readouterr().out)["problems"]
+    output = json.loads(capsys.readouterr().out)["problems"]
     said = [words for _, words in wrong.values() if words]
     if "http://" in sound:
         said += ["url has the scheme 'http'", "url has parameters"]
@@ -261,9 +261,9 @@ def test_all_that_is_wrong_with_a_tier_is_said_at_once(
     elif "KV" in sound:
         said.append("bucket is 'KV'")
     for words in said:
-        assert len([problem for problem in told if words in problem]) == 1, words
-    assert len(told) == len(said)
-    assert "hunter" not in str(told)
+        assert len([problem for problem in output if words in problem]) == 1, words
+    assert len(output) == len(said)
+    assert "hunter" not in str(output)
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_check_of_a_file_for_another_machine(
 
 
 @pytest.mark.slow
-def test_check_beside_a_running_tierd(tmp_path: Path) -> None:
+def test_check_while_tierd_is_running(tmp_path: Path) -> None:
     """The check before a reload would call a file wrong because tierd runs with it, or one right
     that another tierd's directory, port or socket stands against."""
     admin = '[admin]\nlisten = "127.0.0.1:0"\n'
@@ -326,7 +326,7 @@ def test_check_beside_a_running_tierd(tmp_path: Path) -> None:
         assert f"another tierd (pid {daemon.pid}) serves on {daemon.socket}" in again.stderr
 
 
-def test_variables_that_are_no_keys_and_no_mistakes(file: Path) -> None:
+def test_other_variables_are_not_errors(file: Path) -> None:
     """In a pod beside a Service named tierd, or in its own tests, tierd would not start."""
     environ = {
         "TIERD_SERVICE_HOST": "10.0.0.1",
@@ -344,7 +344,7 @@ def test_variables_that_are_no_keys_and_no_mistakes(file: Path) -> None:
         load(file, {"TIERD_SERVICE": "1"})
 
 
-def test_all_variables_of_our_own_are_known() -> None:
+def test_own_variables_are_known() -> None:
     """A variable of the tests would keep the daemons that they start from starting."""
     root = Path(__file__).parents[2]
     read = re.compile(
@@ -360,20 +360,20 @@ def test_all_variables_of_our_own_are_known() -> None:
     assert named <= OTHER_VARIABLES
 
 
-def test_every_key_is_explained(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A key could be set, and nobody would know of it, or how to set it from the environment."""
+def test_every_key_has_a_description(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key would be undocumented, or its environment variable unknown."""
     shown, _ = settings(capsys, file)
     assert main(["config", "docs", "--json"]) == 0
-    told = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
-    common = {key.removeprefix("storage.") for key in told if key.startswith("storage.")}
+    output = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
+    common = {key.removeprefix("storage.") for key in output if key.startswith("storage.")}
     for key in shown:
         name = key.rpartition(".")[2]
         path = f"storage.{name}" if key.startswith("storage (") and name in common else key
-        assert told[path]["about"].endswith("."), path
-    assert told["host.capacity"]["default"] is None
-    assert told["storage (file).path"]["variable"] == "TIERD_STORAGE_NAME_PATH"
-    assert told["host.pin_max_s"]["live"]
-    assert not told["host.eviction"]["live"]
+        assert output[path]["about"].endswith("."), path
+    assert output["host.capacity"]["default"] is None
+    assert output["storage (file).path"]["variable"] == "TIERD_STORAGE_NAME_PATH"
+    assert output["host.pin_max_s"]["live"]
+    assert not output["host.eviction"]["live"]
     assert main(["config", "docs"]) == 0
     text = capsys.readouterr().out
     assert "drain_timeout_ms  (default 10000; live; TIERD_DRAIN_TIMEOUT_MS)" in text

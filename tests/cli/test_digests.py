@@ -11,7 +11,7 @@ ONE, TWO, THREE = "32f2e62d" + "0" * 24, "32f2e62d" + "1" * 24, "7c1e" + "2" * 2
 KNOWN = {ONE: f"{ONE} (a, rank 0)", TWO: f"{TWO} (a, rank 1)", THREE: f"{THREE} (b, rank 0)"}
 
 
-def test_what_is_unique_is_enough() -> None:
+def test_unique_prefix_is_enough() -> None:
     """32 digits would have to be copied from a status."""
     assert resolve("7c1e", KNOWN) == THREE
     assert resolve("7C1E2", KNOWN) == THREE
@@ -19,8 +19,8 @@ def test_what_is_unique_is_enough() -> None:
     assert resolve(ONE, KNOWN) == ONE
 
 
-def test_what_is_not_is_refused_with_what_there_is() -> None:
-    """A flush would drop another model's blocks, or nothing, and nobody be told the names."""
+def test_ambiguous_or_unknown_prefix_is_refused_with_the_choices() -> None:
+    """A flush would drop another model's blocks, or nothing, without naming the choices."""
     with pytest.raises(ConfigError) as caught:
         resolve("32f2", KNOWN)
     assert "32f2 is the beginning of several namespaces" in str(caught.value)

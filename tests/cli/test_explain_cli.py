@@ -1,4 +1,4 @@
-"""`tierd explain`: an operator is told where a prompt is, and what to do where it is not."""
+"""`tierd explain`: shows where a prompt's blocks are, and what to do about missing ones."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def explain(daemon: DaemonProcess, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_all_is_there(daemon, capsys) -> None:
+def test_prompt_with_all_blocks(daemon, capsys) -> None:
     """What is there would be said to be missing, or the other way round."""
     assert explain(daemon, "--tokens", json.dumps(prompt(0))) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -88,8 +88,8 @@ def test_all_is_there(daemon, capsys) -> None:
 
 
 @pytest.mark.slow
-def test_some_is_missing(daemon, capsys) -> None:
-    """Nobody would see which block is the first to be missing, why, and what to do."""
+def test_prompt_with_missing_blocks(daemon, capsys) -> None:
+    """An operator would not see the first missing block, the reason, and what to do."""
     assert explain(daemon, "--tokens", json.dumps(prompt(1))) == 3
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "blocks 0-3 (64 tokens): in host memory and tier disk"
@@ -117,7 +117,7 @@ def test_some_is_missing(daemon, capsys) -> None:
         "A request would load 0 of 48 tokens now.",
         "16 more tokens follow missing block 0: not usable.",
     ]
-    # With a salt it is another prompt, and nobody else's.
+    # With a salt it is another prompt.
     assert explain(daemon, "--tokens", json.dumps(prompt(2))) == 3
     assert "would load 0 of 96" in capsys.readouterr().out
     assert explain(daemon, "--salt", "tenant", "--tokens", json.dumps(prompt(2))) == 0
@@ -125,7 +125,7 @@ def test_some_is_missing(daemon, capsys) -> None:
 
 @pytest.mark.slow
 def test_an_adapter(daemon, capsys) -> None:
-    """What an adapter's users get would be told from the base model's blocks."""
+    """The base model's blocks would be shown for an adapter's prompt."""
     client = daemon.client()
     for rank in RANKS:
         own = replace(rank, weights=f"{rank.weights}+lora:law=2")
@@ -139,21 +139,21 @@ def test_an_adapter(daemon, capsys) -> None:
 
 @pytest.mark.slow
 def test_json_and_hashes(daemon, capsys) -> None:
-    """A script could not tell which block lacks where, and a hash from a log would be no use."""
+    """A script could not see which block is missing where, or look up a hash from a log."""
     assert explain(daemon, "--json", "--tokens", json.dumps(prompt(1))) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert (told["tokens"], told["tokens_there"], told["block_tokens"]) == (96, 64, 16)
-    assert [block["there"] for block in told["blocks"]] == [True] * 4 + [False] * 2
-    assert [n["digest"] for n in told["namespaces"]] == [rank.digest.hex() for rank in RANKS]
-    first, second = told["blocks"][4]["ranks"]
+    output = json.loads(capsys.readouterr().out)
+    assert (output["tokens"], output["tokens_there"], output["block_tokens"]) == (96, 64, 16)
+    assert [block["there"] for block in output["blocks"]] == [True] * 4 + [False] * 2
+    assert [n["digest"] for n in output["namespaces"]] == [rank.digest.hex() for rank in RANKS]
+    first, second = output["blocks"][4]["ranks"]
     assert (first["host"], first["tiers"], first["why"]) == ("ready", ["disk"], [])
     assert second["why"][0]["in"] == ["host", "disk"]
     assert second["why"][0]["namespace"]["digest"] == RANKS[0].digest.hex()
-    words = [block["hash"] for block in told["blocks"]]
+    words = [block["hash"] for block in output["blocks"]]
     # One that takes more than one question.
     assert explain(daemon, "--json", "--tokens", json.dumps(prompt(0, EXPLAINED_MAX + 2))) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert [block["there"] for block in told["blocks"]] == [True] * 6 + [False] * (
+    output = json.loads(capsys.readouterr().out)
+    assert [block["there"] for block in output["blocks"]] == [True] * 6 + [False] * (
         EXPLAINED_MAX - 4
     )
     assert explain(daemon, "--namespace", RANKS[1].digest.hex(), words[3], words[4]) == 3
@@ -215,7 +215,7 @@ def test_wrong_input(daemon, tmp_path, capsys) -> None:
     fields.write_text(json.dumps({**OTHER.to_fields(), "hash_root": ROOT.hex()}))
     assert explain(daemon, "--namespace", str(fields), "--tokens", tokens) == 2
     assert "is private to its engine" in capsys.readouterr().err
-    # By its hash it can be asked for, whoever computes that.
+    # A block can be requested by its hash.
     assert explain(daemon, "--namespace", str(fields), hashes_of(prompt(0))[0].hex()) == 3
     out = capsys.readouterr().out
     assert out.startswith(f"no engine has used namespace {OTHER.digest.hex()}")

@@ -70,7 +70,7 @@ def test_options(tmp_path, capsys, options, want):
     assert json.loads(capsys.readouterr().out) == want
 
 
-def test_a_line_answers_a_line(tmp_path, capsys):
+def test_each_line_gets_one_answer(tmp_path, capsys):
     """Answers would not match prompts where one is shorter than a block."""
     assert main(["hash", write(tmp_path / "in", PROMPT, [], PROMPT[:15], PROMPT[:16])]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -154,7 +154,7 @@ sys.exit(main({words!r}))
 
 
 @pytest.mark.slow
-def test_answers_come_as_lines_go_and_without_the_daemons_packages():
+def test_answers_are_streamed_without_the_daemons_packages():
     """In an engine's environment, or fed by another program, `tierd hash` would not work."""
     with start(BARE.format(words=["hash", "--seed", "0"])) as process:
         assert process.stdin is not None
@@ -168,7 +168,7 @@ def test_answers_come_as_lines_go_and_without_the_daemons_packages():
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_it_quietly():
+def test_closed_output_ends_the_command_quietly():
     """`tierd hash FILE | head` would end in a traceback."""
     with start(BARE.format(words=["hash"])) as process:
         assert process.stdin is not None

@@ -142,7 +142,7 @@ def test_export(
 def test_wrong_usage(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
-    """An operator would be told nothing of what is wrong, or which names there are."""
+    """An operator would not learn what is wrong, or which names exist."""
     assert tierd(daemon, *words) == 2
     assert said in capsys.readouterr().err
 
@@ -182,9 +182,9 @@ def test_show(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(lines) == 3
     assert lines[2].startswith("3 runs (1 shown), 23 blocks")
     assert tierd(daemon, "show", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["runs"], told["blocks"], told["bytes"]) == (3, 23, 43 * 4096)
-    assert told["shown"][2] == {
+    output = json.loads(capsys.readouterr().out)
+    assert (output["runs"], output["blocks"], output["bytes"]) == (3, 23, 43 * 4096)
+    assert output["shown"][2] == {
         "namespaces": [OTHER.digest.hex()],
         "model": OTHER.model,
         "tokens": 96,
@@ -197,10 +197,10 @@ def test_show(daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
-def test_import_teaches_what_was_hot_elsewhere(
+def test_import_teaches_uses_of_another_node(
     daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A node that takes over from another one would evict what was hot there first."""
+    """A node that takes over from another would first evict the blocks that were hot there."""
     out = tmp_path / "hot.jsonl"
     wait_until_counted(daemon, out)
     raw = out.read_bytes().replace(b'"uses": 0, "age_s": null', b'"uses": 6, "age_s": 60')
@@ -217,8 +217,8 @@ def test_import_teaches_what_was_hot_elsewhere(
             store(client, [OTHER], 3, "one")
         capsys.readouterr()
         assert tierd(new, "import", str(out), "--json") == 0
-        told = json.loads(capsys.readouterr().out)["namespaces"]
-        assert told == {
+        output = json.loads(capsys.readouterr().out)["namespaces"]
+        assert output == {
             DIGESTS[0].hex(): {"blocks": 20, "in_host_memory": 7},
             DIGESTS[1].hex(): {"blocks": 20, "in_host_memory": 0},
             OTHER.digest.hex(): {"blocks": 3, "in_host_memory": 3},
@@ -231,7 +231,7 @@ def test_import_teaches_what_was_hot_elsewhere(
         said = capsys.readouterr().out
         assert "other?[31m: taught 3 blocks, 3 of them in host memory" in said
         assert f"`tierd warm --hotset {out}` loads the other blocks" in said
-        # A session registers so many namespaces, and no more.
+        # A session may register only this many namespaces.
         names = [n.to_bytes(2, "big") * 16 for n in range(HANDLES_MAX + 1)]
         many = [HotRun(OTHER.hash_root, [name], 1, 0, 1) for name in names]
         parts = pieces([([OTHER], many)], written_s=1, version="1")
@@ -254,10 +254,8 @@ def get(daemon: DaemonProcess, line: str, *, wait_s: float = 0.0) -> bytes:
 @pytest.mark.parametrize(
     ("hashes", "uses"), [(2, 1), (m.TAUGHT_MAX + 1, m.TAUGHT_MAX + 1)], ids=["few", "many"]
 )
-def test_who_teaches_otherwise_than_told_is_cut_off(
-    daemon: DaemonProcess, hashes: int, uses: int
-) -> None:
-    """A client could hold the daemon's loop, and engines with it, as long as it likes."""
+def test_malformed_teach_ends_the_session(daemon: DaemonProcess, hashes: int, uses: int) -> None:
+    """A client could block the daemon's loop, and the engines with it."""
     with RawPeer(daemon.socket) as peer:
         fields = OTHER.to_fields()
         peer.say(m.Register(1, fields, want_segments=False))
@@ -267,7 +265,7 @@ def test_who_teaches_otherwise_than_told_is_cut_off(
         assert "TEACH needs uses and an age" in peer.ended()
 
 
-def test_another_node_gets_it_over_http(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_hot_set_is_served_over_http(daemon: DaemonProcess, tmp_path: Path) -> None:
     """A new node could not be warmed from one that has served for weeks."""
     wait_until_counted(daemon, tmp_path / "hot.jsonl")
     for path in (HOTSET, f"{HOTSET}?x=1"):
@@ -282,7 +280,7 @@ def test_another_node_gets_it_over_http(daemon: DaemonProcess, tmp_path: Path) -
 
 
 def test_uses_survive_a_restart(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """Order of use would be lost: the first scan after a restart would evict what is hot."""
+    """Use counts would be lost: the first scan after a restart would evict hot blocks."""
     out = tmp_path / "hot.jsonl"
     wait_until_counted(daemon, out)
     assert daemon.stop() == 0

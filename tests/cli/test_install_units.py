@@ -1,4 +1,4 @@
-"""`tierd install-units`: what it writes, keeps and refuses. A real systemd reads it elsewhere."""
+"""`tierd install-units`: files that it writes, keeps and refuses. Other tests run systemd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("visible")
-def test_writes_once_and_keeps_what_is_the_operators(
+def test_units_are_written_once_and_operator_files_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An upgrade overwrites the operator's configuration, or leaves old units behind."""
@@ -42,13 +42,13 @@ def test_writes_once_and_keeps_what_is_the_operators(
     capsys.readouterr()
     assert main(command) == 0
     assert files(tmp_path) == {**written, FILES["tierd.toml"]: "mine"}
-    told = capsys.readouterr().out.splitlines()
-    assert f"kept: {tmp_path / FILES['tierd.toml']}" in told
-    assert f"replaced: {tmp_path / FILES['tierd.socket']}" in told
-    assert f"unchanged: {tmp_path / FILES['tierd.service']}" in told
+    output = capsys.readouterr().out.splitlines()
+    assert f"kept: {tmp_path / FILES['tierd.toml']}" in output
+    assert f"replaced: {tmp_path / FILES['tierd.socket']}" in output
+    assert f"unchanged: {tmp_path / FILES['tierd.service']}" in output
 
 
-def test_the_example_is_a_sound_configuration(tmp_path: Path) -> None:
+def test_example_configuration_is_valid(tmp_path: Path) -> None:
     """The first start of a new installation fails."""
     path = tmp_path / "tierd.toml"
     path.write_text(unit_texts(COMMAND, 252)["tierd.toml"])
@@ -57,7 +57,7 @@ def test_the_example_is_a_sound_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [252, 253, 254, 257])
-def test_units_are_for_the_systemd_that_is_there(version: int) -> None:
+def test_units_match_the_installed_systemd(version: int) -> None:
     """A new systemd is used as if it were old, or an old one complains of keys."""
     unit = unit_texts(COMMAND, version)["tierd.service"].splitlines()
     assert ("Type=notify-reload" in unit) == (version >= 253)
@@ -73,7 +73,7 @@ def test_an_old_systemd_is_refused() -> None:
         unit_texts(COMMAND, 249)
 
 
-def test_what_the_service_cannot_see_is_refused(tmp_path: Path) -> None:
+def test_paths_hidden_from_the_service_are_refused(tmp_path: Path) -> None:
     """The service cannot start, for a reason that no log names."""
     with pytest.raises(ConfigError, match="/home/venv/bin/tierd is hidden from the service"):
         check_visible([Path("/usr/bin/python3"), Path("/home/venv/bin/tierd")])
@@ -83,9 +83,7 @@ def test_what_the_service_cannot_see_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("visible")
-def test_a_prefix_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unwritable_prefix_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An operator without rights gets a traceback."""
     (tmp_path / "etc").write_text("a file")
     assert main(["install-units", "--prefix", str(tmp_path)]) == 2

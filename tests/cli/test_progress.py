@@ -28,8 +28,8 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
-def test_a_terminal_has_a_bar(clock, monkeypatch) -> None:
-    """Nobody could tell how long a warm still takes."""
+def test_terminal_shows_a_bar(clock, monkeypatch) -> None:
+    """An operator could not see how long a warm still takes."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -45,7 +45,7 @@ def test_a_terminal_has_a_bar(clock, monkeypatch) -> None:
     ]
 
 
-def test_a_log_has_a_line_from_time_to_time(clock, capsys) -> None:
+def test_log_gets_a_line_per_interval(clock, capsys) -> None:
     """A unit's journal would be full of progress, or have control characters, or nothing."""
     progress, silent = ProgressLine(lines_s=10), ProgressLine()
     for count in range(25):

@@ -1,4 +1,4 @@
-"""`tierd replay`: its numbers on a small trace, and what it says to input that is wrong."""
+"""`tierd replay`: its numbers on a small trace, and its errors for wrong input."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ GOLDEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
-def test_hits_are_what_they_were(name: str) -> None:
+def test_hits_match_the_recorded_numbers(name: str) -> None:
     """A policy that changed without anybody's wish shows here first."""
     assert tuple(hits(name, blocks) for blocks in (50, 200, 800)) == GOLDEN[name]
 
 
 @pytest.mark.slow
-def test_nothing_beats_the_future() -> None:
+def test_no_policy_beats_the_optimum() -> None:
     """A ceiling below a real policy's hits would be no ceiling."""
     trace = parsed(TRACE)
     most = ideal(trace, BLOCK_TOKENS)
@@ -84,7 +84,7 @@ def test_nothing_beats_the_future() -> None:
     assert hits("lru", trace.unique_blocks) == most.blocks
 
 
-def test_a_second_tier_of_any_size_is_one_larger_cache() -> None:
+def test_second_tier_acts_as_one_larger_cache() -> None:
     """Blocks would get lost between the tiers, as HiCache's write_back drops what its host memory
     has no room for."""
     trace = parsed(TRACE)
@@ -107,7 +107,7 @@ GOLDEN_TWO_TIERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("write", WritePolicy)
-def test_writes_are_what_they_were(write: WritePolicy) -> None:
+def test_writes_match_the_recorded_numbers(write: WritePolicy) -> None:
     """A write policy that changed without anybody's wish shows here first."""
     outcome = replay(parsed(TRACE), 100, 1000, (L2_DEFAULT, STORAGE_DEFAULT), write)
     assert (outcome.l2.blocks, outcome.l3.blocks, outcome.l3_written) == GOLDEN_TWO_TIERS[write]
@@ -129,7 +129,7 @@ def test_selective_writes_less_and_keeps_most(policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_smaller_budget_is_kept_and_loses_no_more_than_it_saves() -> None:
+def test_smaller_write_budget_is_kept_and_loses_few_hits() -> None:
     """The share that an operator sets would be a wish."""
     trace = parsed(trace_lines(9, 2400))
     offered = replay(trace, 200, 2000, write=WritePolicy.WRITE_THROUGH).l3_written
@@ -141,7 +141,7 @@ def test_a_smaller_budget_is_kept_and_loses_no_more_than_it_saves() -> None:
     assert kept == sorted(kept)
 
 
-def test_a_bound_in_bytes_a_second_holds() -> None:
+def test_write_rate_limit_is_kept() -> None:
     """A node would be sized for a link that its backups then fill."""
     trace = parsed(TRACE)
     bound = Size(200_000)
@@ -157,7 +157,7 @@ def test_a_bound_in_bytes_a_second_holds() -> None:
 
 
 @pytest.mark.slow
-def test_json_says_what_was_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_measured_values(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A script that sizes nodes reads these names."""
     words = ["replay", str(path), "--l2-blocks", "100", "--l3-blocks", "400", "--what-if"]
     assert main([*words, "--json"]) == 0
@@ -184,7 +184,7 @@ def test_json_says_what_was_measured(path: Path, capsys: pytest.CaptureFixture[s
     assert "what if no admission" in capsys.readouterr().out
 
 
-def test_several_sizes_give_a_list(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_sizes_print_a_list(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One run must do for a curve."""
     words = ["replay", str(path), "--json", "--policy", "lru", "--l2-blocks", "50", "200"]
     assert main(words) == 0
@@ -194,7 +194,7 @@ def test_several_sizes_give_a_list(path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_says_the_same(
+def test_result_does_not_depend_on_the_number_of_processes(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A node would be sized by the machine that its trace was replayed on."""
@@ -212,7 +212,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["parent", "child"])
-def test_an_end_by_force_leaves_no_process(target: str, path: Path) -> None:
+def test_killed_replay_leaves_no_process(target: str, path: Path) -> None:
     """Ctrl-C, or the kernel for want of memory, would leave cores busy for hours, or hang."""
     path.write_bytes(b"".join(trace_lines(3, 20_000)))
     words = ["replay", str(path), "--l2-blocks", "500", "--what-if", "--processes", "2"]
@@ -232,7 +232,7 @@ def test_an_end_by_force_leaves_no_process(target: str, path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gzip_and_plain_are_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gzip_and_plain_traces_are_equal(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Traces come compressed."""
     packed = path.with_suffix(".gz")
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -275,7 +275,7 @@ def test_a_bad_line_is_named(what: str, path: Path, capsys: pytest.CaptureFixtur
     assert len(error) < 500
 
 
-def test_huge_ids_are_ids_like_any_other(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_huge_ids_are_accepted(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Some engines write 64-bit hashes, signed ones too, or longer ones."""
     ids = [-(1 << 63), 1 << 200]
     path.write_bytes(line(hash_ids=ids) + line(hash_ids=ids))
@@ -283,7 +283,9 @@ def test_huge_ids_are_ids_like_any_other(path: Path, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out)["l2"]["usable_hit_ratio"] == 0.5
 
 
-def test_a_file_that_is_no_trace_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_not_a_trace_is_refused(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An empty table would look like a cache that hits nothing."""
     whole = gzip.compress(path.read_bytes())
     cases = {b"": "no requests", b"\n\n": "no requests", whole[:-500]: "after line"}
@@ -313,7 +315,7 @@ def test_a_file_that_is_no_trace_is_refused(path: Path, capsys: pytest.CaptureFi
         ["--l2-blocks", "5", "--processes", "0"],
     ],
 )
-def test_sizes_that_cannot_be_are_refused(
+def test_impossible_sizes_are_refused(
     words: list[str], path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A wrong flag must not end in a stack trace, nor in a run of hours."""

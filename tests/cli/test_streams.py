@@ -14,7 +14,7 @@ from tests.support.daemon_process import DaemonProcess
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_serve_with_closed_streams(tmp_path: Path, closed: str) -> None:
-    """It would end with 1, without a word, or write its log into whatever gets number 2."""
+    """It would exit with 1 silently, or write its log into a file that gets descriptor 2."""
     daemon = DaemonProcess(tmp_path, launcher=("sh", "-c", f'exec "$@" {closed}', "sh"))
     with daemon:
         daemon.wait_tier("file", "ready")

@@ -1,4 +1,4 @@
-"""`tierd top`: right numbers, in any window, whatever becomes of the daemon."""
+"""`tierd top`: right numbers, in any window, also while the daemon restarts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def statuses() -> list[dict]:
 BEFORE, AFTER = statuses()
 
 
-def test_rates_are_of_the_time_between() -> None:
+def test_rates_cover_the_time_between_samples() -> None:
     """An operator would see the average since the start, and no change."""
     now = sample(BEFORE, AFTER)
     assert not now.restarted
@@ -84,7 +84,7 @@ def test_rates_are_of_the_time_between() -> None:
     assert now.namespaces[0].hit_ratio == 6 / 8
 
 
-def test_a_daemon_that_has_started_again_has_no_negative_rates() -> None:
+def test_restarted_daemon_has_no_negative_rates() -> None:
     """Its counters begin at 0, and a rate would be minus a million."""
     now = sample(AFTER, BEFORE)
     assert now.restarted
@@ -93,7 +93,7 @@ def test_a_daemon_that_has_started_again_has_no_negative_rates() -> None:
     assert min(now.requested_tokens_per_s, *now.evicted_blocks_per_s.values()) >= 0
 
 
-def test_a_tier_and_a_namespace_that_are_new() -> None:
+def test_new_tier_and_namespace() -> None:
     """After a reload, top would end with a traceback."""
     before = copy.deepcopy(BEFORE)
     del before["storage"][0]
@@ -101,18 +101,18 @@ def test_a_tier_and_a_namespace_that_are_new() -> None:
     assert sample(before, AFTER).tiers[0].read_bytes_per_s > 0
 
 
-def test_the_status_says_what_is_not_as_usual(
+def test_status_names_unusual_states(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An operator would look for the missing half of host memory for an hour."""
-    told = copy.deepcopy(AFTER)
-    monkeypatch.setattr("tierd.cli.status.Client.status", lambda _: told)
+    output = copy.deepcopy(AFTER)
+    monkeypatch.setattr("tierd.cli.status.Client.status", lambda _: output)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
     assert "limited" not in text
     assert "verified" not in text
     assert "\x1b" not in text
-    told["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
+    output["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
     assert "limited to 512 KiB under memory pressure" in text
@@ -122,7 +122,7 @@ def test_the_status_says_what_is_not_as_usual(
 # --- numbers --------------------------------------------------------------------------
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_numbers_are_human_readable() -> None:
     """A size would be off by a unit, or a cell burst its column."""
     assert [size(n) for n in (0, 1023, 1 << 20, 1.5 * (1 << 40), 1 << 60)] == [
         "0 B",
@@ -145,7 +145,7 @@ def test_numbers_as_people_read_them() -> None:
 
 @given(st.floats(0, 9e14))
 def test_a_size_fits_its_column(value: float) -> None:
-    """One number would push all others to the right."""
+    """One number would shift the other columns."""
     assert len(size(value)) <= 8
     assert len(number(value)) <= 6
 
@@ -163,7 +163,7 @@ def picture(width: int, height: int | None, **changes: object) -> list[str]:
     return [line.plain for line in lines]
 
 
-def test_everything_is_in_a_usual_window() -> None:
+def test_usual_window_shows_everything() -> None:
     """What an operator looks for would be below the edge."""
     circuit = {"state": "open", "why": "gone \x1b[2J", "since_s": 1.0, "opened_total": 1}
     circuits = {"reads": circuit, "writes": {**circuit, "state": "half_open"}}
@@ -183,7 +183,7 @@ def test_everything_is_in_a_usual_window() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 70))
-def test_any_window_will_do(width: int, height: int) -> None:
+def test_any_window_size_works(width: int, height: int) -> None:
     """A small window, or one made smaller, would be a mess."""
     lines = picture(width, height)
     assert len(lines) <= height
@@ -205,7 +205,7 @@ def test_sparklines() -> None:
 
 
 def test_without_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script could not tell an idle daemon from none."""
+    """A script could not distinguish an idle daemon from a missing one."""
     socket = str(tmp_path / "none.sock")
     assert main(["top", "--once", "--socket", socket]) == 1
     assert "cannot connect" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A client's attachments, message by message: what is sent when, without a daemon."""
+"""A client's attachments without a daemon: which messages are sent, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FakeHandle:
 
 
 class Side:
-    """A client's attachments, and what they have sent."""
+    """A client's attachments, and the messages that they have sent."""
 
     def __init__(self) -> None:
         self.sent: list[m.FromClient] = []
@@ -73,7 +73,7 @@ def side() -> Side:
     return Side()
 
 
-def test_another_attachment_leaves_the_first_alone(side: Side) -> None:
+def test_second_attachment_does_not_affect_the_first(side: Side) -> None:
     """Each namespace change would attach all pages once more, and forget the attachment before."""
     first, second = side.make(5), side.make(5)
     side.attach(first, 1)
@@ -82,7 +82,7 @@ def test_another_attachment_leaves_the_first_alone(side: Side) -> None:
     assert first.number == 1
 
 
-def test_attachments_do_not_spoil_each_other_s_probe(side: Side) -> None:
+def test_attachments_are_sent_one_at_a_time(side: Side) -> None:
     """After a reconnect all are attached again, and probe one block: the daemon would find the
     bytes of another one there, and refuse."""
     attachments = [side.make(5) for _ in range(4)]
@@ -104,7 +104,7 @@ def test_attachments_do_not_spoil_each_other_s_probe(side: Side) -> None:
     assert len(side.took(m.Attach)) == 1
 
 
-def test_session_that_breaks_while_exports_are_sent(side: Side) -> None:
+def test_session_may_break_while_exports_are_sent(side: Side) -> None:
     """A daemon that dies at that moment would take the engine with it."""
 
     def breaks(message: m.FromClient) -> None:
@@ -125,7 +125,7 @@ def test_session_that_breaks_while_exports_are_sent(side: Side) -> None:
     assert attach.handle == 7
 
 
-def test_what_is_removed_early_is_known_until_it_is_detached(side: Side) -> None:
+def test_attachment_removed_early_is_known_until_it_is_detached(side: Side) -> None:
     """An engine would free memory that the daemon is just opening."""
     attachment = side.make(5)
     side.attachments.add(attachment)
@@ -142,7 +142,7 @@ def test_what_is_removed_early_is_known_until_it_is_detached(side: Side) -> None
     assert side.took(m.DropExport)
 
 
-def test_what_is_removed_early_and_refused_is_forgotten(side: Side) -> None:
+def test_attachment_removed_early_and_refused_is_forgotten(side: Side) -> None:
     """A detach would wait for an answer that has come."""
     attachment = side.make(5)
     side.attachments.add(attachment)
@@ -175,8 +175,8 @@ def test_daemon_that_cannot_attach_now_is_asked_again(side: Side) -> None:
     assert side.probes == [True] * (REFUSALS_MAX + 1)
 
 
-def test_refusal_is_believed_at_once(side: Side) -> None:
-    """An engine would wait for what cannot be."""
+def test_first_refusal_is_permanent(side: Side) -> None:
+    """An engine would wait for an attachment that is never accepted."""
     attachment = side.make(5)
     side.attachments.add(attachment)
     [attach] = side.took(m.Attach)
@@ -186,8 +186,8 @@ def test_refusal_is_believed_at_once(side: Side) -> None:
     assert not side.took(m.Attach)
 
 
-def test_end_of_the_copying_process_attaches_anew(side: Side) -> None:
-    """An engine would copy nothing any more after a crash of the copy process."""
+def test_end_of_the_copy_process_attaches_again(side: Side) -> None:
+    """After a crash of the copy process an engine would copy nothing."""
     attachment = side.make(5)
     side.attach(attachment, 2)
     side.attachments.take(m.Detached(0, 2, "it has ended"), 10.0)

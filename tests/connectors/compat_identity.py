@@ -75,7 +75,7 @@ def run(overlay: Path, script: Path, *arguments: Path) -> dict[str, object]:
 
 
 def judged(found: dict[str, object]) -> dict[str, object]:
-    """What is wrong with the fingerprints of engine_fingerprints.py, and what a version lacks."""
+    """Return the errors in the fingerprints of engine_fingerprints.py, and what a version lacks."""
     texts = {name: str(value) for name, value in found.items()}
     lacking = {name for name, value in texts.items() if value.startswith("not to be had")}
     wrong = [
@@ -94,7 +94,7 @@ def judged(found: dict[str, object]) -> dict[str, object]:
 
 
 def restarted(overlay: Path, models: Path) -> str:
-    """Start an engine twice on one daemon: what the second finds. Raises AssertionError."""
+    """Start an engine twice on one daemon; return the second one's hits. Raises AssertionError."""
     os.environ["TIERD_ENGINE_OVERLAY"] = str(overlay)
     with DaemonProcess(models / "tierd", storage="", capacity="128MiB") as daemon:
         with Real(models / "model", daemon, models / "vllm.log") as engine:
@@ -133,7 +133,7 @@ def check(version: str, *, start_engine: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    """Check versions and write the report, keeping what it has of others."""
+    """Check versions and update their entries in the report."""
     reports = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     wanted = [name for name in sys.argv[1:] if name != "--no-engine"]
     for version in wanted or VERSIONS:

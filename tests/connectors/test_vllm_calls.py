@@ -34,7 +34,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     return EngineCore
 
 
-def test_a_call_is_noted_before_it_is_made(core: Any) -> None:
+def test_call_is_reported_before_it_runs(core: Any) -> None:
     """Weights would be replaced under a namespace that says they are the old ones."""
     engine, noted = core(), []
     callers = [Callers(lambda how: noted.append((how, list(engine.ran)))) for _ in range(2)]
@@ -49,10 +49,10 @@ def test_a_call_is_noted_before_it_is_made(core: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["own process", "a user's child", "ray", "no such method"])
-def test_where_others_cannot_be_noticed_none_is_ruled_out(
+def test_unobservable_calls_count_as_made(
     core: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A reset after a change that nobody saw would bring the old weights' KV back."""
+    """A reset after an unobserved change would find the old weights' KV."""
     if what == "own process":
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     if what == "a user's child":

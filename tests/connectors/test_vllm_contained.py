@@ -1,7 +1,7 @@
-"""The connector in an engine whose tokens tell a wrong byte: others write blocks, and it errs.
+"""The connector in an engine whose tokens reveal a wrong byte, with a second connector and errors.
 
-The engine (`token_engine`) has block tables and a second connector; the daemon is a fake. What is
-stored is compared byte by byte, and loaded by another engine.
+The engine (`token_engine`) has block tables and a second connector; the daemon is a fake. Stored
+blocks are compared byte by byte, and loaded by another engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.engines.token_engine import (
     right_blocks,
     truth,
 )
-from tierd_connectors.vllm import guard
+from tierd_connectors.common import guard
 
 WAYS: dict[str, dict[str, Any]] = {
     "worker": {"transfer": "shm"},
@@ -40,8 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Life:
-    """A daemon, engines with random requests, and what both must have come to in the end."""
+class RandomServing:
+    """A daemon, engines with random requests, and checks of all tokens and stored bytes."""
 
     def __init__(self, seed: int, way: str) -> None:
         self.chance = random.Random(seed)
@@ -63,8 +63,8 @@ class Life:
         return TokenEngine(self.daemon, seed=self.seed, **WAYS[self.way])
 
     def serve(self, engine: TokenEngine, count: int, *, alone: bool = False) -> None:
-        """Requests that come while others run. Unless `alone` a second connector loads for
-        some, and some end early."""
+        """Add requests while others run. Unless `alone`, a second connector loads for some, and
+        some are aborted."""
         aborted = []
         for _ in range(count):
             prompt, tokens = self.chance.choice(self.prompts), self.chance.randrange(1, 10)
@@ -83,7 +83,7 @@ class Life:
             request.count = len(request.output)
 
     def run(self, during: AbstractContextManager[object], requests: int = 14) -> TokenEngine:
-        """An engine fills the daemon, a second one lives with `during`, a third one reads."""
+        """A first engine fills the daemon, a second one runs within `during`, a third one loads."""
         first = self.engine()
         self.serve(first, 4, alone=True)
         first.close()
@@ -102,7 +102,7 @@ class Life:
         return second
 
     def check(self) -> None:
-        """Every token, and every byte that is stored, is what it must be."""
+        """Check every token and every stored byte."""
         for weights, request in self.asked:
             expected = truth(request.prompt, request.count, weights)
             assert request.output == expected, f"{request.request_id} has wrong tokens"
@@ -114,23 +114,23 @@ class Life:
         for (digest, name), slot in self.daemon.blocks.items():
             held = bytes(self.daemon.slots[slot][:BLOCK_BYTES])
             assert held == right[digest != first][name], "the daemon holds a wrong byte"
-        told = self.daemon.loaded * BLOCK_TOKENS
-        assert told <= self.saved_tokens, "more is said to be saved than was"
+        reported = self.daemon.loaded * BLOCK_TOKENS
+        assert reported <= self.saved_tokens, "more is reported as saved than was saved"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_right_whoever_fills_blocks(way: str) -> None:
-    """Another connector's bytes would be stored under the hashes of blocks' former owners, or
-    what it loaded, or what was computed from that, be stored as if it were known to be right."""
+def test_tokens_are_right_with_a_second_connector(way: str) -> None:
+    """Bytes of another connector, or KV computed from them, would be stored under hashes that
+    they do not match."""
     loaded = stored = preemptions = 0.0
     for seed in range(40):
-        life = Life(seed, way)
-        engine = life.run(contextlib.nullcontext())
+        serving = RandomServing(seed, way)
+        engine = serving.run(contextlib.nullcontext())
         assert engine.errors == 0, seed
         assert engine.scheduler._scheduler.leases_held == 0
-        assert life.daemon.loaded * BLOCK_TOKENS == life.saved_tokens, seed
-        assert life.daemon.wanted >= life.daemon.loaded
+        assert serving.daemon.loaded * BLOCK_TOKENS == serving.saved_tokens, seed
+        assert serving.daemon.wanted >= serving.daemon.loaded
         assert engine.counted.get("loaded_tokens", 0) == engine.saved_tokens, seed
         loaded += engine.counted.get("loaded_tokens", 0)
         stored += engine.counted.get("store_blocks", 0)
@@ -141,16 +141,16 @@ def test_tokens_are_right_whoever_fills_blocks(way: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["enable_sleep_mode", "enable_cumem_allocator"])
-def test_an_engine_that_discards_its_kv_memory_is_refused(
+def test_engine_that_discards_kv_memory_is_refused(
     setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy from memory that is gone ends a GPU engine, and what is read after it is anything."""
+    """A copy from freed memory would end a GPU engine, or store wrong bytes."""
     made = fake_vllm.config
 
     def config(**extra: object) -> SimpleNamespace:
-        told = made(**extra)
-        setattr(told.model_config, setting, True)
-        return told
+        changed = made(**extra)
+        setattr(changed.model_config, setting, True)
+        return changed
 
     monkeypatch.setattr(fake_vllm, "config", config)
     engine = TokenEngine(FakeDaemon())
@@ -158,8 +158,8 @@ def test_an_engine_that_discards_its_kv_memory_is_refused(
     engine.close()
 
 
-def test_another_connector_s_handshake_is_told_from_its_own() -> None:
-    """Under vLLM's MultiConnector the connector would be off without a word."""
+def test_handshake_of_another_connector_is_refused() -> None:
+    """Under vLLM's MultiConnector the connector would be off without a log line."""
     engine = TokenEngine(FakeDaemon())
     engine.scheduler._scheduler = None
     engine.scheduler.set_xfer_handshake_metadata({0: object()})
@@ -169,7 +169,9 @@ def test_another_connector_s_handshake_is_told_from_its_own() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_external_launcher_says_why_it_is_off(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_launcher_is_refused_with_the_reason(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An operator would read "1 of 2 workers gave a namespace", and look for a broken worker."""
     engine = TokenEngine(FakeDaemon())
     config = engine.scheduler._vllm_config.parallel_config
@@ -185,15 +187,15 @@ def test_external_launcher_says_why_it_is_off(ranks: int, monkeypatch: pytest.Mo
 
 # Errors
 
-PACKAGE = Path(guard.__file__).parent
+PACKAGE = Path(guard.__file__).parents[1]
 BOUNDARY = guard.guarded(guard.nothing)(lambda self: None).__code__
 
 Place = tuple[str, str, int]
 
 
 def silent_lines() -> set[tuple[str, int]]:
-    """Where locks are taken and given back, which raises nothing: as the only lines that leave
-    something behind if they are said to."""
+    """Lines that take and release locks. They raise nothing; an injected error there would
+    leave a lock held."""
     return {
         (path.name, node.lineno)
         for path in PACKAGE.rglob("*.py")
@@ -206,14 +208,14 @@ SILENT = silent_lines()
 
 
 class InjectedError(Exception):
-    """Any error that nobody has thought of."""
+    """An error that no code expects."""
 
 
 class Injector(AbstractContextManager["Injector"]):
     """Raises at one place of the connector, under one of its guarded methods, once.
 
-    A place is the guarded method, a file and a line; `turn` says which time it is reached.
-    Without a place it only counts how often each is reached.
+    A place is the guarded method, a file and a line; it raises when the place is reached for the
+    `turn`-th time. Without a place it only counts how often each place is reached.
     """
 
     def __init__(self, place: Place | None = None, turn: int = 0) -> None:
@@ -261,12 +263,12 @@ class Injector(AbstractContextManager["Injector"]):
 
 
 REQUESTS = 9
-"""Of the engine that errs: enough to be preempted, and to have others load in all ways."""
+"""Requests of the engine with errors: enough for preemptions and all kinds of foreign loads."""
 
 
 def places(way: str) -> dict[Place, int]:
     injector = Injector()
-    Life(1, way).run(injector, REQUESTS)
+    RandomServing(1, way).run(injector, REQUESTS)
     return injector.reached
 
 
@@ -274,17 +276,17 @@ def places(way: str) -> dict[Place, int]:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_error_at_any_line_costs_no_right_token(
+def test_an_error_at_any_line_causes_no_wrong_token(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One contained error would have later blocks stored under others' hashes, a load written
-    under a request that computes, reported twice, or never: wrong tokens, here or elsewhere, or a
-    request that hangs."""
+    """After one contained error, blocks would be stored under wrong hashes, or a load would be
+    written under a computing request, reported twice or never: wrong tokens, or a request that
+    hangs."""
     monkeypatch.setattr(guard.logger, "error", lambda *_, **__: None)
     monkeypatch.setattr(guard.logger, "warning", lambda *_, **__: None)
     chance = random.Random(way)
     reached = places(way)
-    assert len({method for method, _, _ in reached}) > 18, "guarded methods that nobody calls"
+    assert len({method for method, _, _ in reached}) > 18, "some guarded methods are never called"
     ways = list(WAYS)
     seen = [places(before).keys() for before in ways[: ways.index(way)]]
     for place, times in reached.items():
@@ -292,7 +294,7 @@ def test_an_error_at_any_line_costs_no_right_token(
             continue
         injector = Injector(place, chance.randrange(times))
         try:
-            engine = Life(1, way).run(injector, REQUESTS)
+            engine = RandomServing(1, way).run(injector, REQUESTS)
             assert injector.raised
             assert engine.errors == 1
         except Exception as error:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd_connectors.vllm.admission import names_its_kv
 from tierd_connectors.vllm.identity import fields as vllm_fields
 from tierd_connectors.vllm.identity import namespace
 from tierd_connectors.vllm.identity import variables as vllm_variables
@@ -34,7 +35,6 @@ from tierd_connectors.vllm.identity.weights import (
     files_state,
     identify,
 )
-from tierd_connectors.vllm.work import names_its_kv
 
 LISTINGS = {
     path.stem: json.loads(path.read_text())
@@ -45,16 +45,16 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("version", LISTINGS)
-def test_the_table_has_every_setting_of_every_version(version: str) -> None:
-    """A setting that nobody looked at could change KV, and two engines would share it."""
+def test_table_covers_every_setting_of_every_version(version: str) -> None:
+    """A setting without a verdict could change KV, and two engines would share blocks."""
     listing = LISTINGS[version]
     fields = {(kind, name) for kind, names in listing["configs"].items() for name in names}
     assert fields - vllm_fields.VERDICTS.keys() == set()
     assert set(listing["variables"]) - vllm_variables.VERDICTS.keys() == set()
 
 
-def test_the_table_has_nothing_else() -> None:
-    """A verdict on a misspelt name would be none on the setting that was meant."""
+def test_table_has_no_unknown_settings() -> None:
+    """A verdict on a misspelt name would leave the real setting without one."""
     assert set(LISTINGS) == {"0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"}
     fields = {
         (kind, name)
@@ -78,7 +78,7 @@ def configs(version: str) -> dict[str, type]:
 
 
 @pytest.mark.parametrize("version", LISTINGS)
-def test_each_setting_does_what_its_verdict_says(version: str) -> None:
+def test_verdict_decides_whether_a_setting_changes_the_namespace(version: str) -> None:
     """A setting that counts would be left out, or one that differs at each start be let in."""
     for kind, config in configs(version).items():
         for field in dataclasses.fields(config):
@@ -113,13 +113,13 @@ def test_each_setting_does_what_its_verdict_says(version: str) -> None:
         "CacheConfig.kv_cache_dtype_skip_layers",
     ],
 )
-def test_settings_that_gave_wrong_answers_count(field: str) -> None:
+def test_settings_that_caused_wrong_answers_change_the_namespace(field: str) -> None:
     """Engines that differ in one of these were seen to serve each other's KV, or would."""
     kind, name = field.split(".")
     assert vllm_fields.VERDICTS[kind, name] is Verdict.IN
 
 
-def test_settings_that_differ_at_each_start_do_not_count() -> None:
+def test_settings_that_differ_at_each_start_are_ignored() -> None:
     """Nothing would be found again after a restart."""
     for kind, name in (
         ("ModelConfig", "hf_overrides"),
@@ -132,7 +132,7 @@ def test_settings_that_differ_at_each_start_do_not_count() -> None:
         assert vllm_fields.VERDICTS[kind, name] is Verdict.FREE
 
 
-def test_variables_do_what_their_verdict_says() -> None:
+def test_verdict_decides_whether_a_variable_changes_the_namespace() -> None:
     """An engine that multiplies in half precision would share KV with one that does not."""
     for name, verdict in vllm_variables.VERDICTS.items():
         match verdict:
@@ -146,7 +146,7 @@ def test_variables_do_what_their_verdict_says() -> None:
 
 
 def test_a_variable_that_only_vllm_knows_is_refused() -> None:
-    """A later vLLM's variable could change KV; one that nobody reads must not stop anybody."""
+    """A later vLLM's variable could change KV; a variable that vLLM ignores must not matter."""
     with pytest.raises(SettingError, match="VLLM_LATER is set"):
         variables_of({"VLLM_LATER": "1"}, ["VLLM_LATER"])
     assert variables_of({"VLLM_SERVICE_HOST": "10.0.0.1"}, ["VLLM_LATER"]) == {}
@@ -211,7 +211,7 @@ def shuffled(value: object, source: random.Random) -> object:
 
 
 @given(VALUES, VALUES, st.randoms(use_true_random=False))
-def test_values_are_told_apart_and_nothing_else(
+def test_only_different_values_have_different_texts(
     one: object, two: object, source: random.Random
 ) -> None:
     """Two starts of an engine would not share, or two engines that must not would."""
@@ -221,14 +221,14 @@ def test_values_are_told_apart_and_nothing_else(
 
 
 def repr_of(value: object) -> str:
-    """Python's own text of a value, with its keys in order, less those that say no more."""
+    """Python's text of a value with sorted keys, without keys that add nothing."""
     if isinstance(value, dict):
         items = sorted(value.items())
         return f"{{{','.join(f'{key!r}:{repr_of(item)}' for key, item in items)}}}"
     return f"[{','.join(map(repr_of, value))}]" if isinstance(value, list) else repr(value)
 
 
-def test_sets_and_names_have_one_text(tmp_path: Path) -> None:
+def test_sets_and_names_have_a_stable_text(tmp_path: Path) -> None:
     """What differs between two processes, such as the order of a set, would get in."""
     many = {f"{i}" for i in range(50)}
     assert plain(many, "x") == plain(frozenset(many), "x") == sorted(many)
@@ -255,7 +255,7 @@ def described(**more: object) -> Described:
     return config
 
 
-def test_a_model_s_config_is_its_values() -> None:
+def test_model_configs_are_compared_by_value() -> None:
     """A moved directory or an upgrade would be another model, or an override be left out."""
     nested = {"_name_or_path": "/a", "transformers_version": "1", "rope": 1}
     base = plain(described(text=described(**nested)), "x")
@@ -265,13 +265,13 @@ def test_a_model_s_config_is_its_values() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda config: config, [iter(())], {"a": print}])
-def test_what_has_no_value_is_refused_by_name(value: object) -> None:
+def test_incomparable_values_are_refused_by_name(value: object) -> None:
     """An object's address would make every start another namespace, or none of two the same."""
     with pytest.raises(SettingError, match=r"^model_config\.hf_overrides"):
         plain(value, "model_config.hf_overrides")
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
+def test_recursive_values_are_refused() -> None:
     """The engine's start would end in a recursion error."""
     endless: list[object] = []
     endless.append(endless)
@@ -301,7 +301,7 @@ def model_directory(path: Path, payload: bytes = b"w" * 200_000) -> Path:
     return path
 
 
-def test_weights_of_equal_size_do_not_share(tmp_path: Path) -> None:
+def test_weight_files_of_equal_size_have_different_namespaces(tmp_path: Path) -> None:
     """Two fine-tunes have equal names and sizes: one would be served the other's KV."""
     one = model_directory(tmp_path / "a" / "m")
     two = model_directory(tmp_path / "b" / "m", b"w" * 100_000 + b"v" * 100_000)
@@ -314,7 +314,7 @@ def test_weights_of_equal_size_do_not_share(tmp_path: Path) -> None:
     assert identify(facts(two), None) != second
 
 
-def test_the_model_s_own_code_is_a_part_of_it(tmp_path: Path) -> None:
+def test_custom_model_code_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     """Another constant in the model's code is other KV from the same weights."""
     folder = model_directory(tmp_path / "m")
     before = identify(facts(folder), None)
@@ -351,7 +351,7 @@ def remove(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [rewrite, replace, swap_and_back, add, remove])
 @pytest.mark.parametrize("when", ["while they are loaded", "after"])
-def test_files_that_change_while_the_engine_starts(
+def test_files_that_change_while_the_engine_starts_are_refused(
     tmp_path: Path, change: Callable[[Path], None], when: str
 ) -> None:
     """The old weights' KV would be stored under the new weights' name."""
@@ -366,8 +366,8 @@ def test_files_that_change_while_the_engine_starts(
     assert identify(facts(folder), None).weights.startswith("files:"), "the next start"
 
 
-def test_files_that_nobody_saw_being_loaded(tmp_path: Path) -> None:
-    """Without the plugin nobody knows what was read."""
+def test_weights_loaded_without_the_plugin_are_refused(tmp_path: Path) -> None:
+    """Without the plugin, the files that were read are not known."""
     folder = model_directory(tmp_path / "m")
     with pytest.raises(UnknownWeightsError, match="VLLM_PLUGINS"):
         identify(facts(folder, states=()), None)
@@ -387,7 +387,7 @@ def test_snapshot_path_and_repository_name_agree(tmp_path: Path) -> None:
 
 
 def test_unidentified_weights_are_refused(tmp_path: Path) -> None:
-    """Weights out of nowhere would be taken for others of the same shape."""
+    """Weights of unknown origin would be confused with others of the same shape."""
     folder = model_directory(tmp_path / "m")
     for unknown in (
         facts(folder, load_format="mine"),
@@ -417,7 +417,7 @@ class Model:
 
 
 class Worker:
-    """vLLM's worker, as far as it can replace weights."""
+    """The methods of vLLM's worker that can replace weights."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -473,7 +473,7 @@ def load(
     return vllm_watch.take(), worker
 
 
-def test_loads_are_seen_before_and_after(loader: type, tmp_path: Path) -> None:
+def test_file_state_is_read_before_and_after_loading(loader: type, tmp_path: Path) -> None:
     """Files that are replaced between the load and the connector would be taken for the weights."""
     folder = model_directory(tmp_path / "m")
     weights, _ = load(loader, folder)
@@ -497,7 +497,7 @@ def test_loads_are_seen_before_and_after(loader: type, tmp_path: Path) -> None:
         lambda worker: worker.sleep(level=2),
     ],
 )
-def test_weights_that_are_replaced_later(
+def test_replaced_weights_are_detected(
     loader: type, tmp_path: Path, replace_them: Callable[[Worker], object]
 ) -> None:
     """The new weights' KV would be stored under the old ones' name."""
@@ -511,9 +511,7 @@ def test_weights_that_are_replaced_later(
     assert fresh.moved == "", "another engine of this process"
 
 
-def test_code_that_is_not_vllm_s_is_digested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_outside_vllm_is_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions of a model's own code would share KV."""
     kind = type("Theirs", (Model,), {"__module__": "transformers_modules.abc.modeling"})
     texts = ["BASE = 1", "BASE = 2"]
@@ -554,7 +552,7 @@ def platform_of(monkeypatch: pytest.MonkeyPatch, kind: str, version: str) -> str
     return namespace._platform(config, "layer")
 
 
-def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_gpus_have_different_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kind of fp8 would be read as the other, or weights multiplied in another precision."""
     assert platform_of(monkeypatch, "cuda", "9.0") != platform_of(monkeypatch, "cuda", "8.0")
     assert platform_of(monkeypatch, "cuda", "9.0").endswith(":FLASH_ATTN")
@@ -563,8 +561,8 @@ def test_gpus_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             platform_of(monkeypatch, other, "9.4")
 
 
-def test_a_commit_is_that_of_the_weights() -> None:
-    """With --hf-config-path it would be the config's, whatever the weights."""
+def test_commit_is_read_from_the_weights() -> None:
+    """With --hf-config-path the config's commit would stand for the weights'."""
 
     class Revision(str):
         resolved = "a" * 40
@@ -588,7 +586,7 @@ def test_a_commit_is_that_of_the_weights() -> None:
 # Requests
 
 
-def test_images_are_exempt_unless_their_names_are_trusted() -> None:
+def test_images_are_skipped_unless_their_uuids_are_trusted() -> None:
     """A client could give another image's identifier to its own, and poison it for a fleet."""
     text = SimpleNamespace(mm_features=[])
     image = SimpleNamespace(mm_features=[object()])

@@ -14,7 +14,8 @@ import pytest
 from tests.support.engines.connector_bench import block_hash
 from tests.support.engines.jobs_rig import BLOCKS, Rig, Troubles
 from tierd.shared_memory.gate import GATE_JOBS
-from tierd_connectors.vllm.work import Load, of_generation
+from tierd_connectors.common.namespaces import of_generation
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker import jobs as vllm_jobs
 from tierd_connectors.vllm.worker import mover as vllm_mover
 from tierd_connectors.vllm.worker.export import HostPool, Shown
@@ -39,8 +40,8 @@ def rig() -> Iterator[Rig]:
         made.close()
 
 
-def test_memory_that_the_engine_has_left_does_not_pass_a_probe(rig: Rig) -> None:
-    """After a sleep the daemon would copy to and from pages that are nobody's any more."""
+def test_freed_memory_fails_the_probe(rig: Rig) -> None:
+    """After a sleep the daemon would copy to and from freed pages."""
     attachment = rig.daemon.attachments[0]
     rig.mover._probe(False)
     left = attachment.content(0)
@@ -55,7 +56,7 @@ def test_memory_that_the_engine_has_left_does_not_pass_a_probe(rig: Rig) -> None
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC", "LBNHC", "BHNLC"])
 @pytest.mark.parametrize("storer", ["daemon", "worker"])
-def test_the_daemon_and_the_worker_fill_slots_alike(layout: str, storer: str) -> None:
+def test_daemon_and_worker_fill_slots_equally(layout: str, storer: str) -> None:
     """KV stored by the one would be loaded by the other with its layers in another order."""
     rig = Rig(layout)
     if storer == "daemon":
@@ -75,8 +76,8 @@ def test_the_daemon_and_the_worker_fill_slots_alike(layout: str, storer: str) ->
 
 
 @pytest.mark.parametrize("by", ["daemon", "worker"])
-def test_a_store_that_fails_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """Slots that nobody fills would be lost to everybody until the engine ends."""
+def test_failed_store_returns_its_slots(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Slots that are not filled would stay reserved until the engine ends."""
     rig = Rig()
     if by == "daemon":
         rig.attach()
@@ -96,8 +97,8 @@ def test_a_store_that_fails_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
-def test_the_thread_does_it_all() -> None:
-    """Nothing would be copied without somebody to ask the mover."""
+def test_mover_thread_loads_and_stores() -> None:
+    """The mover would copy only when a test calls it."""
     rig = Rig()
     rig.daemon.copying = True
     rig.attach()
@@ -122,7 +123,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_several_copies_are_under_way_at_once(rig: Rig) -> None:
+def test_several_copies_are_in_progress_at_once(rig: Rig) -> None:
     """The daemon would wait for the engine between two copies, and the other way round."""
     rig.store([1])
     for block in (2, 3, 4):
@@ -166,8 +167,8 @@ def test_fence_during_a_copy(rig: Rig, steps: int) -> None:
     assert rig.mover.tally.drain()["store_blocks_dropped"] == 2
 
 
-def test_fence_is_for_what_was_asked_before_it(rig: Rig) -> None:
-    """A block's next content would not be stored, because its last was given up."""
+def test_fence_covers_only_earlier_stores(rig: Rig) -> None:
+    """A block's next content would not be stored, because its previous content was fenced."""
     rig.write(1)
     rig.mover.submit_stores([rig.item(1)])
     rig.work()
@@ -197,7 +198,7 @@ def test_daemon_dies_during_a_load(rig: Rig, steps: int) -> None:
     assert rig.mover.settled
 
 
-def test_a_load_whose_slots_cannot_come_any_more_fails_at_once(
+def test_load_fails_at_once_when_its_slots_can_no_longer_arrive(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker would spin beside the engine until it gives up, since nothing is waited for
@@ -214,7 +215,7 @@ def test_a_load_whose_slots_cannot_come_any_more_fails_at_once(
 
 
 @pytest.mark.parametrize("end", ["done", "dead"])
-def test_a_load_is_not_over_while_it_is_written(rig: Rig, end: str) -> None:
+def test_load_does_not_end_while_it_is_written(rig: Rig, end: str) -> None:
     """The engine would reuse pages that a daemon, out of reach, is still writing."""
     before = rig.store([1, 2])
     rig.load([1, 2], [4, 5])
@@ -235,8 +236,8 @@ def test_a_load_is_not_over_while_it_is_written(rig: Rig, end: str) -> None:
     assert [rig.content(4), rig.content(5)] == before
 
 
-def test_a_load_found_late_is_not_made(rig: Rig) -> None:
-    """A daemon that was stopped would write into pages that are others' by then."""
+def test_delayed_request_of_a_called_off_load_writes_nothing(rig: Rig) -> None:
+    """A daemon that was stopped would write pages that have new owners by then."""
     rig.store([1, 2])
     rig.load([1, 2], [4, 5])
     rig.work()
@@ -258,7 +259,7 @@ def test_a_load_found_late_is_not_made(rig: Rig) -> None:
     assert rig.content(4) == mine
 
 
-def test_loads_under_way_have_places_of_their_own(rig: Rig) -> None:
+def test_loads_in_progress_have_distinct_gate_places(rig: Rig) -> None:
     """Two loads in one place of the gate: the second would be refused, or both called off."""
     rig.store([1])
     rig.load([1], [4])
@@ -277,7 +278,7 @@ def test_loads_under_way_have_places_of_their_own(rig: Rig) -> None:
     assert len(rig.mover.take_finished()) == 2
 
 
-def test_the_device_fails(rig: Rig) -> None:
+def test_device_failure_falls_back_to_the_worker(rig: Rig) -> None:
     """A GPU's error would lose a prefix that the worker can copy, or publish half a block."""
     before = rig.store([1])
     rig.mover.submit_stores([rig.item(2)])
@@ -293,7 +294,7 @@ def test_the_device_fails(rig: Rig) -> None:
     assert rig.mover.settled
 
 
-def test_a_silent_daemon_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_daemon_falls_back_to_the_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user would wait for a daemon that hangs until the lease ends."""
     before = rig.store([1])
     load = rig.load([1], [4])
@@ -306,10 +307,10 @@ def test_a_silent_daemon_is_not_waited_for(rig: Rig, monkeypatch: pytest.MonkeyP
     assert load.expires_ns > time.monotonic_ns()
 
 
-def test_an_ended_lease_fails_the_load(rig: Rig) -> None:
+def test_expired_lease_fails_a_requested_load(rig: Rig) -> None:
     """A slot that was reused during the copy would be served as the prefix."""
     rig.store([1])
-    rig.load([1], [4], life_ms=1)
+    rig.load([1], [4], lease_ms=1)
     rig.work()
     time.sleep(0.002)
     rig.work()
@@ -319,7 +320,9 @@ def test_an_ended_lease_fails_the_load(rig: Rig) -> None:
 # The attachment
 
 
-def test_refused_is_copied_here_and_said_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_attachment_is_logged_once_and_the_worker_copies(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     """An operator would not learn why copies take the engine's time, or get none at all."""
     before = rig.store([1])
     rig.load([1], [4])
@@ -341,7 +344,7 @@ def test_refused_is_copied_here_and_said_once(rig: Rig, caplog: pytest.LogCaptur
     assert rig.daemon.attachments == []
 
 
-def test_the_next_way_is_taken() -> None:
+def test_refused_export_tries_the_next_way() -> None:
     """Without a shared /dev/shm the engine would copy itself, though counters would do."""
     rig = Rig()
     rig.daemon.refuse = "no event"
@@ -357,7 +360,7 @@ def test_the_next_way_is_taken() -> None:
     assert len(rig.daemon.attachments) == 1
 
 
-def test_no_way_to_show_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_copies_when_no_export_is_possible(caplog: pytest.LogCaptureFixture) -> None:
     """An engine whose memory cannot be shown would not start."""
     rig = Rig()
 
@@ -395,7 +398,7 @@ def test_pages_in_use_are_not_probed() -> None:
     rig.mover.stop(0)
 
 
-def test_an_answer_that_comes_after_the_start_is_not_waited_for(
+def test_start_does_not_wait_for_a_late_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A daemon that hangs would keep the engine from starting."""
@@ -409,7 +412,7 @@ def test_an_answer_that_comes_after_the_start_is_not_waited_for(
     assert rig.client.closed, "or it would be attached by a page that is in use by then"
 
 
-def test_a_reset_waits_for_what_is_under_way(rig: Rig) -> None:
+def test_reset_waits_for_copies_in_progress(rig: Rig) -> None:
     """Slots of the old namespace would be copied as the new one's, or pages be forgotten."""
     before = rig.store([1])
     rig.load([1], [4])
@@ -432,7 +435,7 @@ def test_a_reset_waits_for_what_is_under_way(rig: Rig) -> None:
     assert new.handle.namespace == fresh
 
 
-def test_a_reset_at_any_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_at_any_moment_is_safe(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked right after a reset would be stored where its hash means something else."""
     rig.store([1])
     fresh = of_generation(rig.namespace, "x")
@@ -455,7 +458,7 @@ def test_a_reset_at_any_moment(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (rig.namespace.digest, block_hash(3)) not in rig.daemon.blocks
 
 
-def test_the_engine_ends_during_a_load(rig: Rig) -> None:
+def test_engine_end_during_a_load_is_safe(rig: Rig) -> None:
     """The engine's memory would be written after it was given back."""
     rig.daemon.copying = False
     rig.store([1])
@@ -478,18 +481,18 @@ def test_the_engine_ends_during_a_load(rig: Rig) -> None:
 # Where it lies
 
 
-def test_runs_are_cut_where_allocations_end() -> None:
-    """A page would be read beyond its allocation, where it goes on in the next one."""
+def test_runs_are_split_at_allocation_ends() -> None:
+    """A page that spans two allocations would be read beyond the end of the first one."""
     blocks = BlockPages((Stretch(1000, 300), Stretch(2000, 50)), 400, 2)
     layout = blocks.within([Stretch(2000, 600), Stretch(1100, 700), Stretch(900, 200)])
     assert list(layout.runs) == [(2, 100, 100), (1, 0, 200), (0, 0, 50)]
     assert layout.block_bytes == blocks.block_bytes
-    with pytest.raises(LayoutError, match="outside of every exported"):
+    with pytest.raises(LayoutError, match="outside of all 1 exported"):
         blocks.within([Stretch(1000, 300)])
 
 
-def test_memory_that_was_not_caught() -> None:
-    """With an older vLLM pages of nobody would be shown."""
+def test_memory_outside_the_pool_is_refused() -> None:
+    """With an older vLLM, memory without KV would be exported."""
     with pytest.raises(LayoutError, match=r"0\.32"):
         HostPool().show(BlockPages((Stretch(1000, 8),), 8, 2))
 
@@ -498,7 +501,7 @@ def test_memory_that_was_not_caught() -> None:
 
 
 class World(Troubles):
-    """One engine's life by chance: steps, loads, resets, and a daemon that fails in any way."""
+    """One engine's random run: steps, loads, resets, and a daemon that fails in any way."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -529,7 +532,7 @@ class World(Troubles):
         return [block for block in range(1, BLOCKS) if block not in owned]
 
     def step(self) -> None:
-        """The engine computes some blocks anew, and stores some of them."""
+        """The engine recomputes some blocks, and stores some of them."""
         free = self.free()
         blocks = self.chance.sample(free, min(len(free), self.chance.randrange(1, 4)))
         self.rig.mover.fence(frozenset(blocks))
@@ -602,7 +605,7 @@ class World(Troubles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 1000, 100)])
-def test_a_thousand_lives(seeds: range) -> None:
+def test_random_engine_runs_with_daemon_copies(seeds: range) -> None:
     """In some order of events a wrong byte would be stored, loaded, or written too late."""
     for seed in seeds:
         world = World(seed)

@@ -1,4 +1,4 @@
-"""Loads that are reported before they have ended: no layer reads what is not there."""
+"""Loads that are reported before they end: no layer reads KV that is not loaded yet."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def rig() -> Iterator[Rig]:
         made.close()
 
 
-def begin(rig: Rig, *, life_ms: int = 60_000) -> FakeJob:
+def begin(rig: Rig, *, lease_ms: int = 60_000) -> FakeJob:
     """A load into block 4, reported early; the daemon's job."""
-    rig.load([1], [4], life_ms=life_ms)
+    rig.load([1], [4], lease_ms=lease_ms)
     rig.work()
     (job,) = rig.daemon.jobs
     job.advance()
@@ -46,7 +46,7 @@ def begin(rig: Rig, *, life_ms: int = 60_000) -> FakeJob:
 
 
 class Background:
-    """Something that waits, in a thread of its own."""
+    """A call that waits, in its own thread."""
 
     def __init__(self, call: Any, *arguments: object) -> None:
         self.error: Exception | None = None
@@ -73,7 +73,7 @@ class Background:
 # Reports
 
 
-def test_first_layers_are_enough(rig: Rig) -> None:
+def test_load_is_reported_after_its_first_layers(rig: Rig) -> None:
     """A request would wait for all layers of its prefix, or begin before the first is there."""
     rig.load([1], [4])
     rig.work()
@@ -93,8 +93,8 @@ def test_first_layers_are_enough(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("layers", [None, [], LAYERS[:2]])
-def test_not_before_every_layer_is_known_to_wait(layers: list[str] | None) -> None:
-    """In full CUDA graphs nobody asks for a layer, and it would read what is not there."""
+def test_no_early_report_before_every_layer_waits(layers: list[str] | None) -> None:
+    """In full CUDA graphs no hook waits for a layer, which would read KV that is not loaded yet."""
     rig = Rig(layerwise=True)
     rig.attach()
     rig.store([1])
@@ -109,15 +109,15 @@ def test_not_before_every_layer_is_known_to_wait(layers: list[str] | None) -> No
     rig.mover.stop(0)
 
 
-def test_a_short_lease_is_not_enough(rig: Rig) -> None:
+def test_no_early_report_with_a_short_lease(rig: Rig) -> None:
     """The worker could not see the load through when the daemon fails."""
-    begin(rig, life_ms=5_000)
+    begin(rig, lease_ms=5_000)
     assert rig.failed() is None
     rig.finish()
     assert rig.failed() == []
 
 
-def test_unmapped_slots_are_not_reported(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_early_report_with_unmapped_slots(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker could not see the load through when the daemon fails."""
     monkeypatch.setattr(rig.client, "lease_views", lambda *_: None)
     begin(rig)
@@ -129,7 +129,7 @@ def test_unmapped_slots_are_not_reported(rig: Rig, monkeypatch: pytest.MonkeyPat
 # Layers wait
 
 
-def test_each_layer_waits_for_its_own(rig: Rig) -> None:
+def test_each_layer_waits_for_its_own_group(rig: Rig) -> None:
     """A layer would read KV that is not there, or wait for that of later ones."""
     job = begin(rig)
     assert rig.failed() == []
@@ -145,7 +145,7 @@ def test_each_layer_waits_for_its_own(rig: Rig) -> None:
     layered(rig).end_step(idle=False)
 
 
-def test_a_layer_of_another_name_waits_for_all(rig: Rig) -> None:
+def test_unknown_layer_waits_for_the_whole_load(rig: Rig) -> None:
     """A layer that reads another's KV would read it before it is there."""
     job = begin(rig)
     layered(rig).begin_step(["r[4]"])
@@ -156,8 +156,8 @@ def test_a_layer_of_another_name_waits_for_all(rig: Rig) -> None:
     waiting.end()
 
 
-def test_only_what_the_engine_knows_is_waited_for(rig: Rig) -> None:
-    """Others' steps would wait for a load that nobody reads yet."""
+def test_layers_wait_only_for_reported_loads(rig: Rig) -> None:
+    """Other requests' steps would wait for a load that no request reads yet."""
     begin(rig)
     forward(rig)
     forward(rig, begun=["another"])
@@ -168,8 +168,8 @@ def test_only_what_the_engine_knows_is_waited_for(rig: Rig) -> None:
     layered(rig).wait_layer("layer2")
 
 
-def test_begun_stays_begun(rig: Rig) -> None:
-    """A request that hits the blocks a step later would read what is not there."""
+def test_reported_load_stays_reported(rig: Rig) -> None:
+    """A request that hits the blocks a step later would read KV that is not loaded."""
     begin(rig)
     layered(rig).begin_step(["r[4]"])
     layered(rig).end_step(idle=True)
@@ -180,7 +180,7 @@ def test_begun_stays_begun(rig: Rig) -> None:
     waiting.end()
 
 
-def test_a_pass_without_hooks_ends_the_engine(rig: Rig) -> None:
+def test_forward_pass_without_hooks_ends_the_engine(rig: Rig) -> None:
     """It may have read KV that was not there, and its tokens would go to users."""
     begin(rig)
     layered(rig).begin_step(["r[4]"])
@@ -188,8 +188,10 @@ def test_a_pass_without_hooks_ends_the_engine(rig: Rig) -> None:
         layered(rig).end_step(idle=False)
 
 
-def test_hooks_that_stop_are_waited_for_before(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """What was reported while they were seen would be read by a pass that does not wait."""
+def test_loads_complete_before_a_pass_without_hooks(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loads reported before the hooks stopped would be read by a pass that does not wait."""
     begin(rig)
     with caplog.at_level(logging.WARNING, logger="vllm.tierd"):
         forward(rig, layers=[])
@@ -207,7 +209,7 @@ def test_hooks_that_stop_are_waited_for_before(rig: Rig, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_new_owner_waits_for_the_end(rig: Rig, steps: int) -> None:
+def test_new_owner_of_a_block_waits_for_the_load(rig: Rig, steps: int) -> None:
     """The rest of a preempted request's load would be written over another's KV."""
     job = begin(rig)
     for _ in range(steps):
@@ -228,14 +230,14 @@ def test_a_new_owner_waits_for_the_end(rig: Rig, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-@pytest.mark.parametrize("lives", [1, 3])
-def test_a_reported_load_survives_the_daemon(rig: Rig, steps: int, lives: int) -> None:
+@pytest.mark.parametrize("incarnations", [1, 3])
+def test_reported_load_survives_the_daemons_end(rig: Rig, steps: int, incarnations: int) -> None:
     """vLLM has no way back: it would compute and cache KV that never came."""
     job = begin(rig)
     assert rig.failed() == []
     for _ in range(steps):
         job.advance()
-    for _ in range(lives):
+    for _ in range(incarnations):
         rig.daemon.kill()
         rig.daemon.restart()
     waiting = Background(forward, rig, ["r[4]"])
@@ -248,7 +250,7 @@ def test_a_reported_load_survives_the_daemon(rig: Rig, steps: int, lives: int) -
     assert rig.mover.settled
 
 
-def test_a_reported_load_survives_the_device(rig: Rig) -> None:
+def test_reported_load_survives_a_device_failure(rig: Rig) -> None:
     """The same for an error of the GPU's copy engine."""
     begin(rig).fail()
     rig.work()
@@ -257,10 +259,8 @@ def test_a_reported_load_survives_the_device(rig: Rig) -> None:
     assert rig.mover.settled
 
 
-def test_a_frozen_writer_holds_up_new_owners_only(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A paused daemon would stop the engine, or write over a new owner's KV when it goes on."""
+def test_frozen_writer_delays_only_new_owners(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused daemon would stop the engine, or overwrite a new owner's KV when it resumes."""
     job = begin(rig)
     monkeypatch.setattr(vllm_jobs, "PATIENCE_S", 0.0)
     rig.work()
@@ -277,7 +277,7 @@ def test_a_frozen_writer_holds_up_new_owners_only(
     assert rig.content(4) == rig.content(1)
 
 
-def test_a_load_that_is_lost_ends_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_load_ends_the_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that slept for longer than its lease would compute with another prefix's KV."""
     begin(rig)
     now_ns = time.monotonic_ns()
@@ -290,8 +290,8 @@ def test_a_load_that_is_lost_ends_the_engine(rig: Rig, monkeypatch: pytest.Monke
     assert rig.mover.settled
 
 
-def test_no_wait_is_endless(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that hangs tells nobody why."""
+def test_every_wait_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hanging engine does not say why."""
     begin(rig)
     monkeypatch.setattr(vllm_layerwise, "LIMIT_S", 0.01)
     with pytest.raises(LostLoadError, match="still being written"):
@@ -299,7 +299,7 @@ def test_no_wait_is_endless(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.finish()
 
 
-def test_the_engine_ends_with_a_reported_load(rig: Rig) -> None:
+def test_engine_end_with_a_reported_load_is_safe(rig: Rig) -> None:
     """It would be reported twice, which makes vLLM assert."""
     job = begin(rig)
     assert rig.failed() == []
@@ -342,7 +342,7 @@ def views(layers: int, layout: str) -> tuple[list[str], list[TensorView]]:
         (80, [1, 1, 2, 4, 8, 16, 20, 20, 8]),
     ],
 )
-def test_groups_begin_small(layout: str, layers: int, sizes: list[int]) -> None:
+def test_layer_groups_grow(layout: str, layers: int, sizes: list[int]) -> None:
     """The first layer would wait for half of the load, or copies be too small to be fast."""
     names, made = views(layers, layout)
     blocks = blocks_of(made, 2)
@@ -353,15 +353,15 @@ def test_groups_begin_small(layout: str, layers: int, sizes: list[int]) -> None:
     assert groups.ends[-1] == blocks.block_bytes
 
 
-def test_layers_that_are_mixed_in_a_slot() -> None:
-    """A layer would be taken for copied while parts of it are not."""
+def test_interleaved_layers_are_refused() -> None:
+    """A layer would count as copied before all of its parts are."""
     names, made = views(4, "BHLC")
     with pytest.raises(LayoutError):
         layer_groups(names, made, blocks_of(made, 2))
 
 
-def test_layers_that_share_their_kv() -> None:
-    """A layer without KV of its own would not be known, or be counted as one more."""
+def test_layers_that_share_kv_are_in_one_group() -> None:
+    """A layer that shares another's KV would be unknown, or counted twice."""
     names, made = views(4, "LBHC")
     groups = layer_groups([*names, "shares"], [*made, made[2]], blocks_of(made, 2))
     assert groups.group_of["shares"] == groups.group_of["l2"] == 2
@@ -371,8 +371,8 @@ def test_layers_that_share_their_kv() -> None:
 # The scheduler's side
 
 
-def test_the_lease_is_kept_to_the_end() -> None:
-    """A worker that copies the rest of a load itself would read slots that others have by then."""
+def test_lease_is_held_until_the_load_completes() -> None:
+    """A worker that copies the rest of a load would read slots that hold other blocks by then."""
     bench = Bench(ranks=2)
     bench.put(3)
     bench.side.add(FakeRequest("a", 14))
@@ -392,7 +392,7 @@ def test_the_lease_is_kept_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("finishing", [None, {}, {"a": 0}])
-def test_the_lease_of_a_load_that_has_ended_is_given_back(finishing: dict[str, int] | None) -> None:
+def test_lease_of_a_completed_load_is_released(finishing: dict[str, int] | None) -> None:
     """Slots would stay until the lease expires."""
     bench = Bench()
     bench.put(3)
@@ -402,7 +402,7 @@ def test_the_lease_of_a_load_that_has_ended_is_given_back(finishing: dict[str, i
     assert bench.daemon.leases == {}
 
 
-def test_kept_leases_end_with_the_engine() -> None:
+def test_held_leases_are_released_at_the_engines_end() -> None:
     """The same."""
     bench = Bench()
     bench.put(3)
@@ -418,7 +418,7 @@ def test_kept_leases_end_with_the_engine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 300, 100)])
-def test_three_hundred_lives(seeds: range) -> None:
+def test_random_engine_runs_with_early_reports(seeds: range) -> None:
     """In some order of events a layer would read, or the daemon hold, a wrong byte."""
     early = 0.0
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""LoRA adapters in the vLLM connector: each has a namespace of its own, in both of its sides."""
+"""LoRA adapters in the vLLM connector: each has its own namespace, on both sides."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from tests.support.engines.fake_client import FakeClient, FakeDaemon, FakeHandle
 from tests.support.engines.jobs_rig import Rig
 from tests.support.engines.layers import forward
 from tierd.errors import NamespaceError
-from tierd_connectors.vllm.guard import Boundary
+from tierd_connectors.common.guard import Boundary
+from tierd_connectors.common.namespaces import NO_ADAPTER, of_adapters, of_generation
+from tierd_connectors.vllm.admission import adapter_of
 from tierd_connectors.vllm.hints import NOTHING, RequestHints
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.steps import Scheduled
-from tierd_connectors.vllm.work import NO_ADAPTER, adapter_of, of_adapters, of_generation
 from tierd_connectors.vllm.worker import mover as vllm_mover
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def put(daemon: FakeDaemon, adapter: str, loras: dict[str, str], ranks: int = 1)
 # What is an adapter
 
 
-def test_an_adapter_is_known_by_name_and_revision() -> None:
+def test_adapter_is_identified_by_name_and_revision() -> None:
     """Requests would get the KV of weights that the adapter no longer has."""
     assert adapter_of(None, LORAS) == NO_ADAPTER
     assert adapter_of(lora("sql"), LORAS) == "sql"
@@ -73,8 +74,8 @@ def test_an_adapter_is_known_by_name_and_revision() -> None:
     assert adapter_of(SimpleNamespace(lora_name="sql"), LORAS) == "sql", "an older vLLM"
 
 
-def test_every_adapter_and_revision_is_a_namespace() -> None:
-    """Two of them would share blocks, or one more adapter would lose what others have."""
+def test_every_adapter_and_revision_has_a_namespace() -> None:
+    """Two adapters would share blocks, or a new adapter would change the others' namespaces."""
     names = of_adapters(namespace(), LORAS)
     assert names[NO_ADAPTER] == namespace()
     assert names["sql"].weights == "w+lora:sql=r1"
@@ -96,7 +97,7 @@ def test_every_adapter_and_revision_is_a_namespace() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("owner", ADAPTERS)
-def test_the_same_tokens_are_found_by_their_own_adapter_only(owner: str, ranks: int) -> None:
+def test_blocks_are_found_only_by_their_adapter(owner: str, ranks: int) -> None:
     """A user would get an answer made of another adapter's KV."""
     daemon = FakeDaemon()
     put(daemon, owner, LORAS, ranks)
@@ -107,14 +108,14 @@ def test_the_same_tokens_are_found_by_their_own_adapter_only(owner: str, ranks: 
 
 
 def test_another_revision_finds_nothing() -> None:
-    """An adapter that was trained on would be served with the KV of its old weights."""
+    """A retrained adapter would be served with the KV of its old weights."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
     assert found(scheduler(daemon, {"sql": "r2"}), "sql") == 0
     assert found(scheduler(daemon, {"sql": "r1", "more": "9"}), "sql") == 12
 
 
-def test_workers_are_told_the_adapter_of_each_load_and_store() -> None:
+def test_loads_and_stores_carry_their_adapter() -> None:
     """They would copy between one adapter's slots and another's blocks."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
@@ -134,7 +135,7 @@ def test_workers_are_told_the_adapter_of_each_load_and_store() -> None:
     assert hinted == [[names["sql"]], [names["poet"]], [names[NO_ADAPTER]]]
 
 
-def test_a_reset_is_for_every_adapter() -> None:
+def test_reset_changes_every_adapters_namespace() -> None:
     """Weights replaced in a running engine would leave the adapters on the old ones' KV."""
     daemon = FakeDaemon()
     put(daemon, "sql", LORAS)
@@ -145,7 +146,7 @@ def test_a_reset_is_for_every_adapter() -> None:
     assert found(side, "sql") == 0
     generation = side.hand_over(None, idle=True).generation
     fresh = of_adapters(of_generation(namespace(), generation), LORAS)
-    sides = {adapter: handle.namespace for adapter, [handle] in side._handles.items()}
+    sides = {adapter: handle.namespace for adapter, [handle] in side._namespaces.handles.items()}
     assert sides == fresh
     rig.mover.use(of_generation(rig.namespace, generation))
     rig.mover.submit_stores([rig.item(1, adapter="sql")])
@@ -160,7 +161,7 @@ def test_a_reset_is_for_every_adapter() -> None:
 
 
 @pytest.mark.parametrize("copier", ["worker", "daemon"])
-def test_blocks_of_one_name_are_kept_apart(copier: str) -> None:
+def test_equal_hashes_of_two_adapters_are_kept_apart(copier: str) -> None:
     """The same tokens would be loaded as another adapter computed them."""
     rig = Rig(loras=LORAS)
     if copier == "daemon":
@@ -185,8 +186,8 @@ def test_blocks_of_one_name_are_kept_apart(copier: str) -> None:
     rig.close()
 
 
-def test_an_adapter_is_registered_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory would be taken for adapters that nobody asks for, or the first blocks of one not
+def test_adapter_is_registered_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory would be taken for unused adapters, or the first blocks of one not
     be stored."""
     rig = Rig(loras=LORAS)
     assert [handle.namespace for handle in rig.client.handles] == [rig.namespace]
@@ -228,7 +229,7 @@ def attached() -> Rig:
     return rig
 
 
-def test_loads_of_several_adapters_are_under_way_at_once() -> None:
+def test_loads_of_several_adapters_run_at_once() -> None:
     """A load called off would be another's, whose pages the engine then takes back too early."""
     rig = attached()
     for into, adapter in enumerate(ADAPTERS, 3):
@@ -264,7 +265,7 @@ def test_an_adapter_s_load_is_reported_early() -> None:
     rig.close()
 
 
-def test_an_adapter_that_is_refused_is_copied_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_worker_copies_for_a_refused_adapter(caplog: pytest.LogCaptureFixture) -> None:
     """The whole engine would copy itself, or the adapter's prefixes be lost, without a word."""
     rig = Rig(loras=LORAS)
     rig.attach()

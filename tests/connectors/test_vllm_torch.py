@@ -13,7 +13,7 @@ from engine.process import engine_path, engine_python
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_torch_and_numpy_fill_slots_alike() -> None:
+def test_torch_and_numpy_fill_slots_equally() -> None:
     """KV stored by an engine on one device would be garbage for the same engine on another."""
     script = Path(__file__).parents[1] / "support" / "engines" / "torch_pages.py"
     answer = subprocess.run(

@@ -1,6 +1,6 @@
-"""Jobs of engines that wait, give up, die or fail: what is copied, in which order, and what never.
+"""Jobs of engines that wait, cancel, die or fail: which copies are made, and in which order.
 
-All on host memory; the rules are those of `tierd.device.copier`.
+All on host memory, by the rules of `tierd.device.copier`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.device.copy_scene import LAYOUTS, EngineGate, Pages, Slots
-from tierd.device import lane
+from tierd.device import batches
 from tierd.device.api import Addresses, CannotOpenError, DeviceError, Direction
 from tierd.device.choice import Choice
 from tierd.device.copier import Copier
@@ -36,7 +36,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-class Trial(HostDevice):
+class ControlledDevice(HostDevice):
     """A host device whose copies can be held up, counted and made to fail."""
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class Trial(HostDevice):
 
 
 class Rig:
-    """A copier, an engine, and what it was told."""
+    """A copier, an engine, and the answers to its jobs."""
 
-    def __init__(self, device: Trial | None = None, **options: object) -> None:
-        self.device = device or Trial()
+    def __init__(self, device: ControlledDevice | None = None, **options: object) -> None:
+        self.device = device or ControlledDevice()
         self.answers: dict[int, tuple[int, str]] = {}
         self.order: list[int] = []
         self.lost: list[str] = []
@@ -162,13 +162,13 @@ def rig() -> Iterator[Rig]:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> int:
     """Batches of one block of the usual scene, two of them on the stream at most."""
     size = 768
-    monkeypatch.setattr(lane, "BATCH_BYTES", size)
-    monkeypatch.setattr(lane, "_FLYING_BYTES_MAX", 2 * size)
+    monkeypatch.setattr(batches, "BATCH_BYTES", size)
+    monkeypatch.setattr(batches, "_FLYING_BYTES_MAX", 2 * size)
     return size
 
 
 def force(monkeypatch: pytest.MonkeyPatch, strategy: Strategy) -> None:
-    choice = Choice(dict.fromkeys(Direction, strategy), f"{strategy.value}, as told")
+    choice = Choice(dict.fromkeys(Direction, strategy), f"{strategy.value}, as forced")
     monkeypatch.setattr("tierd.device.copier.choose", lambda *_: choice)
 
 
@@ -210,7 +210,7 @@ def test_job_of_no_blocks_ends(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("direct")
-def test_large_job_goes_in_batches(rig: Rig, small_batches: int) -> None:
+def test_large_job_is_cut_into_batches(rig: Rig, small_batches: int) -> None:
     """A load would wait behind gigabytes of another one's."""
     pages, _ = rig.engine(blocks=40)
     slots = Slots(pages.block_bytes, 40)
@@ -246,7 +246,7 @@ def test_copies_end_where_pinned_memory_does(rig: Rig) -> None:
 
 @pytest.mark.slow
 def test_store_waits_for_the_kernel_that_computes_its_pages(rig: Rig) -> None:
-    """The bytes of the request that had the page before would be stored under this one's hash."""
+    """The bytes of the page's previous request would be stored under this one's hash."""
     pages, _ = rig.engine()
     slots = Slots(pages.block_bytes, 6)
     for round_ in range(1, 101):
@@ -276,8 +276,8 @@ def test_load_waits_for_the_kernel_that_still_reads_its_pages(rig: Rig) -> None:
         assert pages.block(0) == slots.content(round_ % 6)
 
 
-def test_peer_that_never_records_holds_up_nobody_else() -> None:
-    """One hung engine would stop the loads and stores of all others on the device."""
+def test_peer_that_never_records_delays_no_other_job() -> None:
+    """One hung engine would stop the copies of all other engines on the device."""
     now = [0.0]
     rig = Rig(clock=lambda: now[0], job_limit_s=5.0)
     hung, gate = rig.engine(1)
@@ -295,7 +295,7 @@ def test_peer_that_never_records_holds_up_nobody_else() -> None:
     now[0] = 5.1
     for job in (1, 2):
         assert rig.answer(job) == (0, "given up after 5 s, before its event happened")
-    # The event happens after all: what has ended is not copied any more.
+    # The event happens after all: an ended job is not copied.
     kept = slots.content(0)
     hung.event.record()
     rig.submit(3, STORE, [3], slots.address(3), value=hung.event.record())
@@ -324,19 +324,19 @@ def test_detach_does_not_wait_for_an_event_that_never_happens(rig: Rig) -> None:
     assert len(rig.device._streams) == streams, "the stream that waited is used again"
 
 
-class Deaf(Trial):
-    """A device whose streams go on waiting for a counter whatever happens to its owner."""
+class StuckDevice(ControlledDevice):
+    """A device whose streams keep waiting for a counter after its owner has ended."""
 
     def close_event(self, event: int) -> None:
         pass
 
 
-def test_memory_is_not_unmapped_under_a_stream_that_looks_at_it(
+def test_memory_is_not_unmapped_while_a_stream_reads_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GPU would fault there, which ends the copies of every engine."""
     monkeypatch.setattr("tierd.device.copier._DRAIN_LIMIT_S", 0.05)
-    rig = Rig(Deaf())
+    rig = Rig(StuckDevice())
     pages, _ = rig.engine()
     rig.submit(1, STORE, [0], Slots(768, 1).address(0), value=pages.event.promise())
     until(lambda: bool(rig.copier._lanes[STORE]._waiting))
@@ -374,7 +374,7 @@ def test_layer_groups_are_in_place_in_order(rig: Rig, small_batches: int) -> Non
 # Ends
 
 
-def test_load_that_was_called_off_writes_nothing(rig: Rig) -> None:
+def test_called_off_load_writes_nothing(rig: Rig) -> None:
     """A page would be written that another request has by now."""
     pages, gate = rig.engine()
     slots = Slots(pages.block_bytes, 1)
@@ -390,7 +390,7 @@ def test_load_that_was_called_off_writes_nothing(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("direct")
-def test_load_that_is_called_off_while_it_writes_stops_soon(rig: Rig, small_batches: int) -> None:
+def test_load_called_off_while_it_writes_stops_soon(rig: Rig, small_batches: int) -> None:
     """An engine that preempts would wait for all of a long load."""
     pages, gate = rig.engine(blocks=40)
     slots = Slots(pages.block_bytes, 40)
@@ -405,7 +405,7 @@ def test_load_that_is_called_off_while_it_writes_stops_soon(rig: Rig, small_batc
 
 
 @pytest.mark.usefixtures("direct")
-def test_job_that_the_cap_holds_up_is_given_up() -> None:
+def test_job_delayed_by_the_cap_is_given_up() -> None:
     """The daemon would take a process for hung that only keeps to its cap, and kill it."""
     now = [0.0]
     rig = Rig(clock=lambda: now[0], bandwidth_max=768 * 50, job_limit_s=2)
@@ -424,7 +424,7 @@ def test_job_that_the_cap_holds_up_is_given_up() -> None:
 
 @pytest.mark.usefixtures("direct")
 def test_load_has_not_ended_before_its_last_copy_has() -> None:
-    """Pages would be given back while the device writes them: here the cap lets no more begin."""
+    """Pages would be freed while the device writes them: here the cap delays the next batch."""
     rig = Rig(clock=lambda: 0.0, bandwidth_max=768 * 50)
     pages, gate = rig.engine(blocks=10)
     slots = Slots(pages.block_bytes, 10)
@@ -497,7 +497,7 @@ def test_cancel_returns_once_nothing_is_in_flight(rig: Rig, small_batches: int) 
 
 
 @pytest.mark.usefixtures("direct", "small_batches")
-def test_cancel_does_not_wait_for_the_jobs_of_others(rig: Rig) -> None:
+def test_cancel_does_not_wait_for_other_attachments(rig: Rig) -> None:
     """An engine that has died would keep its GPU memory until another one's long job is done."""
     pages, _ = rig.engine(1, blocks=40)
     rig.engine(2)
@@ -513,7 +513,7 @@ def test_cancel_does_not_wait_for_the_jobs_of_others(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("direct")
-def test_copy_that_fails_costs_its_job_what_is_left_of_it(rig: Rig, small_batches: int) -> None:
+def test_failed_copy_ends_its_job(rig: Rig, small_batches: int) -> None:
     """Blocks that were not copied would be read; or sound ones of other jobs would be lost."""
     pages, gate = rig.engine(blocks=10)
     slots = Slots(pages.block_bytes, 10)
@@ -521,7 +521,7 @@ def test_copy_that_fails_costs_its_job_what_is_left_of_it(rig: Rig, small_batche
     rig.device.fail_after = 3
     rig.submit(1, LOAD, range(10), slots.address(*range(10)))
     assert rig.answer(1) == (3, "the copy was refused")
-    assert gate.gate.call_off(1), "nothing of it is written any more"
+    assert gate.gate.call_off(1), "it is no longer written"
     assert [pages.block(i) for i in range(3)] == [slots.content(i) for i in range(3)]
     assert [pages.block(i) for i in range(3, 10)] == before[3:]
     rig.device.fail_after = None
@@ -532,7 +532,7 @@ def test_copy_that_fails_costs_its_job_what_is_left_of_it(rig: Rig, small_batche
 
 
 @pytest.mark.usefixtures("direct", "small_batches")
-def test_half_of_the_layers_of_a_block_is_no_block(rig: Rig) -> None:
+def test_block_with_half_of_its_layers_does_not_count(rig: Rig) -> None:
     """A block of which only the first layers are there would be used."""
     pages = Pages("LBHNC", 4)
     layer = pages.block_bytes // 3
@@ -544,7 +544,7 @@ def test_half_of_the_layers_of_a_block_is_no_block(rig: Rig) -> None:
 
 
 @pytest.mark.usefixtures("direct", "small_batches")
-def test_lost_device_is_said_and_shuts_nothing_that_it_may_still_write(rig: Rig) -> None:
+def test_lost_device_is_reported_and_keeps_memory_it_may_write(rig: Rig) -> None:
     """An engine would reuse pages that a dying GPU writes, or wait for answers that never come."""
     pages, gate = rig.engine(blocks=10)
     slots = Slots(pages.block_bytes, 10)
@@ -553,7 +553,7 @@ def test_lost_device_is_said_and_shuts_nothing_that_it_may_still_write(rig: Rig)
     rig.submit(2, LOAD, [0], slots.address(0))
     until(lambda: rig.device.copies == 2)
     rig.submit(3, LOAD, [0], slots.address(0), value=pages.event.promise())
-    until(lambda: not rig.copier._lanes[LOAD]._arrived)
+    until(lambda: not rig.copier._lanes[LOAD]._inbox._arrived)
     rig.device.gone = True
     until(lambda: bool(rig.lost))
     assert rig.lost == ["the device is gone"]
@@ -602,7 +602,7 @@ def test_cap_holds_and_loads_come_first() -> None:
 # What is refused
 
 
-def test_engine_whose_pages_are_not_what_it_says_is_refused(rig: Rig) -> None:
+def test_engine_whose_probe_fails_is_refused(rig: Rig) -> None:
     """Wrong memory would be served as KV, or overwritten."""
     pages, gate = Pages("LBHNC"), EngineGate()
     size = pages.block_bytes
@@ -643,8 +643,12 @@ def test_job_beyond_its_attachment_is_refused(rig: Rig) -> None:
     """A peer would read and write any address of the device."""
     rig.engine()
     slots = Slots(768, 2)
-    for blocks, indices, event in (([6], [0], NO_EVENT), ([0, 1], [0], NO_EVENT), ([0], [0], 1)):
-        with pytest.raises(ValueError, match="does not have"):
+    for blocks, indices, event, reason in (
+        ([6], [0], NO_EVENT, "block 6; the attachment has 6 blocks"),
+        ([0, 1], [0], NO_EVENT, "2 blocks and 1 slots"),
+        ([0], [0], 1, "event 1; the attachment has 1 events"),
+    ):
+        with pytest.raises(ValueError, match=reason):
             rig.copier.submit(
                 1, 1, STORE, np.array(blocks, np.uint32), slots.address(*indices), event=event
             )
@@ -653,7 +657,7 @@ def test_job_beyond_its_attachment_is_refused(rig: Rig) -> None:
 
 
 def test_layouts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine that starts again would wait for a measurement, and disturb the others."""
+    """Every restarted engine would wait for a measurement, and disturb other engines."""
     rig.engine(1)
     monkeypatch.setattr("tierd.device.copier.choose", None)
     rig.engine(2)
@@ -661,7 +665,7 @@ def test_layouts_are_measured_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     rig.engine(1, blocks=12)
 
 
-def test_nothing_stays_behind() -> None:
+def test_shut_leaves_no_thread_and_no_mapping() -> None:
     """Threads and mappings of each copying process would add up in a test, or at its end."""
     before = threading.active_count()
     rig = Rig()

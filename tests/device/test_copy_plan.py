@@ -68,7 +68,7 @@ pairings = st.lists(
     cuts=st.lists(st.integers(1, 191), max_size=4, unique=True).map(sorted),
     gap=st.sampled_from((0, 64)),
 )
-def test_ways_move_what_the_connector_would_move(
+def test_every_way_moves_the_connectors_bytes(
     device: HostDevice,
     layout: str,
     strategy: Strategy,
@@ -150,7 +150,7 @@ def test_pieces_end_where_pinned_memory_does() -> None:
     assert arrays(plan, [0, 1], [1000, 1100], bounds) == [[0], [1000], [200]]
 
 
-def test_regular_runs_are_one_piece_a_block() -> None:
+def test_regular_runs_are_one_piece_per_block() -> None:
     """A layer-outermost cache would be as many copies as it has layers."""
     runs = tuple(Run(0, 1000 * layer, 10) for layer in range(8))
     plan = CopyPlan(PageLayout(runs, 10, 100), [0])
@@ -159,7 +159,7 @@ def test_regular_runs_are_one_piece_a_block() -> None:
     assert plan.strategies == list(Strategy)
 
 
-def test_rows_that_are_too_far_apart_for_cuda_are_no_stretch() -> None:
+def test_rows_too_far_apart_for_cuda_are_not_a_stretch() -> None:
     """cudaMemcpy2D refuses a pitch above 2 GiB, which a large cache's layers exceed."""
     for distance, possible in (((1 << 31) - 1, True), (1 << 31, False)):
         runs = tuple(Run(0, distance * layer, 10) for layer in range(8))
@@ -186,8 +186,8 @@ def test_irregular_runs_are_split_into_stretches() -> None:
     ]
 
 
-def test_nothing_to_merge_costs_nothing() -> None:
-    """Arrays would be built anew for every batch of scattered blocks."""
+def test_merging_nothing_copies_no_array() -> None:
+    """New arrays would be built for every batch of scattered blocks."""
     pages = np.array([0, 100], np.uint64)
     lengths = np.array([10, 10], np.uint64)
     assert merged(pages, pages, lengths, NO_BOUNDS)[0] is pages
@@ -198,7 +198,7 @@ def test_nothing_to_merge_costs_nothing() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scratch_blocks_have_the_shape_of_the_real_ones(layout: str) -> None:
-    """Something else would be measured than what is copied later."""
+    """The measured blocks would differ from the blocks copied later."""
     found = Pages(layout, 40).layout
     scratch = compact(found, 4)
     size = max(run.offset + run.length for run in scratch.runs) + 3 * scratch.block_stride
@@ -207,7 +207,7 @@ def test_scratch_blocks_have_the_shape_of_the_real_ones(layout: str) -> None:
     assert [run.length for run in scratch.runs] == [run.length for run in found.runs]
 
 
-def test_blocks_that_lie_far_apart_are_measured_in_little_memory() -> None:
+def test_distant_blocks_are_measured_in_little_memory() -> None:
     """Scratch memory would not fit into the device beside an engine that has filled it."""
     layout = PageLayout((Run(0, 0, 4096), Run(0, 1 << 20, 4096)), 1 << 30, 64)
 
@@ -225,7 +225,7 @@ def test_blocks_that_lie_far_apart_are_measured_in_little_memory() -> None:
     device.shut()
 
 
-class Slow(HostDevice):
+class SlowDevice(HostDevice):
     """A device on which small pieces cost time."""
 
     cost_s = 0.0
@@ -242,7 +242,7 @@ class Slow(HostDevice):
         time.sleep(self.cost_s * len(pages))
 
 
-class Wrong(HostDevice):
+class NoGatherDevice(HostDevice):
     """A device whose gather kernel does nothing."""
 
     def gather(
@@ -264,23 +264,23 @@ def chosen(device: Device) -> tuple[set[Strategy], str]:
 
 
 @pytest.mark.slow
-def test_what_is_slow_is_not_chosen() -> None:
-    """Loads would run at a fraction of what the bus can do."""
-    device = Slow()
+def test_slow_way_is_not_chosen() -> None:
+    """Loads would run at a fraction of the bus's speed."""
+    device = SlowDevice()
     device.cost_s = 20e-6
     ways, how = chosen(device)
     assert Strategy.DIRECT not in ways
     assert "GB/s" in how
 
 
-def test_what_moves_wrong_bytes_is_not_chosen() -> None:
+def test_way_that_moves_wrong_bytes_is_not_chosen() -> None:
     """A kernel that is broken on some GPU would corrupt KV there."""
-    ways, how = chosen(Wrong())
+    ways, how = chosen(NoGatherDevice())
     assert Strategy.STAGED not in ways
     assert "staged moves wrong bytes" in how
 
 
-class Broken(HostDevice):
+class FailingDevice(HostDevice):
     """A device that refuses copies, or whose work never seems to be done."""
 
     refused = False
@@ -305,9 +305,9 @@ class Broken(HostDevice):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_measurement_that_fails_leaves_nothing_but_what_may_be_written(lost: bool) -> None:
+def test_failed_measurement_frees_only_memory_that_is_not_written(lost: bool) -> None:
     """Scratch memory of failed attachments would add up, or be unmapped under a copy."""
-    device = Broken()
+    device = FailingDevice()
     device.refused, device.lost = not lost, lost
     stream = device.create_stream(urgent=False)
     layout = Pages("LBHNC", 6).layout

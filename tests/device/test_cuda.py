@@ -146,7 +146,7 @@ def peer():
 # --- opening ------------------------------------------------------------------------
 
 
-def test_found_by_uuid_not_by_ordinal(fake):
+def test_gpu_is_found_by_uuid_not_by_ordinal(fake):
     """CUDA_VISIBLE_DEVICES would make the daemon copy from another engine's GPU."""
     assert CudaDevice.find(UUID).name == f"Fake GPU {device_text(UUID)}"
     assert fake.ordinals == {1}
@@ -172,11 +172,11 @@ def test_a_gpu_that_cannot_be_used_says_what_to_change(fake, call, code, words):
 
 
 @pytest.mark.slow
-def test_an_allocation_is_opened_once_and_closed_as_often_as_it_was_opened(fake, device, peer):
+def test_allocation_is_reference_counted(fake, device, peer):
     """A mapping that is left open keeps a dead engine's GPU memory."""
     address = device.open(peer.export)
     assert device.open(peer.export) == address
-    # The same bytes of another life are another allocation to us, whatever the driver says.
+    # The same handle bytes of another process are another allocation, whatever the driver says.
     again = device.open(Export(*peer.export))
     assert fake.calls["ipcOpenMemHandle"] == 2
     device.close(address)
@@ -187,8 +187,8 @@ def test_an_allocation_is_opened_once_and_closed_as_often_as_it_was_opened(fake,
 
 
 @pytest.mark.slow
-def test_a_peers_event_is_waited_for(fake, device, peer):
-    """A store would read what the page held before the step that it stores."""
+def test_stream_waits_for_a_peers_event(fake, device, peer):
+    """A store would read the page before the step that computes it."""
     base = device.open(peer.export)
     event = device.open_event(peer.event, [base])
     stream = device.create_stream(urgent=False)
@@ -202,7 +202,7 @@ def test_a_peers_event_is_waited_for(fake, device, peer):
 
 
 @pytest.mark.slow
-def test_what_is_no_allocation_of_a_living_peer_is_refused(fake, device, peer):
+def test_wrong_exports_and_events_are_refused(fake, device, peer):
     """A wrong size would let a copy run over the end of the mapping."""
     with pytest.raises(CannotOpenError, match=f"has {MIB} bytes, not the {MIB + 1}"):
         device.open(peer.export._replace(size_bytes=MIB + 1))
@@ -232,8 +232,8 @@ def test_what_is_no_allocation_of_a_living_peer_is_refused(fake, device, peer):
         device.open(peer.export)
 
 
-def test_equal_pids_in_two_namespaces_are_told(fake, device):
-    """`invalid device context` says nothing to whoever runs two containers."""
+def test_equal_pids_in_two_pid_namespaces_are_reported(fake, device):
+    """`invalid device context` says nothing to an operator who runs two containers."""
     driver = cuda.driver
     (base,) = (driver.cuMemAlloc(MIB)[1],)
     own = Exports(1, [MemorySpan(int(base), MIB)]).exports[0]
@@ -265,7 +265,7 @@ def test_chunks_are_mapped_to_one_stretch(fake, device):
 @pytest.mark.parametrize(
     "failing", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"]
 )
-def test_a_mapping_that_fails_leaves_nothing(fake, device, failing):
+def test_failed_mapping_leaves_nothing_open(fake, device, failing):
     """Reserved addresses and physical memory would be gone until the copy process ends."""
     exports = Exports(1, [MemorySpan(fake.expandable(2 * MIB, 2), 3 * MIB)])
     fake.fail[failing] = 999
@@ -277,7 +277,7 @@ def test_a_mapping_that_fails_leaves_nothing(fake, device, failing):
 
 
 @pytest.mark.parametrize("parts", [[], [(0, 4)], [(0, 4), (5, 4)], [(4, 4)], [(0, 0), (0, 8)]])
-def test_parts_that_leave_gaps_are_refused(fake, device, parts):
+def test_parts_with_gaps_are_refused(fake, device, parts):
     """A copy into a gap would end the copy process."""
     wrong = Export(
         ExportKind.CUDA_VMM, UUID, 8, b"", tuple(Part(at, size, -1) for at, size in parts)
@@ -365,7 +365,7 @@ def test_a_store_does_not_read_its_pages_before_the_stream_has_waited(fake, devi
 
 
 def test_any_thread_may_be_the_first_to_call(fake, device):
-    """CUDA answers a thread without a context with an error of its own."""
+    """CUDA returns a special error to a thread without a context."""
     answers: list[int] = []
     thread = threading.Thread(target=lambda: answers.append(device.create_event()))
     thread.start()
@@ -375,7 +375,7 @@ def test_any_thread_may_be_the_first_to_call(fake, device):
 
 
 @pytest.mark.parametrize(("code", "sticky"), [(700, True), (719, True), (214, True), (2, False)])
-def test_failures_say_whether_the_process_has_to_end(fake, device, code, sticky):
+def test_sticky_errors_are_marked(fake, device, code, sticky):
     """A lost context would make every later copy fail, or a full memory end the process."""
     fake.fail["eventCreateWithFlags"] = code
     with pytest.raises(DeviceError, match=str(code)) as failure:
@@ -390,8 +390,8 @@ def test_failures_say_whether_the_process_has_to_end(fake, device, code, sticky)
     device.close_event(event)
 
 
-def test_a_wild_copy_breaks_the_context_for_good(fake, device):
-    """The fake has to be as strict as a GPU for the tests of what follows."""
+def test_illegal_copy_breaks_the_context_permanently(fake, device):
+    """The fake must be as strict as a GPU, or later tests prove nothing."""
     stream = device.create_stream(urgent=False)
     host = Host(device, 16)
     device.copy(addresses(4096), addresses(host.address), addresses(16), Direction.STORE, stream)
@@ -401,7 +401,7 @@ def test_a_wild_copy_breaks_the_context_for_good(fake, device):
     fake.broken = 0
 
 
-def test_shut_leaves_a_stream_that_waits_for_ever(fake, monkeypatch):
+def test_shut_does_not_wait_for_a_stream_that_waits_forever(fake, monkeypatch):
     """The daemon could not stop after an engine died in the middle of a step."""
     monkeypatch.setattr(cuda, "_SHUT_TIMEOUT_S", 0.01)
     device = CudaDevice.find(UUID)
@@ -426,7 +426,7 @@ LEGACY = Facts(memory_type=2, managed=False, legacy_ipc=True, handle_types=0, po
         (LEGACY._replace(legacy_ipc=False, handle_types=9), ExportKind.CUDA_VMM),
     ],
 )
-def test_memory_is_shown_by_what_it_can(facts, kind):
+def test_memory_is_exported_in_a_way_it_supports(facts, kind):
     """Reserved addresses have no IPC handle."""
     assert export_kind(facts) is kind
 
@@ -441,8 +441,8 @@ def test_memory_is_shown_by_what_it_can(facts, kind):
         (LEGACY._replace(legacy_ipc=False, handle_types=8), r"\(handle types 8\)"),
     ],
 )
-def test_memory_that_cannot_be_shown_names_the_setting(facts, words):
-    """The engine would copy by itself for ever, and nobody know why."""
+def test_error_of_unexportable_memory_names_the_setting(facts, words):
+    """The engine would copy by itself forever, and its log would not say why."""
     with pytest.raises(CannotOpenError, match=words):
         export_kind(facts)
 
@@ -472,13 +472,13 @@ def test_chunks_that_lie_end_to_end_are_one_allocation():
     ]
 
 
-def test_too_many_chunks_for_the_descriptors_of_a_process_are_told():
+def test_too_many_chunks_for_the_descriptor_limit_are_reported():
     """The engine would run out of descriptors, and its requests fail."""
     assert not descriptors_error(100, 1024)
     assert "ulimit -n" in descriptors_error(1000, 1024)
 
 
-def test_exports_that_fail_half_way_leave_no_descriptor(fake):
+def test_failed_export_leaves_no_descriptor(fake):
     """An engine that tries again would run out of descriptors."""
     spans = [MemorySpan(fake.expandable(2 * MIB, 2), 3 * MIB)]
     before = len(os.listdir("/proc/self/fd"))
@@ -504,7 +504,7 @@ def test_two_tensors_of_one_allocation_are_one_export(fake):
         assert place.offset == span.address - (small if span.address == small else big)
 
 
-def test_events_take_turns(fake):
+def test_events_are_reused_in_turn(fake):
     """A job would wait for another step than its own."""
     events = Events(1)
     assert len(events.handles) == EVENTS == len(set(events.handles))
@@ -516,7 +516,7 @@ def test_events_take_turns(fake):
     assert not fake.events
 
 
-def test_a_stream_has_a_counter_of_its_own(fake, device):
+def test_each_stream_has_its_own_counter(fake, device):
     """Values of two streams in one counter would pass each other."""
     counters = Counters(1)
     assert counters.span.size_bytes == 2 * MIB
@@ -534,7 +534,7 @@ def test_a_stream_has_a_counter_of_its_own(fake, device):
     counters.close()
 
 
-def test_a_counter_is_waited_for(fake, device):
+def test_stream_waits_for_a_counter(fake, device):
     """Where IPC events are not available, a store would read too early."""
     stream = device.create_stream(urgent=False)
     pages = device.allocate(MIB)

@@ -48,7 +48,7 @@ def functions(name: str) -> Iterator[ast.FunctionDef]:
 
 @pytest.mark.parametrize("name", STUBS)
 def test_every_name_of_the_stubs_exists(name):
-    """A library that renames what tierd calls would break a GPU node, and no test here."""
+    """A renamed function of a library would break a GPU node, but no test without a GPU."""
     module = importlib.import_module(name)
     for node in stub(name).body:
         if isinstance(node, ast.AnnAssign):
@@ -76,7 +76,7 @@ def check_class(real: type, node: ast.ClassDef) -> None:
 
 @pytest.mark.parametrize("name", STUBS)
 def test_functions_take_as_many_arguments_as_the_stubs_say(name):
-    """An argument too many is found by nobody before the first call on a GPU."""
+    """A surplus argument would not be found before the first call on a GPU."""
     module = importlib.import_module(name)
     for function in functions(name):
         signature = (getattr(module, function.name).__doc__ or "").splitlines()[0]
@@ -109,7 +109,7 @@ def argument(module: ModuleType, annotation: ast.expr) -> object:
 
 @without_driver
 def test_the_driver_bindings_take_what_the_stubs_say():
-    """Arguments are converted before the driver is looked for: a wrong type is told as such."""
+    """Arguments are converted before the driver is looked for: a wrong type is reported as such."""
     module = importlib.import_module("cuda.bindings.driver")
     for function in functions("cuda.bindings.driver"):
         types = [parameter.annotation for parameter in function.args.args]
@@ -137,7 +137,7 @@ def test_the_runtime_takes_what_the_stubs_say():
 
 
 @without_driver
-def test_without_a_driver_the_daemon_is_told_so():
+def test_daemon_reports_a_missing_driver():
     """A node without a GPU would end in a stack trace instead of a reason."""
     with pytest.raises(CannotOpenError, match="no NVIDIA driver here"):
         visible()
@@ -161,7 +161,7 @@ BLOCKED = "import sys; sys.modules.update(dict.fromkeys(['cuda.bindings', 'cupy'
 
 
 @without_driver
-def test_without_a_driver_an_engine_is_told_so():
+def test_engine_reports_a_missing_driver():
     """An engine on CPUs that asks for a GPU would end in a stack trace."""
     lines = run(ENGINE)
     assert len(lines) == 4
@@ -169,7 +169,7 @@ def test_without_a_driver_an_engine_is_told_so():
 
 
 @pytest.mark.slow
-def test_without_the_libraries_both_sides_name_them():
+def test_both_sides_name_missing_libraries():
     """`import tierd.device.cuda` would fail on every node that has not installed the extra."""
     lines = run(f"{BLOCKED}{ENGINE}")
     assert len(lines) == 4
@@ -186,7 +186,7 @@ def test_without_the_libraries_both_sides_name_them():
 
 
 @pytest.mark.slow
-def test_an_engine_does_not_get_cupy_or_torch_by_tierd():
+def test_client_does_not_import_cupy_or_torch():
     """An engine would pay for the daemon's libraries, or take a second CUDA runtime."""
     (line,) = run(
         "import sys, tierd.device.engine_cuda\n"

@@ -1,4 +1,4 @@
-"""The host device keeps to the rules of CUDA: what works here must not break there."""
+"""The host device follows CUDA's rules: code that works with it must work on a GPU."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_memory_that_could_vanish_is_refused(
 
 
 def test_a_gpus_memory_is_refused(device: HostDevice) -> None:
-    """An engine on a GPU would be answered with an OSError, not with what is wrong."""
+    """An engine on a GPU would get an OSError instead of the reason."""
     for kind, uuid in ((ExportKind.CUDA_IPC, b"\x01" * 16), (ExportKind.CUDA_VMM, HOST_UUID)):
         with pytest.raises(CannotOpenError, match="GPU"):
             device.open(Export(kind, uuid, SIZE, bytes(64)))
@@ -154,7 +154,7 @@ def test_pinning_obeys_cudas_rules(device: HostDevice, memory: HostExport) -> No
         device.unpin(at)
 
 
-def test_memory_of_our_own(device: HostDevice) -> None:
+def test_device_memory_is_allocated_and_freed(device: HostDevice) -> None:
     """Scratch memory of every attachment would add up."""
     address = device.allocate(4096)
     device.free(address)
@@ -182,7 +182,7 @@ def test_event_that_was_never_recorded_counts_as_happened(
 
 
 def test_wait_takes_the_newest_record_at_its_call(device: HostDevice, memory: HostExport) -> None:
-    """A later record would hold up, or let go, what was ordered behind an earlier one."""
+    """A later record would delay or release work that is ordered behind an earlier one."""
     first, second = Held(device, memory), Held(device, memory, SIZE - 16)
     event, done = device.create_event(), device.create_event()
     stream = device.create_stream(urgent=False)
@@ -210,7 +210,7 @@ def test_newest_record_is_what_is_queried(device: HostDevice, memory: HostExport
     until(lambda: device.query(event))
 
 
-def test_peers_counter_is_waited_for_by_value(device: HostDevice, memory: HostExport) -> None:
+def test_wait_for_a_peers_counter_compares_values(device: HostDevice, memory: HostExport) -> None:
     """A store would copy pages that the engine is still computing."""
     peer = HostEvent(memory, 0, 64)
     event = device.open_event(peer.handle, [device.open(memory.export)])
@@ -239,7 +239,7 @@ def test_counter_outside_of_its_allocation_is_refused(
         (counter_handle(1, 0), "outside"),
         (counter_handle(0, SIZE - 7), "outside"),
         (counter_handle(0, (1 << 64) - 8), "outside"),
-        (counter_handle(0, 4), "aligned"),
+        (counter_handle(0, 4), "multiple of 8"),
         (b"\x00" + bytes(64), "counters"),
         (b"\x01", "counters"),
     ):
@@ -261,7 +261,7 @@ def test_closing_an_event_frees_the_stream_that_waits_for_it(
     device.close(base)
 
 
-def test_shut_ends_a_stream_that_waits_for_ever(memory: HostExport) -> None:
+def test_shut_ends_a_stream_that_waits_forever(memory: HostExport) -> None:
     """A process could not end while an engine hangs."""
     device = HostDevice()
     held = Held(device, memory)

@@ -53,13 +53,13 @@ def rig(request):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_check(rig, check):
-    """On a GPU a check would fail by an error of its own."""
+    """On a GPU a check would fail because of a bug in the check."""
     if rig.kind != "fake-vmm" or check in (openings, layouts, refusals):
         check(rig)
 
 
-def test_the_benchmark_measures_every_way(rig):
-    """`make gpu-bench` would use up its minutes on the GPU and tell nothing."""
+def test_benchmark_measures_every_way(rig):
+    """`make gpu-bench` would use up its time on the GPU without a result."""
     plain = plain_cuda if rig.kind != "host" else plain_host(rig.device)
     results = measure(rig.device, plain, (64 << 10, 2 << 20), 4 << 20, rounds=5)
     assert len(results) == 4
@@ -71,8 +71,8 @@ def test_the_benchmark_measures_every_way(rig):
         )
         assert ways <= set(result)
         assert all(result[way]["gb_per_s"] > 0 for way in ways)
-    told = disturbance(rig.device, rig.kind, 4 << 20, 0.05)
-    assert len(told) == 5
+    measured = disturbance(rig.device, rig.kind, 4 << 20, 0.05)
+    assert len(measured) == 5
 
 
 def plain_host(device):
@@ -85,20 +85,20 @@ def plain_host(device):
     return plain
 
 
-def test_an_engine_that_cannot_show_its_memory_says_why():
-    """The checks of refusals would pass whatever an engine answers."""
+def test_engine_that_cannot_export_its_memory_says_why():
+    """The checks of refusals would pass for any answer of an engine."""
     with pytest.raises(AssertionError, match="without a file descriptor"):
         unshowable("fake-none", "a word that is not there")
 
 
-def test_a_check_that_fails_is_told_and_the_others_go_on(capsys):
+def test_failed_check_is_reported_and_the_others_run(capsys):
     """The first surprise on a GPU would end a run that cannot be repeated soon."""
 
     def fails():
         raise ValueError("surprise")
 
     assert not passes("it", fails)
-    assert passes("that", lambda: {"told": 1})
+    assert passes("that", lambda: {"value": 1})
     lines = capsys.readouterr().out.splitlines()
     assert '"error": "ValueError: surprise"' in lines[0]
     assert '"passed": true' in lines[1]
@@ -108,5 +108,5 @@ def test_a_check_that_fails_is_told_and_the_others_go_on(capsys):
 def test_an_engine_with_another_dev_shm(rig):
     """The check would fail on a GPU by its own way to start such an engine."""
     if rig.kind == "fake":
-        told = private_shm(rig)
-        assert told["counters"] == "work"
+        result = private_shm(rig)
+        assert result["counters"] == "work"

@@ -35,7 +35,7 @@ extern "C" void launch(const void *parameters, int gather, unsigned blocks, unsi
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_compiles_for(arch):
+def test_kernels_compile_for(arch):
     """A GPU of this generation would have no kernel, and small pages no speed."""
     cubin = kernels.compile_for(arch)
     assert cubin[:4] == b"\x7fELF"
@@ -44,7 +44,7 @@ def test_compiles_for(arch):
     assert kernels.compile_for(arch) is cubin
 
 
-def test_an_unknown_architecture_is_told():
+def test_unknown_architecture_is_reported():
     """A GPU newer than NVRTC would end the copy process, not only this way to copy."""
     with pytest.raises(DeviceError, match=r"do not compile for sm_3.*gpu-arch") as failure:
         kernels.compile_for("sm_3")
@@ -85,7 +85,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_moves_every_byte_and_no_other(on_cpu, lengths):
+def test_kernels_move_every_byte_and_no_other(on_cpu, lengths):
     """A wrong offset in the kernel is a wrong token of the model."""
     rng = np.random.default_rng(1)
     sizes = np.array(lengths, np.uint64)
@@ -121,7 +121,7 @@ def test_moves_every_byte_and_no_other(on_cpu, lengths):
     assert np.array_equal(target, expected)
 
 
-def test_long_pieces_are_launched_apart():
+def test_long_pieces_are_launched_separately():
     """Offsets within a launch have 32 bits: beyond 4 GiB they would begin at 0 again."""
     sizes = np.array([kernels.PIECE_BYTES_MAX] * 3, np.uint64)
     launches = list(kernels.launches(np.zeros(3, np.uint64), sizes, 1 << 40))

@@ -25,7 +25,7 @@ from tierd.memory.past import IncarnationPage
 from tierd.testing.loop import SimulationError
 from tierd.testing.simulation.run import simulate
 from tierd.testing.simulation.world import Violation
-from tierd_connectors.vllm.guard import Boundary
+from tierd_connectors.common.guard import Boundary
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.worker.queues import Queues
 

@@ -101,7 +101,7 @@ def test_every_message_has_a_sample() -> None:
 
 
 class Reader:
-    """A session of one end and what it has handled."""
+    """A session of one end, and the messages that it has received."""
 
     def __init__(self, role: Role) -> None:
         self.got: list[tuple[m.Message, tuple[int, ...]]] = []
@@ -121,7 +121,7 @@ def number_of(message: m.Message) -> int:
 
 
 @given(st.lists(st.integers(0, 2000), max_size=40), st.sampled_from(list(Role)))
-def test_split_anywhere(cuts: list[int], role: Role) -> None:
+def test_frames_may_be_split_anywhere(cuts: list[int], role: Role) -> None:
     """A stream cut at unlucky places would lose or change messages."""
     sent = session_samples(role)
     stream = b"".join(frame(s) for s in sent)
@@ -149,7 +149,7 @@ def test_merged_descriptors_stay_with_their_frames() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_garbage_is_refused_or_waited_for(garbage: bytes) -> None:
+def test_garbage_is_refused_or_incomplete(garbage: bytes) -> None:
     """Garbage on the socket would crash the daemon instead of one session."""
     reader = Reader(Role.DAEMON)
     with contextlib.suppress(RemoteProtocolError):
@@ -158,8 +158,8 @@ def test_garbage_is_refused_or_waited_for(garbage: bytes) -> None:
 
 
 @given(st.data())
-def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
-    """A flipped byte in a frame would raise something that nobody catches."""
+def test_damaged_frames_raise_only_protocol_errors(data: st.DataObject) -> None:
+    """A flipped byte in a frame would raise an error that no code catches."""
     sample = data.draw(st.sampled_from(SAMPLES))
     raw = bytearray(frame(sample))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -174,8 +174,8 @@ def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"XX\0\0\0\0\0\0", "head is wrong"),
-        (b"TK\0\1\0\0\0\0", "head is wrong"),
+        (b"XX\0\0\0\0\0\0", "not a frame"),
+        (b"TK\0\1\0\0\0\0", "not a frame"),
         (b"TK\0\0\xff\xff\xff\xff", "exceeds the limit"),
         (b"TK\xff\0\0\0\0\0", "descriptors"),
         (encode_frame(b"\xc1"), "not MessagePack"),
@@ -186,8 +186,8 @@ def test_damaged_frames_never_raise_anything_else(data: st.DataObject) -> None:
         (encode_frame(m.encode(m.Status(1))), "unknown, or out of order"),
         (encode_frame(b"\x92\x01\x01"), "2 fields"),
         (encode_frame(b"\x93\x01\xc3\xa1x"), "Hello.version is bool"),
-        (encode_frame(b"\x93\x01\xff\xa1x"), "out of range"),
-        (encode_frame(m.encode(m.Hello(1, "x")), 1), "without the descriptors"),
+        (encode_frame(b"\x93\x01\xff\xa1x"), "must be 0 to"),
+        (encode_frame(m.encode(m.Hello(1, "x")), 1), "and came with 0"),
     ],
 )
 def test_hostile_frames(raw: bytes, why: str) -> None:
@@ -196,7 +196,7 @@ def test_hostile_frames(raw: bytes, why: str) -> None:
         Reader(Role.DAEMON).receive(raw)
 
 
-def test_a_claimed_length_allocates_nothing() -> None:
+def test_declared_length_allocates_nothing() -> None:
     """A head that claims 4 GiB would take the daemon's memory."""
     decoder = FrameDecoder()
     frames: list[bytes] = []
@@ -206,16 +206,16 @@ def test_a_claimed_length_allocates_nothing() -> None:
     assert len(decoder._buffer) == HEAD_BYTES
 
 
-def test_descriptors_without_frames_are_given_back() -> None:
+def test_descriptors_without_frames_are_returned() -> None:
     """A peer could make this process run out of descriptors."""
     reader = Reader(Role.CLIENT)
     reader.receive(b"", [70, 71])
     assert reader.wire.take_fds() == [70, 71]
-    with pytest.raises(RemoteProtocolError, match="too many descriptors"):
+    with pytest.raises(RemoteProtocolError, match="descriptors came before their frames"):
         reader.receive(b"", list(range(100, 200)))
 
 
-def test_unexpected_descriptor_is_refused_and_given_back() -> None:
+def test_unexpected_descriptor_is_refused_and_returned() -> None:
     """A descriptor that came with the wrong message would leak."""
     reader = Reader(Role.DAEMON)
     reader.receive(frame(SAMPLES[0]))
@@ -229,7 +229,7 @@ def test_key_limit() -> None:
     assert len(m.split_hashes(bytes(32 * m.KEYS_PER_CALL_MAX))) == m.KEYS_PER_CALL_MAX
     with pytest.raises(RemoteProtocolError, match="at most"):
         m.split_hashes(bytes(32 * (m.KEYS_PER_CALL_MAX + 1)))
-    with pytest.raises(RemoteProtocolError, match="32 bytes"):
+    with pytest.raises(RemoteProtocolError, match="times 32"):
         m.split_hashes(bytes(31))
-    with pytest.raises(RemoteProtocolError, match="4 bytes"):
+    with pytest.raises(RemoteProtocolError, match="multiple of 4"):
         m.unpack_slots(bytes(3))

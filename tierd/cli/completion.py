@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "completion",
         help="print the shell completion of this command",
-        description="Print the script that has a shell complete commands, options and values.",
+        description="Print a script for a shell that completes commands, options and values.",
         epilog="\n".join(f"{shell:<5} {line}" for shell, line in SHELLS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

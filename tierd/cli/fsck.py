@@ -41,9 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "fsck",
         help="check file tiers on disk while tierd is stopped",
-        description="Read what a file tier holds and verify it, while no tierd has it open: "
-        "files, index, headers and payloads. Files of somebody else are named and never touched.",
-        epilog="Exit status: 0 clean, 1 damage repaired, 4 damage left, 2 it cannot be checked.",
+        description="Read and verify a file tier while no tierd has it open: files, index, headers "
+        "and payloads. Files of other owners are listed and never changed.",
+        epilog="Exit status: 0 clean, 1 damage repaired, 4 damage left, 2 not checked.",
     )
     parser.add_argument(
         "path", nargs="?", metavar="PATH", help="the tier's directory (default: from --config)"

@@ -32,8 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "hotset",
         help="show, export or import the most valuable prefixes",
-        description="A hot set names the prefixes that are worth having, most worth first, and "
-        "holds none of their bytes: `tierd warm --hotset FILE` brings those.",
+        description="A hot set lists the prefixes that are worth keeping, the most valuable first, "
+        "without their bytes: `tierd warm --hotset FILE` loads them.",
     )
     commands = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     status = "Exit status: 0 done, 1 no daemon answers, 2 wrong usage or a malformed hot set."
@@ -248,7 +248,7 @@ class _Source(NamedTuple):
 def _show(args: argparse.Namespace) -> int:
     """Print a hot set; return the exit status."""
     if args.limit is not None and args.limit < 1:
-        raise ConfigError("--limit must be at least 1")
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
     if args.file is not None:
         if args.namespace or args.tier:
             raise ConfigError("--namespace and --from do not apply to FILE: leave one out")

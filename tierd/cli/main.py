@@ -18,7 +18,7 @@ from tierd.cli.common import streams
 from tierd.errors import ConfigError
 
 COMMANDS = {
-    "bench": "measure the tiers, and from which prefix length each pays",
+    "bench": "measure the tiers, and the prefix length from which each pays",
     "completion": "print the shell completion of this command",
     "doctor": "find faults of this node or an engine, and say what to do",
     "flush": "drop blocks from host memory and all tiers",
@@ -33,7 +33,7 @@ COMMANDS = {
     "serve": "run the daemon",
     "status": "show contents and counters of a running daemon",
     "top": "watch a running daemon live",
-    "warm": "bring prefixes into host memory before requests need them",
+    "warm": "load prefixes into host memory before requests need them",
 }
 """Subcommands and their lines in --help. Each is a module of `tierd.cli` with `add_parser`."""
 

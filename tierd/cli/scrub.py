@@ -28,9 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "scrub",
         help="verify the blocks in the tiers of a running daemon",
         description="Read every block of the tiers, behind all requests and at a limited rate, "
-        "and verify it. What is damaged is dropped, and written again where host memory or "
-        "another tier has it. Ctrl-C stops the scrub.",
-        epilog="Exit status: 0 all is sound, 1 damage was found or a tier could not be read, "
+        "and verify it. Damaged blocks are dropped, and written again if host memory or another "
+        "tier has them. Ctrl-C stops the scrub.",
+        epilog="Exit status: 0 no damage, 1 damage was found or a tier could not be read, "
         "2 wrong usage, 3 stopped before the end.",
     )
     parser.add_argument(
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     """Scrub and wait; return the exit status."""
     rate = parse_size(args.rate.removesuffix("/s"))
     if rate < 1:
-        raise ConfigError("--rate must be more than 0")
+        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
     try:
         with Operator(args.socket, "tierd scrub") as operator:
             if args.stop:

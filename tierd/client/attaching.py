@@ -1,7 +1,7 @@
-"""A client's part of daemon-driven copies: what it has shown the daemon, and copies under way.
+"""A client's part of copies by the daemon: exported memory, attachments and copies in progress.
 
-No socket and no clock of its own: `Client` sends what this makes and hands it what comes, all
-under the client's lock.
+It has no socket and reads no clock: the client passes it a function that sends, the messages that
+arrive, and the time. Used under the client's lock.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from tierd.wire import messages as m
 
 AGAIN_FIRST_S: Final = 0.1
 AGAIN_MAX_S: Final = 5.0
-"""Pause before attaching again after the copying process has gone, doubled between these."""
+"""First and longest pause before attaching again after the copy process has ended; it doubles."""
 
 REFUSALS_MAX: Final = 8
-"""Refusals in a row of what was attached before, until the last one is believed: about 20 s."""
+"""Consecutive refusals of an attachment that was accepted before, until it counts as refused: about
+20 s."""
 
 Send = Callable[[m.FromClient, int | None], None]
 Probe = Callable[[bool], tuple[int, bytes]]
 
 
 class RegisteredHandle(Protocol):
-    """What counts of a client's handle: its number in the present session."""
+    """A client's handle: its number in the present session; None: not registered."""
 
     number: int | None
 
@@ -33,17 +34,18 @@ class RegisteredHandle(Protocol):
 class Attachment:
     """Pages of an engine that the daemon copies to and from.
 
-    It outlives disconnects, and the death of the daemon's copying process; `ready` says if it
-    can be used now. `refusal` says why it never will be, `how` which way copies go.
+    It outlives disconnects and the end of the daemon's copy process. `ready`: it can be used now.
+    `refusal`: why the daemon permanently refuses it; None: not refused. `how`: the way of copying,
+    as text.
     """
 
     __slots__ = (
+        "_accepted",
         "_again_s",
         "_gate_fd",
         "_pause_s",
         "_probe",
         "_refusals",
-        "_seen",
         "events",
         "exports",
         "handle",
@@ -75,19 +77,22 @@ class Attachment:
         self.how = ""
         self._gate_fd = gate_fd
         self._probe = probe
-        self._seen = False
+        self._accepted = False
         self._pause_s = 0.0
         self._refusals = 0
         self._again_s: float | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether the daemon that is connected now copies for it."""
+        """Whether the connected daemon copies for this attachment now."""
         return self.number is not None
 
 
 class PendingCopy:
-    """A copy under way. `blocks` of it, from the first on, are in place once it is `done`."""
+    """A copy in progress. Once it is `done`, its first `blocks` blocks are in place.
+
+    `reason` says why not all are; empty: all are.
+    """
 
     __slots__ = ("blocks", "done", "reason")
 
@@ -97,12 +102,12 @@ class PendingCopy:
         self.reason = ""
 
     def end(self, blocks: int, reason: str) -> None:
-        """It has ended, for whatever reason."""
+        """Record the end of the copy."""
         self.blocks, self.reason, self.done = blocks, reason, True
 
 
 class Attachments:
-    """All attachments of a client, and what the present session knows of them."""
+    """All attachments of a client, and their state in the present session."""
 
     def __init__(self, send: Send, next_call: Callable[[], int]) -> None:
         self._send = send
@@ -116,25 +121,25 @@ class Attachments:
         self._numbers = itertools.count(1)
 
     def add(self, attachment: Attachment) -> None:
-        """A new one, sent now if its handle is registered."""
+        """Add an attachment, and send it now if its handle is registered."""
         self._all.append(attachment)
         self._attach(attachment)
 
     def offer(self, handle: RegisteredHandle) -> None:
-        """A handle has been registered in this session: what belongs to it can be attached."""
+        """Attach the attachments of a handle that has been registered in this session."""
         for attachment in self._all:
             if attachment.handle is handle:
                 self._attach(attachment)
 
     def try_again(self, now_s: float) -> None:
-        """Attach again what the copying process took with it, if it is time to."""
+        """Attach again what ended with the copy process, once the pause is over."""
         for attachment in self._all:
             again_s = attachment._again_s
             if again_s is not None and now_s >= again_s:
                 self._attach(attachment)
 
     def remove(self, attachment: Attachment) -> None:
-        """Ask for the end of an attachment, which `is_known` until then."""
+        """Request the end of an attachment. `is_known` is true until the daemon confirms it."""
         self._all.remove(attachment)
         if attachment in self._queued:
             self._queued.remove(attachment)
@@ -144,18 +149,18 @@ class Attachments:
             self._drop_exports(attachment)
 
     def is_known(self, attachment: Attachment) -> bool:
-        """Whether the daemon may have what a removed attachment has shown open."""
+        """Whether the daemon may still have the exports of a removed attachment open."""
         return attachment in self._attaching.values() or attachment in self._detaching.values()
 
     def begin(self, make: Callable[[int], m.FromClient]) -> PendingCopy:
-        """Send a copy, made with the number of its call."""
+        """Send the copy that `make` returns for a call number."""
         call = self._next_call()
         pending = self._pending[call] = PendingCopy()
         self._send(make(call), None)
         return pending
 
     def lost(self) -> None:
-        """The session is over."""
+        """End all copies: the session is over."""
         for attachment in self._all:
             attachment.number = None
             attachment._again_s = None
@@ -168,7 +173,7 @@ class Attachments:
         self._exported.clear()
 
     def take(self, message: m.Attached | m.Detached | m.Copied, now_s: float) -> bool:
-        """What the daemon says; False for what answers nothing."""
+        """Take a message. Returns False if it answers nothing."""
         match message:
             case m.Attached(call, number, how):
                 attachment = self._attaching.pop(call, None)
@@ -177,21 +182,21 @@ class Attachments:
                 if attachment in self._all:
                     attachment.number, attachment.how = number, how
                     attachment.refusal = None
-                    attachment._seen = True
+                    attachment._accepted = True
                     attachment._pause_s = 0.0
                     attachment._refusals = 0
                 else:
-                    # It was given up meanwhile.
+                    # It was removed meanwhile.
                     self._detach(attachment, number)
                 self._attach_next()
             case m.Detached(0, number, _):
                 for attachment in self._all:
                     if attachment.number == number:
                         attachment.number = None
-                        self._later(attachment, now_s)
+                        self._retry_later(attachment, now_s)
                         self._drop_exports(attachment)
             case m.Detached(call, _, reason) if call in self._attaching:
-                self._not_attached(call, reason, now_s, for_good=False)
+                self._not_attached(call, reason, now_s, permanent=False)
             case m.Detached(call):
                 gone = self._detaching.pop(call, None)
                 if gone is not None:
@@ -204,36 +209,36 @@ class Attachments:
         return True
 
     def refused(self, call: int, reason: str, now_s: float) -> bool:
-        """An ERROR came; whether it answers an ATTACH."""
+        """Take an ERROR. Returns whether it answers an ATTACH."""
         if call not in self._attaching:
             return False
-        # What has worked before may again.
-        self._not_attached(call, reason, now_s, for_good=not self._attaching[call]._seen)
+        # An attachment that was accepted before may be accepted again.
+        self._not_attached(call, reason, now_s, permanent=not self._attaching[call]._accepted)
         return True
 
-    def _not_attached(self, call: int, reason: str, now_s: float, *, for_good: bool) -> None:
+    def _not_attached(self, call: int, reason: str, now_s: float, *, permanent: bool) -> None:
         attachment = self._attaching.pop(call)
         self._drop_exports(attachment)
-        if for_good or attachment._refusals >= REFUSALS_MAX:
+        if permanent or attachment._refusals >= REFUSALS_MAX:
             attachment.refusal = reason
         else:
             attachment._refusals += 1
-            self._later(attachment, now_s)
+            self._retry_later(attachment, now_s)
         self._attach_next()
 
     def _attach_next(self) -> None:
         while self._queued and not self._attaching:
             self._attach(self._queued.pop(0))
 
-    def _later(self, attachment: Attachment, now_s: float) -> None:
+    def _retry_later(self, attachment: Attachment, now_s: float) -> None:
         pause_s = min(max(2 * attachment._pause_s, AGAIN_FIRST_S), AGAIN_MAX_S)
         attachment._pause_s = pause_s
         attachment._again_s = now_s + pause_s
 
     def _attach(self, attachment: Attachment) -> None:
-        """Send an attachment, unless its handle is not registered: `offer` follows then.
+        """Send an attachment. If its handle is not registered, `offer` sends it later.
 
-        One at a time: the next one's probe may be in the same block.
+        Only one is sent at a time, because the probe of the next one may use the same block.
         """
         handle = attachment.handle.number
         if handle is None:
@@ -243,12 +248,12 @@ class Attachments:
             if attachment not in self._queued:
                 self._queued.append(attachment)
             return
-        block, digest = attachment._probe(not attachment._seen)
+        block, digest = attachment._probe(not attachment._accepted)
         numbers = []
         for export in attachment.exports:
             numbers.append(self._export(export, attachment))
             if attachment.handle.number is None:
-                # The session broke while it was sent.
+                # The session ended during the sends.
                 self._exported.clear()
                 return
         call = self._next_call()
@@ -291,7 +296,7 @@ class Attachments:
         self._send(m.Detach(call, number), None)
 
     def _drop_exports(self, user: Attachment) -> None:
-        """Have the daemon forget allocations that no other attachment uses."""
+        """Have the daemon close the allocations that no other attachment uses."""
         for export in user.exports:
             number, users = self._exported.get(export, (0, set()))
             users.discard(user)

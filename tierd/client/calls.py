@@ -1,4 +1,4 @@
-"""The calls of an engine that must not wait: look up, load, store, have the daemon copy."""
+"""The calls of an engine that must not wait: lookups, loads, stores, and copies by the daemon."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout
 from tierd.wire import messages as m
 
 HINT_MS_MAX: Final = 1 << 40
-"""Far beyond what any daemon grants."""
+"""Longest hint, in ms: far more than any daemon grants."""
 
 
 class EngineCalls(ClientSession):
-    """What an engine asks of the daemon. All but `acquire`, `reserve`, `commit` and `detach`
-    never block."""
+    """Calls of an engine. Only `acquire`, `reserve`, `commit` and `detach` may block."""
 
     # --- looking up -------------------------------------------------------------------
 
@@ -62,7 +61,7 @@ class EngineCalls(ClientSession):
         with self._lock:
             self._ensure_ready(handles)
             pending = self._acquires.begin(handles, hashes, deadline_ms, AskedFor())
-            end = time.monotonic() + deadline_ms / 1000 + self._connection.timeout_s
+            end = time.monotonic() + deadline_ms / 1000 + self._waiting.timeout_s
             while not pending.done:
                 left = end - time.monotonic()
                 if left <= 0:
@@ -138,7 +137,7 @@ class EngineCalls(ClientSession):
             )
 
     def cancel(self, pending: PendingAcquire) -> None:
-        """Give up an acquire. A lease that has come, or comes later, is released. Never blocks."""
+        """Cancel an acquire. Its lease is released, also one that arrives later. Never blocks."""
         with self._lock:
             self._acquires.cancel(pending)
 
@@ -150,11 +149,11 @@ class EngineCalls(ClientSession):
     def lease_views(
         self, handle: Handle, epoch: bytes, slots: Sequence[int]
     ) -> list[memoryview] | None:
-        """Views of leased slots, `slot_bytes` each; None if a slot is not mapped in this process.
+        """Return views of leased slots, `slot_bytes` each; None if one is not mapped here.
 
-        `epoch` and `slots` are the lease's. The daemon owns the memory: do not write to it. The
-        views of a daemon that has died stay readable until its last lease would have ended.
-        Never blocks.
+        `epoch` and `slots` are the lease's. The daemon owns the memory: do not write to it. After
+        the daemon has died, views stay readable until its last lease would have ended. Never
+        blocks.
         """
         with self._lock:
             incarnation = self._incarnations.of(epoch)
@@ -183,7 +182,10 @@ class EngineCalls(ClientSession):
         lists of different lengths and for a hash of a wrong length.
         """
         if not len(hashes) == len(parents) <= m.KEYS_PER_CALL_MAX:
-            raise ValueError(f"a parent a hash, at most {m.KEYS_PER_CALL_MAX} of them")
+            raise ValueError(
+                f"{len(hashes)} hashes and {len(parents)} parents: one parent per hash is needed, "
+                f"for at most {m.KEYS_PER_CALL_MAX} hashes"
+            )
         check_hashes(hashes)
         check_hashes(parents)
         with self._lock:
@@ -191,7 +193,7 @@ class EngineCalls(ClientSession):
             if handle.number is None or not hashes:
                 return None
             call = self._connection.next_call()
-            reply = self._connection.call(
+            reply = self._waiting.call(
                 call, m.Reserve(call, handle.number, b"".join(hashes), b"".join(parents))
             )
             incarnation = self._incarnations.now
@@ -219,9 +221,9 @@ class EngineCalls(ClientSession):
     def commit(self, reservation: Reservation, count: int | None = None) -> list[bool]:
         """Publish the slots of a reservation, or only the first `count` of them.
 
-        Returns for each hash of `reserve` whether the daemon has the block now. All False but
-        for `present` blocks if the session broke meanwhile. Waits at most `call_timeout_ms`.
-        The views of the reservation are the daemon's again.
+        Returns for each hash of `reserve` whether the daemon has the block now. If the session
+        broke meanwhile, only `present` blocks are True. Waits at most `call_timeout_ms`. The caller
+        must not use the views of the reservation again.
         """
         with self._lock:
             granted = sum(slot is not None for slot in reservation.slots)
@@ -229,9 +231,7 @@ class EngineCalls(ClientSession):
             if self._filling.end(reservation, self._connection.sock):
                 call = self._connection.next_call()
                 wanted = granted if count is None else min(count, granted)
-                reply = self._connection.call(
-                    call, m.Commit(call, reservation.reservation_id, wanted)
-                )
+                reply = self._waiting.call(call, m.Commit(call, reservation.reservation_id, wanted))
                 if isinstance(reply, m.Committed):
                     stored = reply.blocks
             result = []
@@ -298,7 +298,7 @@ class EngineCalls(ClientSession):
             self._attachments.remove(attachment)
             if not self._attachments.is_known(attachment):
                 return True
-            end = time.monotonic() + self._connection.timeout_s
+            end = time.monotonic() + self._waiting.timeout_s
             while self._connection.sock is not None and self._attachments.is_known(attachment):
                 left = end - time.monotonic()
                 if left <= 0:

@@ -119,13 +119,13 @@ class Client(EngineCalls):
         """Log, once per incarnation, that tiers are not asked for so few missing tokens."""
         with self._lock:
             incarnation = self._incarnations.now
-            if incarnation is None or incarnation.told_too_short:
+            if incarnation is None or incarnation.reported_too_short:
                 return
             if incarnation.min_tokens is None:
                 incarnation.min_tokens = self._min_tokens()
             tokens = missing * handle.namespace.block_tokens
             if incarnation.min_tokens is not None and tokens < incarnation.min_tokens:
-                incarnation.told_too_short = True
+                incarnation.reported_too_short = True
                 self._connection.last_error = (
                     f"{tokens} tokens are missing in host memory, and storage tiers are not asked "
                     f"for fewer than {incarnation.min_tokens} (prefetch.min_tokens of the daemon)"
@@ -133,7 +133,7 @@ class Client(EngineCalls):
                 log.warning("%s: %s", self._connection.path, self.last_error)
 
     def _min_tokens(self) -> int | None:
-        """The bound of the daemon that is there; 0 if it has no storage tiers."""
+        """Return the connected daemon's `prefetch.min_tokens`; 0 if it has no storage tiers."""
         try:
             status = self.status()
         except DisconnectedError:
@@ -145,7 +145,7 @@ class Client(EngineCalls):
         return found if isinstance(found, int) else None
 
     def populate(self, budget_bytes: int = _POPULATE_BYTES_MAX) -> bool:
-        """Fault in at most `budget_bytes` of the mapped segments; True while more remains.
+        """Fault in at most `budget_bytes` of the mapped segments. Returns whether more remains.
 
         Runs without the GIL. Without it the first copy to or from each page runs at a tenth of
         memcpy's speed.
@@ -169,11 +169,11 @@ class Client(EngineCalls):
         return False
 
     def status(self) -> dict[str, object]:
-        """The daemon's status document. Raises DisconnectedError with the reason if it is away."""
+        """Return the daemon's status. Raises DisconnectedError with the reason if it is away."""
         with self._lock:
             call = self._connection.next_call()
             self._ensure_ready([])
-            reply = self._connection.call(call, m.Status(call)) if self.connected else None
+            reply = self._waiting.call(call, m.Status(call)) if self.connected else None
             if not isinstance(reply, m.StatusReply):
                 raise DisconnectedError(
                     f"no answer from {self._connection.path}: {self.last_error}"

@@ -1,6 +1,6 @@
-"""A connection to the daemon: connects again, sends, receives, and matches replies to calls.
+"""A connection to the daemon: connects, connects again with a growing pause, sends and receives.
 
-It knows a message's number, and nothing of what messages mean.
+It numbers calls, and does not know what messages mean.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tierd.wire.session import Role, WireSession, encode
 
 RECONNECT_FIRST_S: Final = 0.05
 RECONNECT_MAX_S: Final = 2.0
-"""Pause before connecting again, doubled from the first to the longest."""
+"""First and longest pause before the client connects again; it doubles each time."""
 
 OUTBOUND_BYTES_MAX: Final = 8 << 20
-"""Unsent calls to a daemon that does not read: beyond it the session is given up."""
+"""Most unsent bytes. The session to a daemon that reads less ends."""
 
 _DONT_WAIT: Final = int(socket.MSG_DONTWAIT)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
@@ -34,11 +34,37 @@ _FD = struct.Struct("i")
 _CMSG_SPACE: Final = socket.CMSG_SPACE(16 * 4)
 
 
-class DaemonConnection:
-    """A socket to the daemon at `path`, made again when it breaks. Used under the client's lock.
+class _Backoff:
+    """The pause before the next attempt to connect."""
 
-    `dispatch` gets each message. `opened` says what a session begins with. `lost` gets the
-    socket of a session that is over, still open, and closes it.
+    def __init__(self) -> None:
+        self._at_s = 0.0
+        self._pause_s = RECONNECT_FIRST_S
+
+    @property
+    def over(self) -> bool:
+        """Whether the pause is over."""
+        return time.monotonic() >= self._at_s
+
+    def failed(self) -> None:
+        """Begin a pause, twice as long as the one before."""
+        self._at_s = time.monotonic() + self._pause_s
+        self._pause_s = min(self._pause_s * 2, RECONNECT_MAX_S)
+
+    def succeeded(self) -> None:
+        """Make the next pause a short one."""
+        self._pause_s = RECONNECT_FIRST_S
+
+    def skip(self) -> None:
+        """End the pause now."""
+        self._at_s = 0.0
+
+
+class DaemonConnection:
+    """A socket to the daemon at `path`, opened again when it breaks. Used under the client's lock.
+
+    `dispatch` receives each message and its descriptors. `opened` sends the first messages of a
+    session. `lost` takes the open socket of a session that is over, and closes it.
     """
 
     def __init__(
@@ -46,18 +72,15 @@ class DaemonConnection:
         path: str,
         *,
         takes_fds: bool,
-        timeout_s: float,
         dispatch: Callable[[m.Message, tuple[int, ...]], None],
         opened: Callable[[], None],
         lost: Callable[[socket.socket], None],
     ) -> None:
         self.path = path
-        self.timeout_s = timeout_s
-        """Bounds every call that waits for its reply."""
         self.sock: socket.socket | None = None
         self.last_error = ""
         self.turned_away = ""
-        """Why the daemon that was last met wants no session with this process."""
+        """Why the last daemon refuses a session with this process; empty: it does not."""
         self._takes_fds = takes_fds
         self._dispatch = dispatch
         self._opened = opened
@@ -65,19 +88,16 @@ class DaemonConnection:
         self._wire = WireSession(Role.CLIENT, dispatch)
         self._outbound: deque[tuple[memoryview, int | None]] = deque()
         self._outbound_bytes = 0
-        self._retry_at = 0.0
-        self._retry_pause = RECONNECT_FIRST_S
+        self._backoff = _Backoff()
         self._calls = 0
-        self._replies: dict[int, m.Message | None] = {}
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._receive_timeout_s: float | None = None
 
     def connect(self) -> bool:
-        """Whether there is a connection. One is tried once the pause after the last is over."""
+        """Return whether there is a connection. Tries to connect if the last pause is over."""
         if self.sock is not None:
             return True
-        now = time.monotonic()
-        if now < self._retry_at:
+        if not self._backoff.over:
             return False
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -86,9 +106,9 @@ class DaemonConnection:
             sock.setblocking(True)
         except OSError as error:
             sock.close()
-            # A file's mode says no as a daemon would.
+            # The socket file's mode refuses this process, as a daemon's allow list does.
             self.turned_away = os.strerror(error.errno) if error.errno == errno.EACCES else ""
-            self._back_off(f"cannot connect: {error.strerror or error}")
+            self._note_failure(f"cannot connect: {error.strerror or error}")
             return False
         self.sock = sock
         self._wire = WireSession(Role.CLIENT, self._dispatch)
@@ -99,64 +119,38 @@ class DaemonConnection:
         return self.sock is not None
 
     def welcomed(self) -> None:
-        """The daemon has answered the greeting."""
-        self._retry_pause = RECONNECT_FIRST_S
+        """Note that the daemon has answered the greeting."""
+        self._backoff.succeeded()
         self.last_error = self.turned_away = ""
 
-    def _back_off(self, why: str) -> None:
+    def _note_failure(self, why: str) -> None:
         self.last_error = why
-        self._retry_at = time.monotonic() + self._retry_pause
-        self._retry_pause = min(self._retry_pause * 2, RECONNECT_MAX_S)
+        self._backoff.failed()
 
     def disconnect(self, why: str) -> None:
-        """End the session: every call under way is a miss."""
+        """End the session: every call in progress is a miss."""
         sock = self.sock
         if sock is None:
             return
         for fd in self._wire.take_fds():
             os.close(fd)
         self.sock = None
-        self._back_off(why)
+        self._note_failure(why)
         self._outbound.clear()
         self._outbound_bytes = 0
-        self._replies = dict.fromkeys(self._replies)
         self._lost(sock)
 
     def retry_now(self) -> None:
-        """Have the next `connect` make no pause."""
-        self._retry_at = 0.0
+        """Let the next `connect` try at once."""
+        self._backoff.skip()
 
     def next_call(self) -> int:
-        """A number for a call."""
+        """Return a number for a call."""
         self._calls += 1
         return self._calls
 
-    def replied(self, call: int, message: m.Message) -> None:
-        """Take the reply to a call; dropped if nobody waits for it."""
-        if call in self._replies:
-            self._replies[call] = message
-
-    def call(self, call: int, message: m.FromClient) -> m.Message | None:
-        """Send and wait for the reply; None on timeout, and the session is over then."""
-        self._replies[call] = None
-        try:
-            self.send(message)
-            end = time.monotonic() + self.timeout_s
-            while self.sock is not None:
-                reply = self._replies[call]
-                if reply is not None:
-                    return reply
-                left = end - time.monotonic()
-                if left <= 0:
-                    self.disconnect("the daemon does not answer")
-                    return None
-                self.receive(wait_s=left)
-            return None
-        finally:
-            del self._replies[call]
-
     def send(self, message: m.FromClient, fd: int | None = None) -> None:
-        """Send a message, and a descriptor with it, now or as soon as the daemon takes it."""
+        """Send a message, and a descriptor with it, now or once the daemon reads again."""
         if self.sock is None:
             return
         data = encode(message, 0 if fd is None else 1)
@@ -179,7 +173,7 @@ class DaemonConnection:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is unsent, as much as the daemon takes."""
+        """Send as many of the unsent messages as the socket takes. Never blocks."""
         while self._outbound and self.sock is not None:
             data, fd = self._outbound[0]
             rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))]
@@ -198,7 +192,7 @@ class DaemonConnection:
                 self._outbound[0] = (data[sent:], None)
 
     def receive(self, wait_s: float) -> bool:
-        """Take what has arrived; False when nothing had by the end of `wait_s`."""
+        """Dispatch the messages that have arrived. Returns False if none came within `wait_s`."""
         sock = self.sock
         if sock is None:
             return False
@@ -232,15 +226,15 @@ class DaemonConnection:
         return True
 
     def _wait_both(self, sock: socket.socket, wait_s: float) -> None:
-        """Wait until the daemon has said something or takes more of what is unsent."""
+        """Wait until a message arrives or the daemon reads again, and send unsent messages."""
         poller = select.poll()
         poller.register(sock, select.POLLIN | select.POLLOUT)
         poller.poll(max(0.0, wait_s) * 1000)
         self.flush()
 
     def _set_receive_timeout(self, sock: socket.socket, wait_s: float) -> None:
-        """Bound the next blocking read. The kernel's own timer saves a poll() a call."""
-        # Setting it costs a call too, so one that is close to what is asked for stays.
+        """Bound the next blocking read. The socket's own timeout saves a poll() per call."""
+        # Setting the timeout costs a system call, so a timeout close to `wait_s` stays.
         current = self._receive_timeout_s
         if current is not None and 0.5 * wait_s <= current <= 1.25 * wait_s:
             return

@@ -1,4 +1,4 @@
-"""Slots that this process is writing to, and the sockets that the daemon sees them by."""
+"""Slots that this process is writing, and the sockets that keep them reserved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tierd.client.values import Reservation
 class Filling:
     """Reservations that are being filled, by the socket of their session.
 
-    Once a socket is closed the daemon gives the slots reserved over it to others. So it stays
-    open, and so does the guard that came over it, until nobody of this process writes to them.
+    When a socket closes, the daemon gives the slots that were reserved over it to other sessions.
+    So the socket and its guard stay open until no thread of this process writes to these slots.
     """
 
     def __init__(self) -> None:
@@ -21,15 +21,15 @@ class Filling:
         """Descriptors of guards, which are closed with their sockets."""
 
     def begin(self, reservation: Reservation, sock: socket.socket) -> None:
-        """Its slots are written to from now on."""
+        """Note that the slots of a reservation are written from now on."""
         self._sockets[reservation] = sock
 
     def socket_of(self, reservation: Reservation) -> socket.socket | None:
-        """The socket of a reservation that is being filled."""
+        """Return the socket of a reservation that is being filled; None: it is not."""
         return self._sockets.get(reservation)
 
     def end(self, reservation: Reservation, now: socket.socket | None) -> bool:
-        """Nobody writes to its slots any more; whether its session, if `now` is its, goes on."""
+        """Note that no thread writes the slots. Returns whether `now` is their socket."""
         sock = self._sockets.pop(reservation, None)
         if sock is None or sock is now:
             return sock is not None
@@ -38,12 +38,12 @@ class Filling:
         return False
 
     def lost(self, sock: socket.socket) -> None:
-        """A session is over; its socket is closed now, or once its slots have been filled."""
+        """End a session. Closes its socket now, or once no slot of it is being written."""
         if sock not in self._sockets.values():
             self._close(sock)
 
     def guard(self, sock: socket.socket | None, fd: int) -> None:
-        """Keep the guard of a session; takes the descriptor."""
+        """Keep the guard of a session. Takes over the descriptor."""
         if sock is None or sock in self.guards:
             os.close(fd)
         else:

@@ -1,4 +1,4 @@
-"""The daemon's incarnations that a client has met, and what of their memory is mapped here."""
+"""The incarnations of the daemon that a client knows, and their segments mapped in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class KnownIncarnation:
         "epoch",
         "lease_ttl_s",
         "min_tokens",
+        "reported_too_short",
         "segments",
         "slots_per_segment",
-        "told_too_short",
         "usable_until",
     )
 
@@ -29,11 +29,11 @@ class KnownIncarnation:
         self.slots_per_segment: dict[Handle, int] = {}
         self.usable_until = float("inf")
         self.min_tokens: int | None = None
-        """Fewer missing tokens are not brought from tiers; None until it has been asked for."""
-        self.told_too_short = False
+        """The daemon's `prefetch.min_tokens`; None: not known yet."""
+        self.reported_too_short = False
 
     def forget(self, handle: Handle) -> None:
-        """Have nothing of a handle mapped any more."""
+        """Unmap the segments of a handle."""
         self.slots_per_segment.pop(handle, None)
         for key in [key for key in self.segments if key[0] is handle]:
             del self.segments[key]
@@ -47,22 +47,22 @@ class KnownIncarnations:
         self._past: KnownIncarnation | None = None
 
     def welcome(self, epoch: bytes, lease_ttl_s: float) -> None:
-        """A session has begun. With the same daemon leases and mappings are as good as before."""
+        """Begin a session. Leases and mappings of the same incarnation stay valid."""
         self.now = self.of(epoch) or KnownIncarnation(epoch, lease_ttl_s)
         self.now.usable_until = float("inf")
 
     def lost(self) -> None:
-        """The session is over: what is leased stays readable until the last lease has ended."""
+        """End the session. Leased slots stay readable until the last lease has ended."""
         if self.now is not None:
             self.now.usable_until = time.monotonic() + self.now.lease_ttl_s
             self._past, self.now = self.now, None
 
     def forget_past(self) -> None:
-        """Unmap what belongs to no session."""
+        """Unmap the segments of the incarnation before."""
         self._past = None
 
     def of(self, epoch: bytes) -> KnownIncarnation | None:
-        """The incarnation of this identity, if its memory can still be read."""
+        """Return the incarnation with this epoch; None: its slots may not be read now."""
         if self.now is not None and self.now.epoch == epoch:
             return self.now
         past = self._past
@@ -71,19 +71,19 @@ class KnownIncarnations:
         return past if past is not None and past.epoch == epoch else None
 
     def forget(self, handle: Handle) -> None:
-        """Have nothing of a handle mapped any more."""
+        """Unmap the segments of a handle."""
         for incarnation in (self.now, self._past):
             if incarnation is not None:
                 incarnation.forget(handle)
 
     def map(self, now: KnownIncarnation, handle: Handle, number: int, fd: int) -> None:
-        """Map a segment. The descriptor stays the caller's. Raises OSError or ValueError."""
+        """Map a segment. The caller keeps the descriptor. Raises OSError and ValueError."""
         key = handle, number
         mapped = now.segments.get(key)
-        # A namespace that was forgotten meanwhile has others, with the same numbers.
+        # If the daemon has forgotten the namespace meanwhile, new segments have the same numbers.
         if mapped is None or not mapped.is_of(fd):
             size = now.slots_per_segment[handle] * handle.slot_bytes
-            # The daemon's memory may outlive it: what is mapped, and faulted in, stays so.
+            # Segments outlive the daemon: an existing mapping keeps its faulted-in pages.
             known = self._past.segments.get(key) if self._past is not None else None
             if known is None or not known.is_of(fd) or known.size_bytes != size:
                 known = SharedMapping(fd, size)
@@ -93,7 +93,7 @@ class KnownIncarnations:
 def slot_views(
     incarnation: KnownIncarnation, handle: Handle, slots: Sequence[int]
 ) -> list[memoryview] | None:
-    """The bytes of slots; None if one of them is not mapped."""
+    """Return views of slots; None if one of them is not mapped."""
     per, size = incarnation.slots_per_segment.get(handle), handle.slot_bytes
     if per is None:
         return None

@@ -1,4 +1,4 @@
-"""Acquires under way, and the leases that come of them."""
+"""Acquires in progress, and the leases that the daemon answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierd.wire import messages as m
 
 
 class AskedFor(NamedTuple):
-    """What an ACQUIRE says of the request that it is for; 0 where it is unknown."""
+    """The request that an ACQUIRE is for. 0 means unknown."""
 
     request: int = 0
     waited_ms: int = 0
@@ -22,7 +22,7 @@ class AskedFor(NamedTuple):
 
 
 def numbers_of(handles: Sequence[Handle]) -> list[int] | None:
-    """The handles' numbers in this session; None unless all have one."""
+    """Return the handles' numbers in this session; None if a handle is not registered."""
     known = [handle.number for handle in handles if handle.number is not None]
     return known if known and len(known) == len(handles) else None
 
@@ -42,7 +42,7 @@ class Acquires:
         deadline_ms: int,
         about: AskedFor,
     ) -> PendingAcquire:
-        """Send an ACQUIRE; it is done at once, without a lease, while nothing can be had."""
+        """Send an ACQUIRE. Without a session it is done at once, without a lease."""
         pending = PendingAcquire(self._connection.next_call(), len(handles))
         known = numbers_of(handles)
         if self._incarnations.now is None or not hashes or known is None:
@@ -56,12 +56,12 @@ class Acquires:
         return pending
 
     def ready(self, pending: PendingAcquire) -> None:
-        """The request could be computed now."""
+        """Tell the daemon that the engine could compute the request now."""
         if pending.call in self._pending:
             self._connection.send(m.Ready(pending.call))
 
     def cancel(self, pending: PendingAcquire) -> None:
-        """Give up an acquire. A lease that has come, or comes later, is released."""
+        """Cancel an acquire. Its lease is released, also one that arrives later."""
         pending.done = True
         if pending.lease is not None:
             self.release(pending.lease)
@@ -76,13 +76,13 @@ class Acquires:
             self._connection.send(m.Release(lease.lease_id))
 
     def lost(self) -> None:
-        """The session is over."""
+        """End all acquires: the session is over."""
         for pending in self._pending.values():
             pending.done = True
         self._pending.clear()
 
     def acquired(self, message: m.Acquired) -> None:
-        """The daemon has answered. Raises RemoteProtocolError if it answers something else."""
+        """Take the daemon's answer. Raises RemoteProtocolError if it does not fit the call."""
         pending = self._pending.pop(message.call, None)
         incarnation = self._incarnations.now
         if pending is None or incarnation is None or not message.blocks:
@@ -91,13 +91,18 @@ class Acquires:
             return
         raw = m.unpack_slots(message.slots)
         if len(raw) != message.blocks * pending.handles:
-            raise RemoteProtocolError("ACQUIRED does not name a slot a block and handle")
+            raise RemoteProtocolError(
+                f"ACQUIRED has {len(raw)} slots for {message.blocks} blocks of {pending.handles} "
+                "namespaces"
+            )
         slots = [
             list(raw[start : start + message.blocks])
             for start in range(0, len(raw), message.blocks)
         ]
         if len(message.sources) not in (0, message.blocks):
-            raise RemoteProtocolError("ACQUIRED does not name a source a block")
+            raise RemoteProtocolError(
+                f"ACQUIRED has {len(message.sources)} sources for {message.blocks} blocks"
+            )
         sources = message.sources or bytes(message.blocks)
         lease = Lease(
             message.lease, incarnation.epoch, message.blocks, slots, message.expires_ns, sources

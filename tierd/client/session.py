@@ -1,7 +1,7 @@
-"""One session with the daemon after another: connecting, registering, and who hears what.
+"""A client's sessions with the daemon: connects, registers namespaces, and dispatches messages.
 
-Puts together what a client keeps: the connection, what is registered, acquires under way, slots
-that are being filled, and attachments. All of it is used under one lock.
+It composes the client's parts: connection, waiting calls, registrations, acquires, slots being
+filled, and attachments. One lock guards them all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tierd.client.known import KnownIncarnations
 from tierd.client.leases import Acquires
 from tierd.client.registering import Registrations
 from tierd.client.values import Handle
+from tierd.client.waiting import WaitingCalls
 from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.types import Namespace
 from tierd.wire import messages as m
@@ -34,7 +35,7 @@ _PLAIN_REPLIES: Final = frozenset({m.Reserved, m.Committed, m.StatusReply})
 
 
 class ClientSession:
-    """A session with the daemon, made again when it breaks, and the namespaces registered in it."""
+    """A session with the daemon, opened again when it breaks, and its registered namespaces."""
 
     def __init__(
         self,
@@ -49,11 +50,11 @@ class ClientSession:
         self._connection = DaemonConnection(
             socket_path,
             takes_fds=map_segments,
-            timeout_s=call_timeout_ms / 1000,
             dispatch=self._dispatch,
             opened=self._opened,
             lost=self._lost,
         )
+        self._waiting = WaitingCalls(self._connection, call_timeout_ms / 1000)
         self._incarnations = KnownIncarnations()
         self._attachments = Attachments(self._connection.send, self._connection.next_call)
         self._registrations = Registrations(
@@ -78,12 +79,12 @@ class ClientSession:
 
     @property
     def connected(self) -> bool:
-        """Whether a daemon has answered the greeting of the present session."""
+        """Whether the daemon has answered the greeting of the present session."""
         return self._incarnations.now is not None
 
     @property
     def epoch(self) -> bytes:
-        """Identity of the connected daemon's incarnation, 8 bytes; empty without a connection."""
+        """Identity of the connected daemon's incarnation, 8 bytes; empty: not connected."""
         return self._incarnations.now.epoch if self._incarnations.now is not None else b""
 
     def fileno(self) -> int:
@@ -93,7 +94,7 @@ class ClientSession:
     def register(self, namespace: Namespace) -> Handle:
         """Register a namespace and wait for the daemon's answer, at most `call_timeout_ms`.
 
-        While the daemon is away the handle comes back at once, not `ready`; the client registers
+        While the daemon is away, returns a handle that is not `ready` at once; the client registers
         it when it has connected. Raises NamespaceError for a namespace that no daemon would
         accept, and RefusedError if this daemon refuses the namespace or this process.
         """
@@ -122,14 +123,14 @@ class ClientSession:
     def unregister(self, handle: Handle, *, worthless: bool = False) -> None:
         """End the use of a handle. Never blocks; a second call does nothing.
 
-        Detach its attachments first. Its leases and reservations stay valid. `worthless` says
-        that nobody will ask for the namespace's blocks again: the daemon drops them.
+        Detach its attachments first. Its leases and reservations stay valid. `worthless`: no
+        client will ask for the namespace's blocks again, so the daemon drops them.
         """
         with self._lock:
             self._registrations.unregister(handle, worthless)
 
     def poll(self) -> None:
-        """Connect if a retry is due, then send and receive as much as possible. Never blocks."""
+        """Connect if a retry is due, then send and receive without waiting. Never blocks."""
         with self._lock:
             if not self._connection.connect():
                 return
@@ -139,7 +140,7 @@ class ClientSession:
                 pass
 
     def wait(self, timeout_s: float) -> None:
-        """Like `poll`, but wait up to `timeout_s` for a message of the daemon."""
+        """Like `poll`, but wait at most `timeout_s` for a message of the daemon."""
         with self._lock:
             if not self._connection.connect():
                 return
@@ -157,7 +158,7 @@ class ClientSession:
             self._connection.retry_now()
 
     def _check_allowed(self, handle: Handle) -> None:
-        """Raise RefusedError if the daemon that is there will have none of it."""
+        """Raise RefusedError if the connected daemon refuses the namespace or this process."""
         with self._lock:
             self._ensure_ready([handle])
             if handle.refusal is not None:
@@ -170,7 +171,7 @@ class ClientSession:
                 )
 
     def _ensure_ready(self, handles: Sequence[Handle]) -> None:
-        """Connect and register, waiting at most a call's timeout for a daemon that is there."""
+        """Connect and register, and wait at most a call's timeout for the daemon's answers."""
         if self._incarnations.now is not None:
             for handle in handles:
                 if handle.number is None:
@@ -178,7 +179,7 @@ class ClientSession:
             else:
                 return
         self.poll()
-        end = time.monotonic() + self._connection.timeout_s
+        end = time.monotonic() + self._waiting.timeout_s
         while self._connection.sock is not None and not (
             self.connected and all(h.ready or h.refusal for h in handles)
         ):
@@ -188,7 +189,7 @@ class ClientSession:
                 return
             self._connection.receive(wait_s=left)
 
-    # --- what the connection tells ------------------------------------------------------
+    # --- called by the connection ------------------------------------------------------
 
     def _opened(self) -> None:
         hello = f"{self._name} (tierd {__version__})"
@@ -196,6 +197,7 @@ class ClientSession:
         self._registrations.send_all()
 
     def _lost(self, sock: socket.socket) -> None:
+        self._waiting.lost()
         self._filling.lost(sock)
         self._incarnations.lost()
         self._registrations.lost()
@@ -206,7 +208,7 @@ class ClientSession:
         kind = type(message)
         if kind in _PLAIN_REPLIES:
             call = message.call  # type: ignore[union-attr]  # all plain replies have it
-            self._connection.replied(call, message)
+            self._waiting.replied(call, message)
         elif isinstance(message, m.Acquired):
             self._acquires.acquired(message)
         elif isinstance(message, m.Segment):
@@ -232,7 +234,7 @@ class ClientSession:
         elif not self._registrations.refused(call, reason) and (
             not self._attachments.refused(call, reason, time.monotonic())
         ):
-            self._connection.replied(call, message)
+            self._waiting.replied(call, message)
 
     def _segment(self, message: m.Segment, fd: int) -> None:
         try:
@@ -241,9 +243,11 @@ class ClientSession:
             handle = self._registrations.of_number(message.handle)
             now = self._incarnations.now
             if handle is None or now is None:
-                raise RemoteProtocolError("SEGMENT of a handle that is not registered")
+                raise RemoteProtocolError(f"SEGMENT of handle {message.handle}: not registered")
             self._incarnations.map(now, handle, message.segment, fd)
         except (OSError, ValueError) as error:
-            raise RemoteProtocolError(f"SEGMENT cannot be mapped: {error}") from error
+            raise RemoteProtocolError(
+                f"segment {message.segment} cannot be mapped: {error}"
+            ) from error
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""What a client gives to its caller, and how bytes are copied."""
+"""Values that a client returns to its caller, and copies of bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Handle:
     """One registered namespace. It stays valid when the connection breaks.
 
-    `ready` says whether it can be used now. `refusal` is the daemon's reason once it has
-    refused the namespace, else None. `slot_bytes` is the size of a slot: `block_bytes` of the
-    namespace, rounded up to whole pages of 4,096 bytes.
+    `ready`: it can be used now. `refusal`: why the daemon refused the namespace; None: it did not.
+    `slot_bytes` is the size of a slot: the namespace's `block_bytes`, rounded up to whole pages of
+    4,096 bytes.
     """
 
     __slots__ = ("namespace", "number", "refusal", "slot_bytes")
@@ -33,17 +33,17 @@ class Handle:
 
     @property
     def ready(self) -> bool:
-        """Whether the daemon that is connected now has accepted the namespace."""
+        """Whether the connected daemon has accepted the namespace."""
         return self.number is not None
 
 
 class Lease:
-    """The right to read the slots of `blocks` readable blocks until `expires_ns`.
+    """The right to read the slots of `blocks` blocks until `expires_ns`.
 
     `expires_ns` is a time of CLOCK_MONOTONIC. The first leased block is number `own` of the
-    acquire. `slots[i][k]` is the slot of leased block k for handle i. `sources[k]` says which
-    tier had it: 0 for host memory, n + 1 for storage tier n. The daemon owns the slots: read
-    them only, and throw away a copy that ended after `expires_ns`. `release` ends the lease.
+    acquire. `slots[i][k]` is the slot of leased block k for handle i. `sources[k]` is the tier that
+    had it: 0 for host memory, n + 1 for storage tier n. The daemon owns the slots: do not write to
+    them, and discard a copy that ended after `expires_ns`. `release` ends the lease.
     """
 
     __slots__ = ("blocks", "epoch", "expires_ns", "lease_id", "slots", "sources")
@@ -66,7 +66,7 @@ class Lease:
 
 
 class PendingAcquire:
-    """An acquire under way. Once `done`, `lease` is the result, or None if nothing was found."""
+    """An acquire in progress. Once `done`, `lease` is the result; None: nothing was found."""
 
     __slots__ = ("call", "done", "handles", "lease")
 
@@ -80,9 +80,8 @@ class PendingAcquire:
 class Reservation:
     """Slots to fill, one for each hash of `reserve`.
 
-    `slots[i]` is None where hash i got no slot: `present[i]` then says whether the daemon has
-    the block already; if not, the daemon refused it. `views[i]` is the whole slot, `slot_bytes`
-    long, and writable until `commit` or `abort`.
+    `slots[i]` is None if hash i got no slot: the daemon has the block (`present[i]`) or refused it.
+    `views[i]` is the whole slot of `slot_bytes` bytes, writable until `commit` or `abort`.
     """
 
     __slots__ = ("epoch", "present", "reservation_id", "slots", "views")
@@ -103,11 +102,11 @@ class Reservation:
 
 
 COPY_BY_VIEW_MAX: Final = 1 << 20
-"""Below it a memoryview assignment is fastest; it holds the GIL, 50 us at most here."""
+"""Up to this size a memoryview assignment is fastest. It holds the GIL for at most 50 us."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy equal numbers of bytes; large ones without the GIL."""
+    """Copy between views of equal size; large ones without the GIL."""
     if len(source) <= COPY_BY_VIEW_MAX:
         target[:] = source
     else:
@@ -115,26 +114,27 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def by_source(sources: bytes) -> list[int]:
-    """How many blocks each source had, for `Client.loaded`, of some of a lease's `sources`."""
+    """Count the blocks of each source in some of a lease's `sources`, for `Client.loaded`."""
     counts = Counter(sources)
     return [counts[number] for number in range(max(sources, default=-1) + 1)]
 
 
 def request_number(request_id: str) -> int:
-    """A number for a request that has an id, the same wherever it is asked for; never 0."""
+    """Return a number for a request's id, equal in every process and never 0."""
     digest = hashlib.sha256(request_id.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1 or 1
 
 
 def check_hashes(hashes: Sequence[bytes]) -> None:
-    """Joined on the wire, hashes of other lengths would be cut at the wrong places."""
+    """Raise ValueError for a hash of a wrong length: on the wire, hashes are joined."""
     if hashes and set(map(len, hashes)) != {HASH_BYTES}:
-        raise ValueError(f"a block hash has {HASH_BYTES} bytes")
+        wrong = next(h for h in hashes if len(h) != HASH_BYTES)
+        raise ValueError(f"a block hash has {len(wrong)} bytes, not {HASH_BYTES}: {wrong!r:.80}")
 
 
 def flat(buffer: Buffer, size_bytes: int) -> memoryview:
-    """The bytes of a buffer that holds one block. Raises ValueError for another size."""
+    """Return the bytes of a buffer that holds one block. Raises ValueError for another size."""
     view = memoryview(buffer).cast("B")
     if len(view) != size_bytes:
-        raise ValueError(f"a block has {size_bytes} bytes, this buffer {len(view)}")
+        raise ValueError(f"a buffer has {len(view)} bytes: pass one block, {size_bytes} bytes")
     return view

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction
+from tierd.device.batches import BATCH_BYTES, Cap, CopyJob, OpenAttachment
 from tierd.device.choice import Choice, HostScratch, borrowed, choose, compact, finish
-from tierd.device.lane import BATCH_BYTES, CANCELLED, Cap, CopyJob, CopyLane, OpenAttachment
+from tierd.device.lane import CANCELLED, CopyLane
 from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, group_plans, issue
 from tierd.shared_memory.exports import NO_EVENT, Export, PageLayout, layout_error
 from tierd.shared_memory.gate import Gate
@@ -88,7 +89,7 @@ class Copier:
         """
         bounds = np.array(sorted(starts), np.uint64)
         for lane in self._lanes.values():
-            lane.bounds = bounds
+            lane.know_memory(bounds)
 
     # --- attachments ----------------------------------------------------------------
 
@@ -277,10 +278,16 @@ class Copier:
 def _job(
     number: int, attachment: OpenAttachment, blocks: Indices, slots: Addresses, event: int
 ) -> CopyJob:
-    if len(blocks) != len(slots) or (len(blocks) and blocks.max() >= attachment.block_count):
-        raise ValueError("a copy names a block that its attachment does not have")
+    if len(blocks) != len(slots):
+        raise ValueError(f"a copy names {len(blocks)} blocks and {len(slots)} slots")
+    if len(blocks) and blocks.max() >= attachment.block_count:
+        raise ValueError(
+            f"a copy names block {blocks.max()}; the attachment has {attachment.block_count} blocks"
+        )
     if event != NO_EVENT and event >= len(attachment.events):
-        raise ValueError("a copy names an event that its attachment does not have")
+        raise ValueError(
+            f"a copy names event {event}; the attachment has {len(attachment.events)} events"
+        )
     first = None if event == NO_EVENT else attachment.events[event]
     return CopyJob(number, attachment, blocks.astype(np.uint64), slots, first)
 
@@ -288,7 +295,10 @@ def _job(
 def _ends_error(ends: Sequence[int], block_bytes: int) -> str:
     starts = [0, *ends[:-1]]
     if ends[-1] != block_bytes or any(s >= e for s, e in zip(starts, ends, strict=True)):
-        return "the ends of layer groups must ascend, and the last one must be the block's end"
+        return (
+            f"the layer groups end at {list(ends)}: the ends must ascend, and the last one must be "
+            f"{block_bytes}, the end of the block"
+        )
     return ""
 
 

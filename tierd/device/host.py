@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.device.api import Addresses, CannotOpenError, Device, DeviceError, Direction, Pitched
-from tierd.shared_memory.exports import HOST_UUID, Export, ExportKind, counter_of
+from tierd.shared_memory.exports import HOST_UUID, Export, ExportKind, counter_of, device_text
 
 _F_GET_SEALS: Final = 1034
 _F_SEAL_SHRINK: Final = 0x2
@@ -151,9 +151,14 @@ class HostDevice(Device):
         with self._lock:
             sizes = {x.address: len(x.memory) for x in self._opened.values()}
         if export >= len(bases) or offset + _COUNTER_BYTES > sizes.get(bases[export], 0):
-            raise CannotOpenError("an event's counter lies outside of its allocation")
+            raise CannotOpenError(
+                f"an event's counter is at byte {offset} of allocation {export}, which is outside "
+                "of the exported memory"
+            )
         if offset % _COUNTER_BYTES:
-            raise CannotOpenError("an event's counter is not aligned to its 8 bytes")
+            raise CannotOpenError(
+                f"an event's counter is at byte {offset}, not at a multiple of {_COUNTER_BYTES}"
+            )
         return self._new_event(_Counter(bases[export] + offset))
 
     def _new_event(self, event: _Event | _Counter) -> int:
@@ -312,9 +317,15 @@ class _Stream:
 
 def _memfd_of(export: Export) -> int:
     if export.kind is not ExportKind.MEMFD or export.device != HOST_UUID:
-        raise CannotOpenError("the export is GPU memory, but no GPU of this node has its UUID")
+        raise CannotOpenError(
+            f"the export is memory of {device_text(export.device)}, a GPU that this node does not "
+            "have"
+        )
     if len(export.parts) != 1 or export.parts[0][:2] != (0, export.size_bytes):
-        raise CannotOpenError("host memory is exported as one part, a memfd of its whole size")
+        raise CannotOpenError(
+            f"the export has {len(export.parts)} parts: host memory is exported as one part, a "
+            f"memfd of all {export.size_bytes} bytes"
+        )
     fd = export.parts[0].fd
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)

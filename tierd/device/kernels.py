@@ -110,7 +110,9 @@ def launches(pages: Addresses, lengths: Addresses, staging: int) -> Iterator[npt
     Raises DeviceError for a piece longer than PIECE_BYTES_MAX.
     """
     if lengths.size and int(lengths.max()) > PIECE_BYTES_MAX:
-        raise DeviceError(f"a kernel moves pieces of at most {PIECE_BYTES_MAX} bytes")
+        raise DeviceError(
+            f"a piece has {int(lengths.max())} bytes; a kernel moves at most {PIECE_BYTES_MAX}"
+        )
     begin = 0
     while begin < lengths.size:
         part = lengths[begin : begin + PIECES_MAX]

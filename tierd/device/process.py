@@ -297,7 +297,10 @@ def _exports(ask: Attach, fds: list[int]) -> list[Export]:
             kind = ExportKind(given.kind)
             exports.append(Export(kind, given.device, given.size_bytes, given.handle, parts))
     except StopIteration as error:
-        raise CannotOpenError("a descriptor of the engine's exports is missing") from error
+        count = sum(len(given.parts) for given in ask.exports)
+        raise CannotOpenError(
+            f"the engine's exports have {count} parts, but only {len(fds)} descriptors came"
+        ) from error
     return exports
 
 

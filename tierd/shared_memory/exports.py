@@ -102,7 +102,10 @@ def layout_error(layout: PageLayout, sizes: Sequence[int], block_bytes: int) -> 
     if not 0 < len(layout.runs) <= RUNS_MAX:
         return f"a block has {len(layout.runs)} runs; 1 to {RUNS_MAX} are possible"
     if layout.block_count < 1 or layout.block_stride < 1:
-        return "a layout needs at least one block, and at least one byte between blocks' starts"
+        return (
+            f"the layout has {layout.block_count} blocks, {layout.block_stride} bytes apart: both "
+            "must be at least 1"
+        )
     if layout.block_stride > max(sizes, default=0):
         return f"its blocks lie {layout.block_stride} bytes apart, more than any allocation has"
     if layout.block_bytes != block_bytes:
@@ -133,7 +136,9 @@ def unpack_runs(packed: bytes) -> tuple[Run, ...]:
     """Undo `pack_runs`. Raises ValueError for a wrong length or too many runs."""
     count, rest = divmod(len(packed), _RUN.size)
     if rest or count > RUNS_MAX:
-        raise ValueError(f"runs must be at most {RUNS_MAX} times {_RUN.size} bytes")
+        raise ValueError(
+            f"runs have {len(packed)} bytes: must be at most {RUNS_MAX} times {_RUN.size}"
+        )
     return tuple(Run(*fields) for fields in _RUN.iter_unpack(packed))
 
 

@@ -63,7 +63,9 @@ class SharedMapping:
         found = os.fstat(fd)
         if found.st_size < size_bytes:
             # Touching a page past the end of the file would raise SIGBUS.
-            raise ValueError(f"the segment is shorter than the {size_bytes} bytes declared")
+            raise ValueError(
+                f"the segment has {found.st_size} bytes, not the {size_bytes} that were declared"
+            )
         self._inode = found.st_dev, found.st_ino
         self._mmap = _SharedMmap(fd, size_bytes)
         self.size_bytes = size_bytes

@@ -65,7 +65,10 @@ class FrameDecoder:
         if fds:
             self._fds.extend(fds)
             if len(self._fds) > FDS_WAITING_MAX:
-                raise RemoteProtocolError("too many descriptors came before their frames")
+                raise RemoteProtocolError(
+                    f"{len(self._fds)} descriptors came before their frames; the limit is "
+                    f"{FDS_WAITING_MAX}"
+                )
         if self._buffer:
             self._buffer += data
             used = self._cut(self._buffer, handle)
@@ -84,18 +87,24 @@ class FrameDecoder:
         while size - offset >= HEAD_BYTES:
             magic, fd_count, reserved, length = _HEAD.unpack_from(data, offset)
             if magic != _MAGIC or reserved:
-                raise RemoteProtocolError("not a frame: the head is wrong")
+                raise RemoteProtocolError(
+                    f"not a frame: the head is {bytes(data[offset : offset + HEAD_BYTES]).hex()}"
+                )
             if length > FRAME_BYTES_MAX:
                 raise RemoteProtocolError(
                     f"frame of {length} bytes exceeds the limit of {FRAME_BYTES_MAX}"
                 )
             if fd_count > FDS_PER_FRAME_MAX:
-                raise RemoteProtocolError(f"frame declares {fd_count} descriptors")
+                raise RemoteProtocolError(
+                    f"frame declares {fd_count} descriptors; the limit is {FDS_PER_FRAME_MAX}"
+                )
             end = offset + HEAD_BYTES + length
             if size < end:
                 break
             if len(self._fds) < fd_count:
-                raise RemoteProtocolError("frame came without the descriptors it declares")
+                raise RemoteProtocolError(
+                    f"frame declares {fd_count} descriptors and came with {len(self._fds)}"
+                )
             fds = tuple(self._fds.popleft() for _ in range(fd_count)) if fd_count else ()
             payload = bytes(data[offset + HEAD_BYTES : end])
             offset = end

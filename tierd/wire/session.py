@@ -55,7 +55,10 @@ class WireSession:
             message = messages.decode(payload, self._accepted)
             kind = type(message)
             if bool(fds) != (kind in messages.WITH_DESCRIPTOR):
-                raise RemoteProtocolError(f"{kind.__name__} came with {len(fds)} descriptors")
+                needed = int(kind in messages.WITH_DESCRIPTOR)
+                raise RemoteProtocolError(
+                    f"{kind.__name__} came with {len(fds)} descriptors, not {needed}"
+                )
         except RemoteProtocolError:
             self._decoder.keep(fds)
             raise

@@ -5,9 +5,9 @@ Start the engine with
     --prefix-caching-hash-algo sha256_cbor
     --kv-transfer-config '{"kv_connector": "TierdConnector", "kv_role": "kv_both"}'
 
-vLLM makes one object in its scheduler and one in each worker. This module translates vLLM's
-hooks. `scheduler` makes the decisions, `worker.mover` copies, and `worker.export` exports the
-engine's memory so that the daemon can copy.
+vLLM makes one object in its scheduler and one in each worker. This module translates vLLM's hooks:
+`scheduler` makes the decisions, `worker.side` carries them out, and `worker.memory` knows where the
+engine's memory lies.
 
 All loads are asynchronous; they may be reported early (`worker.layerwise`). A store reads the
 engine's blocks after their step, possibly after their request has ended. The connector does not
@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -35,40 +34,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from tierd.client import Client
 from tierd.errors import ConfigError
-from tierd_connectors.vllm.guard import Boundary, guarded, nothing
+from tierd_connectors.common.guard import Boundary, guarded, nothing
+from tierd_connectors.common.work import RankInfo, StepWork
+from tierd_connectors.vllm.admission import adapter_of, names_its_kv
 from tierd_connectors.vllm.hints import HintReader
 from tierd_connectors.vllm.identity.calls import Callers
 from tierd_connectors.vllm.identity.namespace import (
     HASH_SCHEME_UNTAGGED,
     UnsupportedEngineError,
-    check_engine,
-    fingerprint_of,
     hash_root_in_use,
-    kv_blocks,
-    kv_views,
-    namespace_of,
 )
-from tierd_connectors.vllm.identity.watch import Weights, take
 from tierd_connectors.vllm.messages import TierdHandshake, TierdMetadata, TierdProgress
 from tierd_connectors.vllm.options import Transfer, parse
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.stats import TierdPromMetrics, TierdStats
 from tierd_connectors.vllm.steps import scheduled_requests
-from tierd_connectors.vllm.work import (
-    Load,
-    RankInfo,
-    StepWork,
-    StoreItem,
-    adapter_of,
-    names_its_kv,
-    of_generation,
-)
-from tierd_connectors.vllm.worker.export import HostPool, Shown, show_cuda
-from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
-from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, PageMap, Pages, TensorView
+from tierd_connectors.vllm.worker.export import HostPool
+from tierd_connectors.vllm.worker.memory import RankMemory
 from tierd_connectors.vllm.worker.mover import Mover
-from tierd_connectors.vllm.worker.queues import DeviceOrder, FinishedLoad, HostOrder
-from tierd_connectors.vllm.worker.torch import StreamOrder, TorchPages
+from tierd_connectors.vllm.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
@@ -85,10 +69,6 @@ if TYPE_CHECKING:
     from tierd.types import Namespace
 
 logger = logging.getLogger("vllm.tierd")
-
-IDLE_WAIT_S = 0.005
-"""Wait for a load in a step that computes nothing. Without it the engine spins and takes the GIL
-in every iteration, and a load of 10 ms lasts seconds."""
 
 START_WAIT_S = 0.2
 """Wait at start-up, so that the log can say whether a daemon is running."""
@@ -109,17 +89,11 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             raise ConfigError(f"kv_role is {transfer.kv_role!r}; set it to 'kv_both'")
         self.boundary = Boundary()
         self._options = parse(transfer.kv_connector_extra_config)
-        self._errors_told = 0
+        self._errors_reported = 0
         self._scheduler: SchedulerSide | None = None
-        self._mover: Mover | None = None
-        self._layerwise: Layerwise | None = None
+        self._worker = WorkerSide(self.boundary)
         self._info = RankInfo(None, "its KV caches were never registered")
-        self._generation = ""
-        self._weights = Weights()
-        self._moved_told = False
         self._pool = HostPool()
-        self._unfit: list[FinishedLoad] = []
-        self._failed_blocks: set[int] = set()
         self._root_checked = False
         self._untagged = False
         self._own_cache: BlockPool | None = None
@@ -158,81 +132,35 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @guarded(nothing)
     def _start_worker(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        config, kv = self._vllm_config, self._kv_cache_config
-        groups = importlib.import_module("vllm.distributed.parallel_state")
-        rank = (groups.get_pp_group().rank_in_group, groups.get_tp_group().rank_in_group)
-        self._weights = take()
+        options = self._options
         try:
-            _check_memory(config)
-            check_engine(config, kv)
-            views = kv_views(kv_caches, kv)
-            blocks = kv_blocks(views, kv)
-            fingerprint = fingerprint_of(config, self._weights, self._options, os.environ)
-            namespace = namespace_of(config, kv, blocks, fingerprint, rank=rank)
-        except (UnsupportedEngineError, ConfigError, OSError) as error:
+            memory = RankMemory(self._vllm_config, self._kv_cache_config, kv_caches, options)
+        except UnsupportedEngineError as error:
             self._info = RankInfo(None, str(error))
             return
-        tensors = [kv_caches[name] for name in kv.kv_cache_groups[0].layer_names]
-        if self._options.layerwise:
-            self._layerwise = self._make_layerwise(views, blocks)
-        index = rank[0] * namespace.tp_size + rank[1]
-        client = Client(self._options.socket, name=f"vllm-worker-{index}")
-        on_gpu = tensors[0].device.type == "cuda"
-        if on_gpu:
+        if memory.on_gpu:
             logger.warning(
                 "tierd: this release has not been run on a GPU yet: try `make gpu-test`, and see "
                 "docs/gpus.md"
             )
-        order: DeviceOrder = StreamOrder(None) if on_gpu else HostOrder()
-        pages: Pages = TorchPages(blocks, tensors) if on_gpu else PageMap(blocks, tensors)
-        self._mover = Mover(
-            client,
-            namespace,
-            pages,
-            index,
+        layerwise = memory.layerwise()
+        mover = Mover(
+            Client(options.socket, name=f"vllm-worker-{memory.index}"),
+            memory.namespace,
+            memory.pages(),
+            memory.index,
             self.boundary,
-            order,
-            self._layerwise,
-            self._options.loras,
+            memory.order(),
+            layerwise,
+            options.loras,
         )
-        self.boundary.start_over = self._mover.forget_stores
-        self._mover.attach(self._ways(blocks, tensors))
-        self._info = RankInfo(namespace)
-        if not on_gpu:
+        self._worker.start(mover, layerwise, memory.namespace, memory.weights)
+        mover.attach(memory.ways(self._pool))
+        self._info = RankInfo(memory.namespace)
+        if not memory.on_gpu:
             # Calls from other threads would break a graph capture. On a GPU, the first step shows
             # that capturing has ended.
-            self._mover.start()
-
-    def _make_layerwise(self, views: list[TensorView], blocks: BlockPages) -> Layerwise | None:
-        """Return the state for early reports of loads; None if the engine does not allow them."""
-        if self._vllm_config.speculative_config is not None:
-            reason = "a draft model runs after loads are reported"
-        else:
-            try:
-                names = self._kv_cache_config.kv_cache_groups[0].layer_names
-                return Layerwise(layer_groups(names, views, blocks))
-            except LayoutError as error:
-                reason = str(error)
-        logger.info("tierd: layerwise is off: %s", reason)
-        return None
-
-    def _ways(self, blocks: BlockPages, tensors: list[torch.Tensor]) -> Iterator[Shown]:
-        """Yield the ways to export the engine's memory that the setting `transfer` allows."""
-        on_gpu = tensors[0].device.type == "cuda"
-        match self._options.transfer:
-            case Transfer.SHM:
-                return
-            case Transfer.AUTO if not on_gpu:
-                return
-            case Transfer.AUTO | Transfer.CUDA_IPC if on_gpu:
-                yield from show_cuda(tensors, blocks)
-            case Transfer.HOST_IPC if not on_gpu:
-                yield self._pool.show(blocks)
-            case transfer:
-                raise LayoutError(
-                    f"transfer is {transfer.value!r}, but the KV is on {tensors[0].device}: "
-                    "set it to 'auto' or 'shm'"
-                )
+            mover.start()
 
     def get_handshake_metadata(self) -> TierdHandshake:
         """Return this worker's namespace for the scheduler."""
@@ -240,30 +168,22 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: TierdMetadata) -> None:
         """Fence the blocks that this step hands out, before they are overwritten."""
-        self._fence(kv_connector_metadata.work)
+        self._worker.fence(kv_connector_metadata.work)
 
     def bind_connector_metadata(self, connector_metadata: TierdMetadata) -> None:
         """Take the step's work before its forward pass, and fence the blocks that it hands out."""
         super().bind_connector_metadata(connector_metadata)
-        # Fence here too: not every version calls handle_preemptions in every step.
-        self._fence(connector_metadata.work)
-        if self._layerwise is not None:
-            self._layerwise.begin_step(connector_metadata.work.begun)
+        # This fences too: not every version calls handle_preemptions in every step.
+        self._worker.begin_step(connector_metadata.work)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Queue this step's loads."""
-        work = self._get_connector_metadata().work
-        if not self._enter_generation(work.generation):
-            self.boundary.switch_off("the new namespace after a cache reset could not be entered")
-        for load in work.loads:
-            # The mover may have the load in spite of an error, and then it reports the load.
-            if not (self._submit_load(load) or self._has_load(load)):
-                self._unfit.append(FinishedLoad(load.request_id, load.blocks))
+        self._worker.begin_loads(self._get_connector_metadata().work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """With the setting `layerwise`, wait for this layer's part of reported loads."""
-        if self._layerwise is not None:
-            self._layerwise.wait_layer(layer_name)
+        if self._worker.layerwise is not None:
+            self._worker.layerwise.wait_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -276,71 +196,21 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def wait_for_save(self) -> None:
         """Queue this step's stores after its forward pass."""
-        work = self._get_connector_metadata().work
-        if self._layerwise is not None:
-            self._layerwise.end_step(idle=work.idle)
-        self._queue_stores(work.stores)
-
-    @guarded(nothing)
-    def _queue_stores(self, stores: list[StoreItem]) -> None:
-        if stores and self._mover is not None and not self.boundary.off and not self._weights.moved:
-            self._mover.submit_stores(stores)
+        self._worker.end_step(self._get_connector_metadata().work)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended, each exactly once."""
-        finished, self._unfit = self._unfit, []
-        if self._mover is not None:
-            if self.has_connector_metadata() and self._get_connector_metadata().work.idle:
-                self._mover.wait_finished(IDLE_WAIT_S)
-            finished += self._mover.take_finished()
-        for load in finished:
-            self._failed_blocks.update(load.failed_blocks)
-        return None, {load.request_id for load in finished} or None
+        idle = self.has_connector_metadata() and self._get_connector_metadata().work.idle
+        return None, self._worker.take_finished(idle=idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of the loads just reported that hold no KV."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
+        return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> TierdProgress | None:
         """Return changes in early reported loads, and whether weights changed; None: neither."""
-        changes = self._layerwise.take_changes() if self._layerwise is not None else {}
-        moved = bool(self._weights.moved) and not self._moved_told
-        self._moved_told |= moved
+        changes, moved = self._worker.take_changes()
         return TierdProgress(changes, moved) if changes or moved else None
-
-    @guarded(lambda: False)
-    def _submit_load(self, load: Load) -> bool:
-        if self._mover is None or self.boundary.off or self._weights.moved:
-            return False
-        self._mover.submit_load(load)
-        return True
-
-    def _has_load(self, load: Load) -> bool:
-        return self._mover is not None and self._mover.has_load(load)
-
-    @guarded(lambda: False)
-    def _try_fence(self, work: StepWork) -> bool:
-        if self._mover is not None:
-            self._mover.start()
-            self._mover.fence(frozenset(work.reused))
-        return not work.reused_unknown
-
-    def _fence(self, work: StepWork) -> None:
-        if self._layerwise is not None:
-            self._layerwise.settle(None if work.reused_unknown else work.reused)
-        if not self._try_fence(work) and self._mover is not None:
-            self._mover.forget_stores()
-
-    @guarded(lambda: False)
-    def _enter_generation(self, generation: str) -> bool:
-        if generation != self._generation and self._mover is not None:
-            assert self._info.namespace is not None
-            self._mover.use(of_generation(self._info.namespace, generation))
-            self._generation = generation
-            # No other engine shares the new namespace.
-            self._weights.moved, self._moved_told = "", False
-        return True
 
     # Scheduler
 
@@ -502,13 +372,13 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Take the loads that every rank has finished, and reports of changed weights."""
         if self._scheduler is not None:
             progress = connector_output.kv_connector_worker_meta
-            told = isinstance(progress, TierdProgress)
+            reported = isinstance(progress, TierdProgress)
             self._scheduler.finished_loads(
                 connector_output.finished_recving or (),
                 connector_output.invalid_block_ids,
-                progress.finishing if told else None,
+                progress.finishing if reported else None,
             )
-            if told and progress.moved:
+            if reported and progress.moved:
                 logger.warning(
                     "tierd: the engine's weights were replaced: until its restart it uses a new "
                     "namespace, which no other engine shares"
@@ -557,8 +427,8 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     @guarded(nothing)
     def shutdown(self) -> None:
         """Disconnect from the daemon, after at most DRAIN_S for queued stores."""
-        if self._mover is not None:
-            self._mover.stop(DRAIN_S)
+        if self._worker.mover is not None:
+            self._worker.mover.stop(DRAIN_S)
         if self._scheduler is not None:
             self._scheduler.close()
 
@@ -566,12 +436,12 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def get_kv_connector_stats(self) -> TierdStats | None:
         """Return this side's counts since the last call; None if there are none."""
         counted: dict[str, float] = {}
-        for side in (self._mover, self._scheduler):
+        for side in (self._worker.mover, self._scheduler):
             if side is not None:
                 counted.update(side.tally.drain())
-        if self.boundary.errors > self._errors_told:
-            counted["errors"] = self.boundary.errors - self._errors_told
-            self._errors_told = self.boundary.errors
+        if self.boundary.errors > self._errors_reported:
+            counted["errors"] = self.boundary.errors - self._errors_reported
+            self._errors_reported = self.boundary.errors
         return TierdStats(counted) if counted else None
 
     @classmethod
@@ -622,18 +492,4 @@ class TierdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.boundary.switch_off(
                 "the engine core's hash root differs from its workers': set PYTHONHASHSEED to the "
                 "same value in all of its processes"
-            )
-
-
-def _check_memory(config: VllmConfig) -> None:
-    """Raise UnsupportedEngineError if the engine may free its KV memory while blocks are copied.
-
-    vLLM does not notify a worker's connector before that, and on a GPU a read of freed memory ends
-    the engine's process.
-    """
-    for setting in ("enable_sleep_mode", "enable_cumem_allocator"):
-        if getattr(config.model_config, setting, False):
-            raise UnsupportedEngineError(
-                f"{setting} is on: a sleeping engine discards KV memory while it is being copied; "
-                "start vLLM without it"
             )

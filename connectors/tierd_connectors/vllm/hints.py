@@ -12,7 +12,7 @@ from typing import Final
 
 logger = logging.getLogger("vllm.tierd")
 
-TOLD_MAX: Final = 16
+LOGGED_MAX: Final = 16
 """Largest number of different mistakes that are logged, each once."""
 
 SECONDS_MAX: Final = 10**9
@@ -43,7 +43,7 @@ class HintReader:
     """Reads requests' hints, and logs each kind of mistake once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def read(self, params: object) -> RequestHints:
         """Return the valid hints in a request's `kv_transfer_params`; others keep the default."""
@@ -82,6 +82,6 @@ class HintReader:
         return min(value, SECONDS_MAX)
 
     def _tell(self, mistake: str) -> None:
-        if mistake not in self._told and len(self._told) < TOLD_MAX:
-            self._told.add(mistake)
+        if mistake not in self._logged and len(self._logged) < LOGGED_MAX:
+            self._logged.add(mistake)
             logger.warning("tierd: a request's hint is ignored: %s", mistake)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from tierd_connectors.vllm.work import RankInfo, StepWork
+from tierd_connectors.common.work import RankInfo, StepWork
 
 
 @dataclass

@@ -84,12 +84,15 @@ def parse(given: Mapping[str, object]) -> Options:
             raise ConfigError(f"kv_connector_extra_config has no key {key!r}; {hint}")
     socket = given.get("socket", os.environ.get("TIERD_SOCKET", DEFAULT_SOCKET))
     if not isinstance(socket, str) or not socket:
-        raise ConfigError("kv_connector_extra_config 'socket' must be the path of a Unix socket")
+        raise ConfigError(
+            f"kv_connector_extra_config 'socket' is {socket!r:.80}; it must be the path of a Unix "
+            "socket"
+        )
     deadline_ms = given.get("prefetch_deadline_ms", DEFAULT_DEADLINE_MS)
     if type(deadline_ms) is not int or not 0 <= deadline_ms <= DEADLINE_MS_MAX:
         raise ConfigError(
-            "kv_connector_extra_config 'prefetch_deadline_ms' must be an integer from 0 to "
-            f"{DEADLINE_MS_MAX}"
+            f"kv_connector_extra_config 'prefetch_deadline_ms' is {deadline_ms!r:.80}; it must be "
+            f"an integer from 0 to {DEADLINE_MS_MAX}"
         )
     weights, draft_weights = (_name(given, key) for key in ("weights", "draft_weights"))
     transfer = given.get("transfer", Transfer.AUTO.value)
@@ -102,9 +105,9 @@ def parse(given: Mapping[str, object]) -> Options:
     loras = given.get("loras", {})
     if not _are_loras(loras):
         raise ConfigError(
-            "kv_connector_extra_config 'loras' must map each adapter's name to a revision, as in "
-            f'{{"NAME": "REVISION"}}: at most {LORAS_MAX} adapters, each text of 1 to '
-            f"{LORA_CHARS_MAX} characters, and no '=' in a name"
+            f"kv_connector_extra_config 'loras' is {loras!r:.80}; it must map each adapter's name "
+            f'to a revision, as in {{"NAME": "REVISION"}}: at most {LORAS_MAX} adapters, each text '
+            f"of 1 to {LORA_CHARS_MAX} characters, and no '=' in a name"
         )
     return Options(
         socket=socket,
@@ -121,14 +124,18 @@ def parse(given: Mapping[str, object]) -> Options:
 def _name(given: Mapping[str, object], key: str) -> str | None:
     value = given.get(key)
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"kv_connector_extra_config {key!r} must be a non-empty string")
+        raise ConfigError(
+            f"kv_connector_extra_config {key!r} is {value!r:.80}; it must be a non-empty string"
+        )
     return value
 
 
 def _flag(given: Mapping[str, object], key: str) -> bool:
     value = given.get(key, False)
     if type(value) is not bool:
-        raise ConfigError(f"kv_connector_extra_config {key!r} must be true or false")
+        raise ConfigError(
+            f"kv_connector_extra_config {key!r} is {value!r:.80}; it must be true or false"
+        )
     return value
 
 

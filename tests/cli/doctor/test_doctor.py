@@ -1,4 +1,4 @@
-"""`tierd doctor`: it sees what is wrong, says so once, and never hangs."""
+"""`tierd doctor` finds faults, reports each once, and never hangs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.doctor_scene import (
     Examine,
     codes,
-    examiner,
     namespace,
     register,
-    running,
 )
 from tests.support.fake_node import FakeDaemon
 from tierd import __version__
@@ -31,19 +28,6 @@ from tierd.client import Client
 from tierd.hashing import root_hash
 
 CAPACITY = 64 << 20
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running(tmp_path_factory.mktemp("doctor")) as process:
-        yield process
-
-
-@pytest.fixture
-def examine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Examine:
-    return examiner(tmp_path, capsys, monkeypatch)
 
 
 @pytest.fixture
@@ -59,7 +43,7 @@ def status(daemon: DaemonProcess) -> dict:
 # --- the command ----------------------------------------------------------------------
 
 
-def test_a_sound_node_has_no_findings_and_nothing_is_left(
+def test_healthy_node_has_no_findings_and_nothing_is_left_behind(
     daemon: DaemonProcess, examine: Examine, tmp_path: Path
 ) -> None:
     """The command would cry wolf on a healthy node, or leave files in a tier's directory."""
@@ -77,17 +61,17 @@ def test_a_sound_node_has_no_findings_and_nothing_is_left(
 def test_json_has_its_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that reads the findings would break with the next release."""
     rc = main(["doctor", "--json", "--config", "/nowhere.toml", "--socket", "/nowhere.sock"])
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     assert rc == 1
-    assert told.keys() == {"schema", "counts", "findings"}
-    assert told["schema"] == 1
-    faults = [each["code"] for each in told["findings"] if each["level"] == "fault"]
+    assert output.keys() == {"schema", "counts", "findings"}
+    assert output["schema"] == 1
+    faults = [each["code"] for each in output["findings"] if each["level"] == "fault"]
     assert faults == ["no_socket", "config"], "no daemon runs, and none would start"
-    assert told["counts"].keys() == {"ok", "note", "warning", "fault"}
-    assert sum(told["counts"].values()) == len(told["findings"])
-    levels = [each["level"] for each in told["findings"]]
+    assert output["counts"].keys() == {"ok", "note", "warning", "fault"}
+    assert sum(output["counts"].values()) == len(output["findings"])
+    levels = [each["level"] for each in output["findings"]]
     assert levels == sorted(levels, key=["fault", "warning", "note", "ok"].index), "worst first"
-    for each in told["findings"]:
+    for each in output["findings"]:
         assert each.keys() == {"level", "subject", "code", "what", "why", "do"}
         assert all(isinstance(value, str) for value in each.values())
         assert each["level"] == "ok" or (each["why"] and each["do"]), "what to do is not said"
@@ -96,7 +80,7 @@ def test_json_has_its_documented_fields(capsys: pytest.CaptureFixture[str]) -> N
 def test_text_says_what_why_and_what_to_do(
     tmp_path: Path, status: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Somebody at 3 a.m. would have to know what a code means; a name could rule the terminal."""
+    """An operator would have to know what a code means; a name could control the terminal."""
     body = {**status, "version": "\x1b[31m9.9"}
     with FakeDaemon(tmp_path / "fake.sock", body):
         (tmp_path / "tierd.toml").write_text("capacity")
@@ -126,7 +110,7 @@ def test_a_wrong_command_line_is_refused(
     assert says in capsys.readouterr().err
 
 
-def test_a_look_that_hangs_is_a_finding_and_the_others_are_told(
+def test_hanging_check_is_a_finding_and_the_others_run(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead NFS mount would hang the command that is to find it."""
@@ -143,8 +127,8 @@ def test_a_look_that_hangs_is_a_finding_and_the_others_are_told(
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), KeyError("field")])
-def test_what_cannot_be_looked_at_is_no_traceback(error: Exception) -> None:
-    """A file that goes between two looks, or an older daemon's status, would end the command."""
+def test_failed_check_is_a_finding(error: Exception) -> None:
+    """A file that disappears, or an older daemon's status, would end the command."""
 
     def look() -> list[Finding]:
         raise error
@@ -156,7 +140,7 @@ def test_what_cannot_be_looked_at_is_no_traceback(error: Exception) -> None:
 # --- the daemon -----------------------------------------------------------------------
 
 
-def test_a_broken_configuration_is_told_and_the_daemon_still_looked_at(
+def test_broken_configuration_is_reported_and_the_daemon_is_checked(
     daemon: DaemonProcess, examine: Examine, tmp_path: Path
 ) -> None:
     """One typing error would hide everything else."""
@@ -169,10 +153,10 @@ def test_a_broken_configuration_is_told_and_the_daemon_still_looked_at(
     assert found["answers"]["level"] == "ok"
 
 
-def test_a_configuration_that_may_not_be_read_is_no_fault(
+def test_unreadable_configuration_is_not_a_fault(
     daemon: DaemonProcess, examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every user but root would be told that the node is broken."""
+    """Every user but root would read that the node is broken."""
 
     def closed(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
@@ -183,17 +167,17 @@ def test_a_configuration_that_may_not_be_read_is_no_fault(
     assert found["answers"]["level"] == "ok"
 
 
-def test_a_daemon_with_another_configuration_is_no_fault(
+def test_daemon_with_another_configuration_is_not_a_fault(
     daemon: DaemonProcess, examine: Examine
 ) -> None:
-    """Whoever names only a socket would be told that the node is broken."""
+    """A user who passes only a socket would read that the node is broken."""
     found = examine("--socket", daemon.socket, config=Path("/nowhere.toml"))
     assert found["config_unseen"]["level"] == "note"
     assert found["rc"] != 1
 
 
 def test_no_socket(examine: Examine) -> None:
-    """It would not be said that the daemon is down, nor what it would meet."""
+    """The report would not say that the daemon is down, or what would stop its start."""
     found = examine()
     assert found["rc"] == 1
     assert found["no_socket"]["level"] == "fault"
@@ -206,7 +190,7 @@ def test_not_a_socket(examine: Examine, tmp_path: Path) -> None:
     assert examine("--socket", str(tmp_path / "file"))["not_a_socket"]["level"] == "fault"
 
 
-def test_nobody_listens(examine: Examine, tmp_path: Path) -> None:
+def test_socket_without_a_daemon(examine: Examine, tmp_path: Path) -> None:
     """A socket that a killed daemon left would look like one that is in trouble."""
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(tmp_path / "left.sock"))
@@ -215,7 +199,7 @@ def test_nobody_listens(examine: Examine, tmp_path: Path) -> None:
 
 
 def test_a_refused_uid(examine: Examine, status: dict, tmp_path: Path) -> None:
-    """It would not be said that allow_uids is what keeps this user out."""
+    """The report would not name allow_uids, which refuses this user."""
     refusal = "uid 7 may not connect: see allow_uids in the configuration"
     with FakeDaemon(tmp_path / "fake.sock", status, refusal=refusal):
         found = examine("--socket", str(tmp_path / "fake.sock"))
@@ -243,10 +227,8 @@ def test_another_version_is_a_warning(examine: Examine, status: dict, tmp_path: 
     assert found["rc"] in (1, 3)
 
 
-def test_only_warnings_have_a_status_of_their_own(
-    examine: Examine, status: dict, tmp_path: Path
-) -> None:
-    """A script could not tell what is broken from what could be better."""
+def test_exit_status_of_warnings(examine: Examine, status: dict, tmp_path: Path) -> None:
+    """A script could not distinguish faults from warnings."""
     with FakeDaemon(tmp_path / "fake.sock", {**status, "version": "0.0.1"}):
         assert examine(socket=str(tmp_path / "fake.sock"))["rc"] == 3
 
@@ -268,7 +250,7 @@ def test_a_connector_of_another_version(
 
 
 def test_a_user_who_may_not_connect(daemon: DaemonProcess, examine: Examine) -> None:
-    """An engine under another user would run without tierd, and nobody know why."""
+    """An engine of another user would run without tierd for no visible reason."""
     found = examine("--user", "nobody", socket=daemon.socket)
     assert found["user_denied"]["level"] == "fault"
     assert found["user_not_allowed"]["level"] == "fault"
@@ -291,10 +273,10 @@ def test_engines_that_cannot_share(daemon: DaemonProcess, examine: Examine) -> N
         found = examine("--socket", daemon.socket)
     finally:
         client.close()
-    told = found["cannot_share"]
-    assert told["level"] == "warning"
-    assert "hash_root" in told["what"]
-    assert "PYTHONHASHSEED" in told["do"]
+    output = found["cannot_share"]
+    assert output["level"] == "warning"
+    assert "hash_root" in output["what"]
+    assert "PYTHONHASHSEED" in output["do"]
 
 
 def test_block_sizes_that_differ_are_named(status: dict) -> None:
@@ -309,22 +291,22 @@ def test_block_sizes_that_differ_are_named(status: dict) -> None:
         node.look_at_namespaces({"namespaces": [spaces[0], {**spaces[1], "model": ""}]})
     )
     idle = [spaces[0], {**spaces[1], "sessions": 0}]
-    assert not list(node.look_at_namespaces({"namespaces": idle})), "nobody uses it"
+    assert not list(node.look_at_namespaces({"namespaces": idle})), "it is not used"
 
 
-def test_what_the_daemon_says_of_its_tiers(status: dict) -> None:
+def test_findings_from_the_daemons_tier_states(status: dict) -> None:
     """A tier that is away, or damages blocks, would only show in its own numbers."""
     shut = {"state": "open", "why": "too slow"}
     tier = {"name": "t", "state": "failing", "why": "", "circuits": {"reads": shut}}
     tier |= {"counters": {"corrupt_total": 2, "damaged_in_transit_total": 1}}
     found = list(node.look_at_tiers({"storage": [tier]}))
-    told = ("tier_away", "tier_corrupt", "tier_transit")
-    assert codes(found) == dict.fromkeys(told, Level.WARNING)
+    output = ("tier_away", "tier_corrupt", "tier_transit")
+    assert codes(found) == dict.fromkeys(output, Level.WARNING)
     assert "reads: too slow" in found[0].what
 
 
-def test_clients_that_were_turned_away(examine: Examine, status: dict, tmp_path: Path) -> None:
-    """An engine that is refused runs on without tierd: nothing else would tell."""
+def test_refused_clients_are_reported(examine: Examine, status: dict, tmp_path: Path) -> None:
+    """A refused engine runs without tierd: nothing else would report it."""
     status["counters"]["clients_refused_total"] = 3
     with FakeDaemon(tmp_path / "fake.sock", status):
         found = examine("--socket", str(tmp_path / "fake.sock"))
@@ -343,8 +325,10 @@ def test_clients_that_were_turned_away(examine: Examine, status: dict, tmp_path:
         ({"LoadState": "not-found"}, "no_unit", Level.NOTE),
     ],
 )
-def test_the_unit(status: dict, changes: dict[str, str], code: str, level: Level) -> None:
-    """What systemd knows would have to be asked of it in its own words."""
+def test_unit_settings_are_checked(
+    status: dict, changes: dict[str, str], code: str, level: Level
+) -> None:
+    """An operator would have to ask systemd for the unit's settings."""
     unit = {"LoadState": "loaded", "ActiveState": "active", "NRestarts": "0", "Result": "success"}
     unit |= {"NFileDescriptorStore": "5", "WatchdogUSec": "30s"}
     status["host"]["allocated_bytes"] = 1
@@ -353,7 +337,7 @@ def test_the_unit(status: dict, changes: dict[str, str], code: str, level: Level
     assert all(each is Level.OK for each in found.values())
 
 
-def test_long_texts_are_cut() -> None:
+def test_long_texts_are_truncated() -> None:
     """What a server says could fill the screen."""
     fields = Finding(Level.OK, "s", "c", "x" * 10_000).to_fields()
     assert len(fields["what"]) == TEXT_CHARS_MAX

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,8 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.doctor_scene import (
     ROOT,
     Examine,
-    examiner,
     namespace,
     register,
-    running,
 )
 from tests.support.fake_node import FakeEngine
 from tests.support.traffic import wait_until
@@ -24,22 +21,9 @@ from tierd.cli.doctor.checks import engine as engine_checks
 from tierd.hashing import hash_blocks, root_hash
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with running(tmp_path_factory.mktemp("doctor")) as process:
-        yield process
-
-
-@pytest.fixture
-def examine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Examine:
-    return examiner(tmp_path, capsys, monkeypatch)
-
-
 @pytest.fixture
 def attached(daemon: DaemonProcess) -> Iterator[Callable[[bytes], Callable[[list[int]], None]]]:
-    """What an engine does with a prompt: store its blocks, chained to a root of its own."""
+    """Return an engine's reaction to a prompt: it stores the blocks, chained to its own root."""
     client = daemon.client("vllm-scheduler")
     space = namespace()
     handle = register(client, space)
@@ -76,7 +60,7 @@ def test_an_engine_with_another_seed(
     monkeypatch: pytest.MonkeyPatch,
     known: bool,
 ) -> None:
-    """Blocks that nobody else finds would be stored for ever."""
+    """Blocks that no other engine finds would be stored forever."""
     monkeypatch.setattr(engine_checks, "STORED_S", 0.2)
     monkeypatch.setenv("PYTHONHASHSEED", "42" if known else "43")
     with FakeEngine(attached(root_hash("42"))) as fake:
@@ -115,7 +99,7 @@ def test_an_engine_without_the_connector(daemon: DaemonProcess, examine: Examine
     assert "--kv-transfer-config" in found["not_attached"]["do"]
 
 
-def test_what_an_engine_says_of_itself(examine: Examine) -> None:
+def test_engine_reports_are_checked(examine: Examine) -> None:
     """Settings with which tierd stays off would have to be found in the engine's log."""
     labels = 'block_size="16",enable_prefix_caching="False",prefix_caching_hash_algo="sha256"'
     with FakeEngine() as fake:
@@ -137,14 +121,14 @@ def test_an_engine_that_is_down(examine: Examine) -> None:
     assert examine("--engine", "http://127.0.0.1:9")["engine_away"]["level"] == "fault"
 
 
-def test_an_engine_that_is_sick(examine: Examine) -> None:
+def test_engine_with_errors(examine: Examine) -> None:
     """An engine whose core has died still answers on some paths."""
     with FakeEngine() as fake:
         fake.answers["/health"] = (503, b"")
         assert examine("--engine", fake.url)["engine_sick"]["level"] == "fault"
 
 
-def test_something_else_than_a_vllm(examine: Examine) -> None:
+def test_server_that_is_not_vllm(examine: Examine) -> None:
     """The address of some other server would be a traceback."""
     with FakeEngine() as fake:
         fake.answers["/version"] = (200, b"<html>")

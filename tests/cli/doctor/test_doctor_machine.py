@@ -1,4 +1,4 @@
-"""`tierd doctor`: what it sees of the machine under tierd, and of each tier."""
+"""`tierd doctor`: its findings about the machine and about each tier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doctor_scene import ROOT, Examine, codes, examiner, namespace
+from tests.support.doctor_scene import ROOT, Examine, codes, namespace
 from tests.support.fake_node import FakeDaemon
 from tests.support.servers.fake_s3 import BUCKET, FakeS3, reply, says
 from tierd import __version__
@@ -24,15 +24,8 @@ HOST = {"capacity_bytes": CAPACITY, "limit_bytes": CAPACITY, "allocated_bytes": 
 HOST |= {"huge_pages": True}
 
 
-@pytest.fixture
-def examine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Examine:
-    return examiner(tmp_path, capsys, monkeypatch)
-
-
 def scene(root: Path, **files: str) -> node.Scene:
-    """A machine of made-up files, by their paths with dots."""
+    """A simulated machine: the content of files, by their paths with dots."""
     defaults = {
         "proc.meminfo": "MemAvailable: 1000000 kB\n",
         "sys.kernel.mm.transparent_hugepage.shmem_enabled": "always [advise] never\n",
@@ -52,7 +45,7 @@ def looked(scene: node.Scene) -> dict[str, Level]:
     return found
 
 
-def test_a_sound_machine(tmp_path: Path) -> None:
+def test_healthy_machine(tmp_path: Path) -> None:
     """There would always be something."""
     assert looked(scene(tmp_path)) == {"capacity": Level.OK}
 
@@ -76,10 +69,10 @@ def test_a_sound_machine(tmp_path: Path) -> None:
         ("proc.driver.nvidia.version", "x", "gpu", Level.NOTE),
     ],
 )
-def test_what_a_machine_lacks(
+def test_findings_of_a_poor_machine(
     tmp_path: Path, name: str, text: str, code: str, level: Level
 ) -> None:
-    """A machine that holds tierd back would look sound."""
+    """A machine that slows tierd down would look healthy."""
     assert looked(scene(tmp_path, **{name: text}))[code] is level
 
 
@@ -94,7 +87,7 @@ def test_capacity_beyond_the_container(tmp_path: Path) -> None:
     assert looked(place) == {"capacity": Level.OK}
 
 
-def test_locked_memory_matters_where_a_gpu_is(tmp_path: Path) -> None:
+def test_locked_memory_limit_matters_with_a_gpu(tmp_path: Path) -> None:
     """Pinning would fail without a hint; or everybody without a GPU be bothered by it."""
     limits = {"proc.77.limits": "Max locked memory         65536     65536     bytes\n"}
     assert "memlock" not in looked(scene(tmp_path, **limits))
@@ -106,7 +99,7 @@ def test_locked_memory_matters_where_a_gpu_is(tmp_path: Path) -> None:
 
 
 def test_memory_pressure(tmp_path: Path) -> None:
-    """Host memory that had to shrink would look as if it were all there."""
+    """Host memory that had to shrink would look complete."""
     place = scene(tmp_path)
     place.status = {"host": {**HOST, "limit_bytes": CAPACITY // 2}}
     assert looked(place)["pressure"] is Level.WARNING
@@ -131,7 +124,7 @@ def test_a_path_that_is_a_file(examine: Examine, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_missing(examine: Examine, tmp_path: Path) -> None:
-    """A disk that is not mounted would be the root disk, which is told as a success."""
+    """An unmounted disk would be the root disk, which is reported as a success."""
     path = tmp_path / "not" / "there"
     found = examine(tiers=tier("file", path=str(path), capacity="1MiB", reserve_free=0))
     assert found["tier_missing"]["level"] == "note"
@@ -140,7 +133,7 @@ def test_a_directory_that_is_missing(examine: Examine, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small(examine: Examine, tmp_path: Path) -> None:
-    """A tier would hold less than was meant, and nobody know."""
+    """A tier would silently hold less than configured."""
     found = examine(tiers=tier("file", path=str(tmp_path / "s"), capacity="900PiB"))
     assert found["tier_space"]["level"] == "warning"
 
@@ -150,17 +143,15 @@ def test_a_directory_that_cannot_be_written(
 ) -> None:
     """The tier would take no blocks, and the reason be in the log only."""
     (tmp_path / "mine").mkdir(mode=0o500)
-    # Root may write everywhere; whoever else runs this has it from the kernel.
+    # Root may write everywhere; for other users the kernel refuses the write.
     may = os.access
     monkeypatch.setattr(os, "access", lambda p, mode: p != tmp_path / "mine" and may(p, mode))
     found = examine(tiers=tier("file", path=str(tmp_path / "mine"), capacity="1MiB"))
     assert found["tier_denied"]["level"] == "fault"
 
 
-def test_a_disk_that_takes_no_file(
-    examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read-only or full disk would be a traceback."""
+def test_full_disk(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only or full disk would cause a traceback."""
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -230,7 +221,7 @@ def test_an_s3_round_trip_leaves_nothing(examine: Examine) -> None:
         ("SignatureDoesNotMatch", "secret key does not belong to the access key"),
     ],
 )
-def test_what_is_wrong_with_a_bucket(examine: Examine, code: str, words: str) -> None:
+def test_bucket_faults_are_reported(examine: Examine, code: str, words: str) -> None:
     """The operator would have to guess which option to change."""
     with FakeS3() as fake:
         fake.script = says(404 if code == "NoSuchBucket" else 403, code, "GET")

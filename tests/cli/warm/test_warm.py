@@ -186,7 +186,7 @@ def read_blocks(daemon: DaemonProcess) -> int:
 # --- sources --------------------------------------------------------------------------
 
 
-def test_prompts_of_every_form(cold, engine, ranks, tmp_path, capsys, monkeypatch) -> None:
+def test_warm_prompts_of_every_form(cold, engine, ranks, tmp_path, capsys, monkeypatch) -> None:
     """The first user would wait for the disk, though the prompt was given to be warmed."""
     path = lines(
         tmp_path,
@@ -201,25 +201,25 @@ def test_prompts_of_every_form(cold, engine, ranks, tmp_path, capsys, monkeypatc
     stdin = io.TextIOWrapper(io.BytesIO(json.dumps(prompt(0)).encode()))
     monkeypatch.setattr(sys, "stdin", stdin)
     assert warm(cold, "-", path, *ranks, "--engine", engine.url, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     text, chat = (len(letters(t)) // TOKENS for t in (TEXT, json.dumps([CHAT, None]) + 10 * "."))
-    assert (told["units"], told["brought"] + told["here"]) == (7, 50 + text + chat)
-    assert told["bytes"] >= 4096 * sum(resident(cold).values())
+    assert (output["units"], output["brought"] + output["here"]) == (7, 50 + text + chat)
+    assert output["bytes"] >= 4096 * sum(resident(cold).values())
     assert resident(cold) == both(40 + text + chat)
     assert engine.computed == []
 
 
-def test_what_no_tier_has_is_said(cold, ranks, tmp_path, capsys) -> None:
+def test_missing_blocks_are_reported(cold, ranks, tmp_path, capsys) -> None:
     """An operator would take a cold prefix for a warm one."""
     client = cold.client()
     store(client, RANKS[1], hashes_of(prompt(70)))
     client.close()
     path = lines(tmp_path, *(prompt(number) for number in (0, 9, 3, 70)))
     assert warm(cold, path, *ranks) == 3
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     # What only one rank has is of no use.
-    assert "10 of 40 blocks in host memory" in told
-    assert f"30 blocks: no tier has them ({path}, line 2, {path}, line 3, {path}, line 4)" in told
+    assert "10 of 40 blocks in host memory" in output
+    assert f"30 blocks: no tier has them ({path}, line 2, {path}, line 3, {path}, line 4)" in output
     # Of what another tenant's salt hides, nothing has come.
     assert resident(cold)[RANKS[0].digest.hex()] == COUNT
 
@@ -244,9 +244,9 @@ def test_hot_set(cold, tmp_path, capsys) -> None:
     assert warm(cold, lines(tmp_path, prompt(2)), missing, *words, "--dry-run") == 0
     assert json.loads(capsys.readouterr().out)["nowhere"] == 10
     assert warm(cold, lines(tmp_path, prompt(2)), missing, *words) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert [told[key] for key in ("units", "brought", "missing")] == [4, 30, 10]
-    [reason] = told["reasons"]
+    output = json.loads(capsys.readouterr().out)
+    assert [output[key] for key in ("units", "brought", "missing")] == [4, 30, 10]
+    [reason] = output["reasons"]
     assert (reason["blocks"], reason["first"]) == (10, [f"{name}, run 3"])
     assert resident(cold) == both(30)
     # Another node gives its hot set as well.
@@ -263,17 +263,17 @@ def test_hot_set_larger_than_host_memory(cold, tmp_path, capsys) -> None:
     runs = [(hashes, 99 - number) for number, hashes in enumerate(BIG_CHAINS)]
     write_hot_set(tmp_path / "hot", runs, [BIG])
     assert warm(cold, "--hotset", tmp_path / "hot", "--json") == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["blocks"] == 2 * len(BIG_CHAINS)
-    [reason] = told["reasons"]
+    output = json.loads(capsys.readouterr().out)
+    assert output["blocks"] == 2 * len(BIG_CHAINS)
+    [reason] = output["reasons"]
     assert "no space" in reason["why"]
-    assert reason["blocks"] == told["missing"] > 0
-    assert resident(cold) == {BIG.digest.hex(): told["had"]} == {BIG.digest.hex(): 32}
+    assert reason["blocks"] == output["missing"] > 0
+    assert resident(cold) == {BIG.digest.hex(): output["had"]} == {BIG.digest.hex(): 32}
     found = explained(cold, BIG, [h for hashes in BIG_CHAINS for h in hashes])
-    assert all(block["host"] for block in found[: told["had"]]), "not those that are worth most"
+    assert all(block["host"] for block in found[: output["had"]]), "not the most valuable blocks"
 
 
-def test_all_that_a_tier_has(cold, ranks, tmp_path, capsys) -> None:
+def test_warm_everything_in_a_tier(cold, ranks, tmp_path, capsys) -> None:
     """`--from` would miss prefixes, or bring them without their parents."""
     words = ["--from", "disk", *ranks]
     assert warm(cold, *words, "--size", f"{4096 * 2 * 25}B", "--json") == 0
@@ -292,7 +292,7 @@ def test_all_that_a_tier_has(cold, ranks, tmp_path, capsys) -> None:
     client.close()
 
 
-def test_into_another_tier(cold, ranks, tmp_path, capsys) -> None:
+def test_warm_into_another_tier(cold, ranks, tmp_path, capsys) -> None:
     """`--to` would fill host memory, and not the tier."""
     path = lines(tmp_path, prompt(0), prompt(9))
     assert warm(cold, path, *ranks, "--to", "other") == 3
@@ -318,9 +318,9 @@ def test_engine_computes_what_is_missing(cold, engine, ranks, tmp_path, capsys) 
     words = ["--engine", engine.url, "--lora", "sql=/adapters/sql", "--concurrency", 2]
     engine.store_delay_s = 0.1
     assert warm(cold, path, *ranks, *words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["blocks"] == told["had"] == 100
-    assert told["brought"] == COUNT
+    output = json.loads(capsys.readouterr().out)
+    assert output["blocks"] == output["had"] == 100
+    assert output["brought"] == COUNT
     asked = {request["prompt"][0]: request for request in engine.computed}
     # The adapter's first prompt had to be computed before its namespace was known.
     assert sorted(asked) == [20, 21, 22, *range(30, 36)]
@@ -330,7 +330,7 @@ def test_engine_computes_what_is_missing(cold, engine, ranks, tmp_path, capsys) 
     assert engine.at_once_max <= 2
     assert resident(cold) == {**both(80), **both(20, ADAPTER_RANKS)}
     cold.wait_backed_up()
-    # Next time tiers have it all, and whoever forgets the path is told.
+    # Next time tiers have all blocks, and a missing path is reported.
     engine.computed.clear()
     assert warm(cold, path, *ranks, *words) == 0
     assert engine.computed == []
@@ -352,14 +352,14 @@ def test_engine_that_refuses(cold, engine, ranks, tmp_path, capsys) -> None:
     engine.refusal = 400, "too long\x1b[2J"
     path = lines(tmp_path, prompt(41), {"prompt": TEXT}, prompt(0))
     assert warm(cold, path, *ranks, "--engine", engine.url) == 3
-    told = capsys.readouterr().out
-    assert "10 of 20 blocks" in told
-    assert f"10 blocks: the engine at {engine.url}: 400 Bad Request: too long?[2J" in told
-    assert f"({path}, line 2, {path}, line 1)" in told
+    output = capsys.readouterr().out
+    assert "10 of 20 blocks" in output
+    assert f"10 blocks: the engine at {engine.url}: 400 Bad Request: too long?[2J" in output
+    assert f"({path}, line 2, {path}, line 1)" in output
 
 
 def test_engine_that_is_down(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
-    """What tiers have would stay cold as well; or the exit status would not tell."""
+    """Blocks in tiers would stay cold as well, or the exit status would be 0."""
     url = "http://127.0.0.1:9"
     path = lines(tmp_path, prompt(41), {"prompt": TEXT}, {"messages": CHAT}, prompt(0))
     asked: list[object] = []
@@ -388,11 +388,16 @@ def test_dry_run_changes_nothing(cold, ranks, tmp_path, capsys) -> None:
     before = read_blocks(cold)
     words = [path, *ranks, "--dry-run", "--resume", journal]
     assert warm(cold, *words, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["blocks"], told["bytes"], told["here"], told["nowhere"]) == (20, 163840, 0, 10)
-    assert told["tiers"]["disk"] == {"blocks": 10}
-    assert sum(told["read_bytes"].values()) == 81920
-    assert told["compute_s"] is None
+    output = json.loads(capsys.readouterr().out)
+    assert (output["blocks"], output["bytes"], output["here"], output["nowhere"]) == (
+        20,
+        163840,
+        0,
+        10,
+    )
+    assert output["tiers"]["disk"] == {"blocks": 10}
+    assert sum(output["read_bytes"].values()) == 81920
+    assert output["compute_s"] is None
     assert (read_blocks(cold), resident(cold), journal.exists()) == (before, {}, False)
     warm(cold, lines(tmp_path, prompt(0)), *ranks)
     capsys.readouterr()
@@ -412,12 +417,12 @@ def test_verify_and_pin(cold, ranks, tmp_path, capsys) -> None:
     write_hot_set(tmp_path / "hot", [(hashes, 9) for hashes in BIG_CHAINS], [BIG])
     assert warm(cold, "--hotset", tmp_path / "hot", "--pin", "1h") == 3
     kept = status_of(cold)["host"]["pinned_bytes"] - 2 * COUNT * 4096
-    assert f"pinned: {size(kept)} of 1" in (told := capsys.readouterr().out)
-    assert "; host.pin_share allows no more" in told
+    assert f"pinned: {size(kept)} of 1" in (output := capsys.readouterr().out)
+    assert "; host.pin_share allows no more" in output
 
 
 def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
-    """What is finished would be tokenized, read or computed again; or what has gone since, not."""
+    """Finished units would be read or computed again, or blocks lost since would be skipped."""
     path = lines(tmp_path, {"prompt": TEXT}, prompt(0), prompt(50), prompt(51)[:15])
     journal = tmp_path / "journal"
     words = [path, *ranks, "--engine", engine.url, "--resume", journal, "--json"]
@@ -425,14 +430,14 @@ def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
     asked = len(engine.tokenized), len(engine.computed), read_blocks(cold)
     capsys.readouterr()
     assert warm(cold, *words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["units"], told["before"], told["blocks"]) == (4, 31, 31)
+    output = json.loads(capsys.readouterr().out)
+    assert (output["units"], output["before"], output["blocks"]) == (4, 31, 31)
     assert (len(engine.tokenized), len(engine.computed), read_blocks(cold)) == asked
     cold.wait_backed_up()
     flush(cold, RANKS[1].digest.hex(), host=True, tiers=[])
     assert warm(cold, *words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["before"], told["brought"]) == (0, 31)
+    output = json.loads(capsys.readouterr().out)
+    assert (output["before"], output["brought"]) == (0, 31)
     assert read_blocks(cold) == asked[2] + 31
     # Other ranks or another target are other work.
     assert warm(cold, path, *ranks[:2], *words[5:]) == 0
@@ -441,8 +446,8 @@ def test_resume(cold, engine, ranks, tmp_path, capsys) -> None:
     assert "is the journal of a warm to 'host memory'" in capsys.readouterr().err
 
 
-def test_daemon_that_goes(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
-    """A warm that came to an end too early would count as done, or say nothing of what it did."""
+def test_daemon_ends_during_a_warm(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
+    """A warm that ended too early would count as complete, or not report what it did."""
     heard = []
 
     def next_warmed(self, timeout_s):
@@ -455,9 +460,9 @@ def test_daemon_that_goes(cold, ranks, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(Operator, "next_warmed", next_warmed)
     path = lines(tmp_path, prompt(0)[:16], prompt(1))
     assert warm(cold, path, *ranks[:2]) == 1
-    told = capsys.readouterr()
-    assert "1 of 1 blocks" in told.out or "10 of 10 blocks" in told.out
-    assert told.err == "tierd: no answer from it: it closed the session\n"
+    output = capsys.readouterr()
+    assert "1 of 1 blocks" in output.out or "10 of 10 blocks" in output.out
+    assert output.err == "tierd: no answer from it: it closed the session\n"
 
 
 @contextmanager
@@ -501,9 +506,9 @@ def test_interrupted_and_resumed(cold, tmp_path) -> None:
     before = read_blocks(cold)
     with command(cold, *words, "--json") as process:
         out, err = process.communicate(timeout=20)
-    told = json.loads(out)
-    assert (process.returncode, told["had"], told["units"]) == (0, 165, 30)
-    assert told["before"] > 0
+    output = json.loads(out)
+    assert (process.returncode, output["had"], output["units"]) == (0, 165, 30)
+    assert output["before"] > 0
     assert resident(cold) == both(30)
     assert read_blocks(cold) - before <= 60 - had, "blocks that had come were read again"
     assert status_of(cold)["host"]["leases"] == 0
@@ -511,7 +516,7 @@ def test_interrupted_and_resumed(cold, tmp_path) -> None:
 
 @pytest.mark.parametrize("held", ["tier", "stdin", "engine"])
 def test_deadline(cold, engine, ranks, tmp_path, monkeypatch, capsys, held) -> None:
-    """A unit that warms at boot would hold it up, whatever it waits for."""
+    """A unit that warms at boot would delay the boot."""
     path = lines(tmp_path, *(prompt(n) for n in (0, 1, 2, 60)))
     words = [*ranks, "--deadline", "0.3"]
     reader, writer = os.pipe()
@@ -529,10 +534,10 @@ def test_deadline(cold, engine, ranks, tmp_path, monkeypatch, capsys, held) -> N
         began_s = time.monotonic()
         assert warm(cold, path, *words) == 3
         late_s.append(time.monotonic() - began_s - 0.3)
-        told = capsys.readouterr().out
-        assert "deadline" in told
+        output = capsys.readouterr().out
+        assert "deadline" in output
         if held == "engine":
-            assert "10 blocks: the deadline passed first" in told
+            assert "10 blocks: the deadline passed first" in output
         if min(late_s) <= 0.1:
             break  # The others are the machine's.
     assert -0.1 <= min(late_s) <= 0.1
@@ -546,7 +551,7 @@ def test_deadline_counts_from_the_start_of_the_process(cold, monkeypatch, capsys
     code = "import time; time.sleep(0.2); from tierd.cli.main import _age_s; print(_age_s())"
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    # A process's start is told in hundredths of a second.
+    # The kernel reports a process's start in hundredths of a second.
     assert 0.19 <= float(done.stdout) <= time.monotonic() - began_s + 0.01
 
     monkeypatch.setattr(main_module, "_age_s", lambda: 60.0)
@@ -560,21 +565,21 @@ def test_deadline_counts_from_the_start_of_the_process(cold, monkeypatch, capsys
 
 
 def test_malformed_line(cold, ranks, tmp_path, capsys) -> None:
-    """A typing mistake would be passed over in silence, or stop what it was told not to."""
+    """A typing mistake would be skipped silently, or stop a warm that should continue."""
     path = lines(tmp_path, prompt(0), "nothing", prompt(1))
     assert warm(cold, path, *ranks) == 2
-    told = capsys.readouterr()
-    assert f"{path}, line 2: not JSON" in told.err
-    assert "10 of 10 blocks" in told.out, "what was read before it has not been warmed"
+    output = capsys.readouterr()
+    assert f"{path}, line 2: not JSON" in output.err
+    assert "10 of 10 blocks" in output.out, "the prompt before it was not warmed"
     (tmp_path / "hot").write_text("nothing")
     words = ["--hotset", tmp_path / "hot", "--skip-bad"]
     assert warm(cold, path, *ranks, *words) == 3
-    told = capsys.readouterr()
-    assert "20 of 20 blocks" in told.out
-    assert "1 not read: malformed: " in told.out
-    assert "hot, line 1: the file was cut" in told.out
-    assert "1 not read: malformed: not JSON: Expecting value" in told.out
-    assert f"({path}, line 2)" in told.out
+    output = capsys.readouterr()
+    assert "20 of 20 blocks" in output.out
+    assert "1 not read: malformed: " in output.out
+    assert "hot, line 1: the file was cut" in output.out
+    assert "1 not read: malformed: not JSON: Expecting value" in output.out
+    assert f"({path}, line 2)" in output.out
 
 
 def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
@@ -618,7 +623,7 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
         (prompt(0), ("--rate", "0"), "--rate must be"),
         (prompt(0), ("--concurrency", "0"), "--concurrency must be"),
         (prompt(0), ("--pin", "soon"), "'soon' is not a time"),
-        (prompt(0), ("--lora", "sql"), "want NAME=PATH"),
+        (prompt(0), ("--lora", "sql"), "pass NAME=PATH"),
     ):
         assert warm(cold, lines(tmp_path, line), *words) == 2, named
         assert named in capsys.readouterr().err
@@ -628,7 +633,7 @@ def test_wrong_input(cold, ranks, tmp_path, capsys) -> None:
     assert "no answer from" in capsys.readouterr().err
 
 
-def test_it_waits_for_tiers_that_read_their_index(monkeypatch) -> None:
+def test_warm_waits_for_tiers_that_are_indexing(monkeypatch) -> None:
     """Right after a boot everything would be missing."""
     states = ["opening", "indexing", "ready"]
 

@@ -1,4 +1,4 @@
-"""A warm's journal: what is finished is neither lost nor done again, wherever a run broke off."""
+"""A warm's journal: finished work is neither lost nor repeated, wherever a run broke off."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write(path, units: list[FinishedUnit], first: int = 0) -> None:
 @pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(units=UNITS, data=st.data())
-def test_a_journal_cut_anywhere_goes_on(tmp_path_factory, units, data) -> None:
-    """Finished work would be done again after a crash, or unfinished work left out for good."""
+def test_journal_truncated_anywhere_can_be_resumed(tmp_path_factory, units, data) -> None:
+    """After a crash, finished work would be repeated, or unfinished work skipped permanently."""
     path = tmp_path_factory.mktemp("journal") / "warm.journal"
     write(path, units)
     whole = path.read_bytes()
@@ -58,7 +58,7 @@ def test_a_journal_cut_anywhere_goes_on(tmp_path_factory, units, data) -> None:
         (b'{"tierd_warm_journal": 2, "to": "disk"}\n', "a warm to 'disk'"),
     ],
 )
-def test_other_files_are_left_as_they_are(tmp_path, content, named) -> None:
+def test_other_files_are_not_changed(tmp_path, content, named) -> None:
     """A typing mistake in --resume would destroy a file."""
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -82,8 +82,8 @@ def test_other_files_are_left_as_they_are(tmp_path, content, named) -> None:
         .replace(b'"u"', b'"v"'),
     ],
 )
-def test_damage_within_is_named(tmp_path, line) -> None:
-    """Whoever has edited a journal would resume from something else, without a word."""
+def test_damaged_line_is_named(tmp_path, line) -> None:
+    """After an edit of the journal a warm would silently resume from another state."""
     path = tmp_path / "journal"
     write(path, [])
     with path.open("ab") as file:
@@ -92,7 +92,7 @@ def test_damage_within_is_named(tmp_path, line) -> None:
         WarmJournal(str(path), "host memory")
 
 
-def test_two_runs_do_not_share_a_journal(tmp_path) -> None:
+def test_two_runs_cannot_share_a_journal(tmp_path) -> None:
     """Two runs would write into each other's lines."""
     path = str(tmp_path / "journal")
     journal = WarmJournal(path, "host memory")

@@ -45,14 +45,14 @@ class Letters:
         ),
     ],
 )
-def test_each_form_of_a_line(given, tokens, salt, lora) -> None:
+def test_every_form_of_a_prompt_line(given, tokens, salt, lora) -> None:
     """A prompt would be warmed under hashes that its request does not have."""
     prompt = parse(given, {"sql": "/adapters/sql"})
     assert (tokens_of(prompt, Letters()), prompt.salt, prompt.lora) == (tokens, salt, lora)
 
 
-def test_what_decides_a_chat_s_tokens_reaches_the_tokenizer() -> None:
-    """A chat with tools or a template of its own would be hashed as another one."""
+def test_chat_options_reach_the_tokenizer() -> None:
+    """A chat with tools or its own template would be hashed as another chat."""
     passed = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -89,7 +89,7 @@ def test_what_decides_a_chat_s_tokens_reaches_the_tokenizer() -> None:
         (line(messages=[{"content": ["hi"]}]), "only parts of type 'text'"),
     ],
 )
-def test_what_no_line_is(given, named) -> None:
+def test_malformed_prompt_lines_are_refused(given, named) -> None:
     """A line with a mistake would warm something else, or end in a traceback."""
     with pytest.raises(ConfigError) as caught:
         parse(given, {})
@@ -122,7 +122,7 @@ def test_text_needs_a_tokenizer() -> None:
 
 
 class FakeTokenizer:
-    """A tokenizer of the library's, as far as it is used."""
+    """The methods of the library's tokenizer that tierd uses."""
 
     def __call__(self, text, add_special_tokens):
         return {"input_ids": [1] * add_special_tokens + letters(text)}
@@ -175,8 +175,8 @@ def test_local_tokenizer(library, tmp_path) -> None:
         LocalTokenizer(str(tmp_path / "empty"))
 
 
-def test_what_a_local_tokenizer_lacks(monkeypatch, tmp_path) -> None:
-    """A traceback in place of what to install."""
+def test_missing_tokenizer_packages_are_named(monkeypatch, tmp_path) -> None:
+    """A traceback would hide what to install."""
     with pytest.raises(ConfigError, match="missing: no such directory"):
         LocalTokenizer(str(tmp_path / "missing"))
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -184,7 +184,7 @@ def test_what_a_local_tokenizer_lacks(monkeypatch, tmp_path) -> None:
         LocalTokenizer(str(tmp_path))
 
 
-def test_times() -> None:
+def test_times_are_parsed() -> None:
     """`--pin 30m` would keep blocks for half a minute."""
     assert [parse_time(text) for text in ("90", "1.5s", "30m", "2 h", "1d")] == [
         *(90, 1.5, 1800, 7200, 86400)

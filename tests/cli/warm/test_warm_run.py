@@ -1,4 +1,4 @@
-"""How wants become calls of the daemon's, and which namespaces are meant; on made-up daemons."""
+"""How wants become calls to the daemon, and which namespaces are chosen; with fake daemons."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from tests.support import blocks
 from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.namespaces import Namespaces
 from tierd.cli.warm import run as warm_run
+from tierd.cli.warm.calls import AHEAD_BLOCKS, CALL_BLOCKS_MAX
 from tierd.cli.warm.report import WarmReport
-from tierd.cli.warm.run import (
-    AHEAD_BLOCKS,
-    CALL_BLOCKS_MAX,
-    FULL_CALLS,
-    Replays,
-    Warmer,
-    WarmOptions,
-)
+from tierd.cli.warm.run import FULL_CALLS, Replays, Warmer, WarmOptions
 from tierd.cli.warm.sources import WantedBlocks
 from tierd.errors import ConfigError
 from tierd.types import Namespace
@@ -70,7 +64,7 @@ def want(number: int, *, by_worth: bool = False, tokens: list[int] | None = None
     )
 
 
-def test_what_prompts_share_is_asked_for_once_a_call() -> None:
+def test_shared_blocks_are_requested_once_per_call() -> None:
     """A long system prompt would count as read once for each prompt that begins with it."""
     daemon = Daemon(lambda _: Warmth.BROUGHT)
     run = warmer(daemon)
@@ -80,8 +74,8 @@ def test_what_prompts_share_is_asked_for_once_a_call() -> None:
     assert run.report.brought == run.report.blocks == sum(range(4, 24))
 
 
-def test_nothing_is_tried_that_is_worth_less_than_what_had_no_room() -> None:
-    """A hot set of millions of blocks would be gone through though nothing fits any more."""
+def test_less_valuable_blocks_are_skipped_after_full_calls() -> None:
+    """A hot set of millions of blocks would be read to its end although nothing fits."""
     daemon = Daemon(lambda _: Warmth.NO_ROOM)
     run = warmer(daemon)
     run.run(iter([want(number % 9, by_worth=True) for number in range(5000)]))
@@ -91,7 +85,7 @@ def test_nothing_is_tried_that_is_worth_less_than_what_had_no_room() -> None:
     assert reason.blocks == run.report.blocks
 
 
-def test_a_deadline_while_only_answers_are_awaited_is_told() -> None:
+def test_deadline_while_waiting_for_answers_is_reported() -> None:
     """A warm that was cut off would say that all is warm, and a deploy go on."""
     daemon = Daemon(lambda _: Warmth.BROUGHT)
     run = warmer(daemon)
@@ -126,7 +120,7 @@ class StuckReplays(Replays):
         yield from ()
 
 
-def test_no_more_is_read_than_the_engine_gets_done(monkeypatch) -> None:
+def test_reading_pauses_while_the_engine_is_behind(monkeypatch) -> None:
     """All prompts of a large file would be in memory while an engine computes the first ones."""
     monkeypatch.setattr(warm_run, "ENGINE_LOOK_S", 1e-9)
     read = []
@@ -146,21 +140,21 @@ def test_no_more_is_read_than_the_engine_gets_done(monkeypatch) -> None:
     assert run.report.blocks == 4 * len(read)
 
 
-def test_progress_is_told_of_all_blocks() -> None:
+def test_progress_covers_all_blocks() -> None:
     """The bar of one long prompt would say "0 of 0 blocks" until it is there, and that of several
     always that all are."""
     run = warmer(Daemon(lambda _: Warmth.BROUGHT))
     count = 4 * CALL_BLOCKS_MAX
-    told: list[tuple[float | None, str]] = []
-    run.on_progress = lambda: told.append(run.report.progress(*run.under_way(), 1.0))
+    output: list[tuple[float | None, str]] = []
+    run.on_progress = lambda: output.append(run.report.progress(*run.under_way(), 1.0))
     run.run(iter([want(count - 4), want(0)]))
-    parts = [part for part, _ in told]
+    parts = [part for part, _ in output]
     assert parts == sorted(parts)  # type: ignore[type-var]  # none is None
-    assert told[0] == (0.0, told[0][1])
+    assert output[0] == (0.0, output[0][1])
     assert len({*parts}) > 4
-    assert {text.split(", ")[0].partition(" of ")[2] for _, text in told[1:]} == {"2.05 k blocks"}
-    assert told[-1][0] == 1.0
-    assert told[-1][1].startswith("2.05 k of 2.05 k blocks, ")
+    assert {text.split(", ")[0].partition(" of ")[2] for _, text in output[1:]} == {"2.05 k blocks"}
+    assert output[-1][0] == 1.0
+    assert output[-1][1].startswith("2.05 k of 2.05 k blocks, ")
     part, text = run.report.progress(0, 0, 0.5)
     assert (part, "blocks so far, " in text) == (0.5, True)
 
@@ -182,7 +176,7 @@ def known(*spaces: Namespace) -> Namespaces:
     return Namespaces(Known(*spaces))  # type: ignore[arg-type]
 
 
-def test_the_only_engine_is_meant() -> None:
+def test_only_engine_is_the_default() -> None:
     """An operator with one engine would have to copy digests; one with two would warm the wrong
     one's."""
     ranks = tuple(blocks.namespace(tp_size=2, tp_rank=rank) for rank in range(2))
@@ -196,8 +190,8 @@ def test_the_only_engine_is_meant() -> None:
         known(adapter).only()
 
 
-def test_an_adapter_has_one_revision() -> None:
-    """A prompt of an adapter would be warmed under a revision that nobody serves."""
+def test_adapter_with_several_revisions_is_refused() -> None:
+    """A prompt of an adapter would be warmed under a revision that no engine serves."""
     one, two, longer = (
         blocks.namespace(weights=f"rev-1+lora:{name}") for name in ("sql=7", "sql=8", "sql2=7")
     )

@@ -176,10 +176,10 @@ REFUSALS = [
     (gate_of_other_size, "gate"),
     (gate_unsealed, "gate"),
     (gate_no_file, "gate"),
-    (disordered_ends, "the ends of layer groups must ascend"),
-    (short_ends, "the last one must be the block"),
+    (disordered_ends, "the ends must ascend"),
+    (short_ends, "the end of the block"),
     (many_ends, "layer groups"),
-    (event_outside, "counter lies outside"),
+    (event_outside, "outside of the exported memory"),
     (event_of_gpu, "not a GPU's handles"),
 ]
 

@@ -15,9 +15,9 @@ from tests.support.daemon_process import DaemonProcess
 from tests.support.engines.jobs_rig import Rig
 from tests.support.page_engine import chain, content, namespace, parents_of
 from tierd.client import Client, Handle
-from tierd_connectors.vllm.guard import Boundary
+from tierd_connectors.common.guard import Boundary
+from tierd_connectors.common.namespaces import of_generation
 from tierd_connectors.vllm.scheduler import SchedulerSide
-from tierd_connectors.vllm.work import of_generation
 from tierd_connectors.vllm.worker.mover import Mover
 from tierd_connectors.vllm.worker.queues import HostOrder
 
@@ -111,7 +111,7 @@ def test_an_engine_that_resets_its_caches_leaves_nothing(tmp_path: Path) -> None
                 most = [2 * number for number in held()]
             side.reset()
             scheduler.poll()
-            mover.use(of_generation(rig.namespace, side._generation))
+            mover.use(of_generation(rig.namespace, side.generation))
         assert mover.tally.drain()["store_blocks"] == 140
         eventually(lambda: len(status(looks)[2]) <= 2, "the end of what the resets left")
         eventually(
@@ -121,7 +121,7 @@ def test_an_engine_that_resets_its_caches_leaves_nothing(tmp_path: Path) -> None
         fresh = patient(daemon, "fresh")
         handle = fresh.register(rig.namespace)
         assert len(fresh.get(handle, [rig.item(1).block_hash], 0)) == 1
-        last = of_generation(rig.namespace, side._generation).digest.hex()
+        last = of_generation(rig.namespace, side.generation).digest.hex()
         eventually(
             lambda: any(n["digest"] == last and n["sessions"] == 2 for n in status(looks)[2]),
             "the worker's and the scheduler's registrations",

@@ -10,10 +10,10 @@ from typing import cast
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tierd.client import Client
 from tierd.types import FORMAT_VERSION, Namespace
-from tierd_connectors.vllm.guard import Boundary
+from tierd_connectors.common.guard import Boundary
+from tierd_connectors.common.work import Load, StepWork, StoreItem
 from tierd_connectors.vllm.scheduler import SchedulerSide
 from tierd_connectors.vllm.steps import Scheduled
-from tierd_connectors.vllm.work import Load, StepWork, StoreItem
 
 BLOCK_TOKENS = 4
 

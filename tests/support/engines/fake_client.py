@@ -312,7 +312,7 @@ class FakeClient:
     def unregister(self, handle: FakeHandle, *, worthless: bool = False) -> None:
         if handle in self.handles:
             self.handles.remove(handle)
-            handle.ready, handle.refusal = False, "it is registered no more"
+            handle.ready, handle.refusal = False, "the client has unregistered it"
             self.daemon.left.append((handle.namespace, worthless))
 
     def poll(self) -> None:

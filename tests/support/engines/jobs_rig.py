@@ -13,8 +13,9 @@ from tests.support.engines.connector_bench import ROOT, SIZES, block_hash, names
 from tests.support.engines.fake_client import FakeClient, FakeDaemon, FakeJob
 from tierd.client import Client
 from tierd.device.engine_host import HostExport
-from tierd_connectors.vllm.guard import Boundary
-from tierd_connectors.vllm.work import NO_ADAPTER, Load, StoreItem, of_adapters
+from tierd_connectors.common.guard import Boundary
+from tierd_connectors.common.namespaces import NO_ADAPTER, of_adapters
+from tierd_connectors.common.work import Load, StoreItem
 from tierd_connectors.vllm.worker.export import Shown
 from tierd_connectors.vllm.worker.layerwise import Layerwise, layer_groups
 from tierd_connectors.vllm.worker.layout import PageMap, Stretch, TensorView, blocks_of
@@ -126,12 +127,12 @@ class Rig:
         self,
         blocks: list[int],
         into: list[int],
-        life_ms: int = 60_000,
+        lease_ms: int = 60_000,
         adapter: str = NO_ADAPTER,
     ) -> Load:
         digest = self.namespaces[adapter].digest
         slots = [self.daemon.blocks[digest, block_hash(b)] for b in blocks]
-        expires_ns = time.monotonic_ns() + life_ms * 1_000_000
+        expires_ns = time.monotonic_ns() + lease_ms * 1_000_000
         load = Load(f"r{into}", self.daemon.epoch, expires_ns, into, [slots], adapter)
         self.mover.submit_load(load)
         return load

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engines.connector_bench import block_hash
 from tests.support.engines.jobs_rig import BLOCKS, Rig, Troubles
-from tierd_connectors.vllm.work import Load
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker import jobs as vllm_jobs
 from tierd_connectors.vllm.worker.layerwise import Layerwise
 

@@ -27,6 +27,7 @@ from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tests.support.engines.jobs_rig import close_descriptors
 from tests.support.engines.layers import Turns
 from tierd.device.engine_host import HostExport
+from tierd_connectors.vllm.worker import memory
 from tierd_connectors.vllm.worker.layout import TensorView, blocks_of
 
 LAYERS = 2
@@ -241,26 +242,32 @@ class TokenEngine:
         shape = blocks_of(views, blocks)
         owned = SimpleNamespace(device=SimpleNamespace(type="cpu"), numel=lambda: 0)
         caches = {f"layer{i}": owned for i in range(LAYERS)}
-        names: dict[str, Any] = {
-            "Client": lambda *_, **__: FakeClient(self.daemon),
-            "Mover": HandMover,
+        facts: dict[str, Any] = {
             "check_engine": lambda *_: None,
             "kv_views": lambda *_: views,
             "kv_blocks": lambda *_: shape,
             "fingerprint_of": lambda *_: None,
             "namespace_of": lambda *_, **__: namespace(block_bytes=BLOCK_BYTES),
+        }
+        instead: dict[str, Any] = {
+            "Client": lambda *_, **__: FakeClient(self.daemon),
+            "Mover": HandMover,
             "hash_root_in_use": lambda: ROOT,
         }
-        with mock.patch.dict(sys.modules, fake_vllm.ranks()), mock.patch.multiple(module, **names):
+        with (
+            mock.patch.dict(sys.modules, fake_vllm.ranks()),
+            mock.patch.multiple(memory, **facts),
+            mock.patch.multiple(module, **instead),
+        ):
             self.worker.register_kv_caches(caches)
             handshake = self.worker.get_handshake_metadata()
             self.scheduler.set_xfer_handshake_metadata({0: handshake})
-        if self.worker._layerwise is not None:
-            self.worker._layerwise._cond = Turns(cast(Any, self))
+        if self.worker._worker.layerwise is not None:
+            self.worker._worker.layerwise._cond = Turns(cast(Any, self))
 
     def close(self) -> None:
         """The engine ends."""
-        mover = self.worker._mover
+        mover = self.worker._worker.mover
         if mover is not None:
             mover._give_up()
         self.worker.shutdown()
@@ -324,11 +331,11 @@ class TokenEngine:
                     if not job.over:
                         (job.fail if self.chance.random() < 0.02 else job.advance)()
             self.daemon.jobs = [job for job in self.daemon.jobs if not job.over]
-        mover = self.worker._mover
+        mover = self.worker._worker.mover
         if mover is not None:
             mover._wake()
             if not mover._turn():
-                mover._put_right()
+                mover._recover()
 
     elsewhere = turn
 

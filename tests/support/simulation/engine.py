@@ -32,7 +32,7 @@ from tests.support.simulation.pool import (
 from tests.support.simulation.threads import Process, pause
 from tests.support.simulation.trouble import Trouble
 from tierd.client import Client
-from tierd_connectors.vllm.work import of_generation
+from tierd_connectors.common.namespaces import of_generation
 from tierd_connectors.vllm.worker.mover import Mover
 
 T = TypeVar("T")
@@ -305,11 +305,11 @@ class EngineProcess:
     def _generations(self) -> Iterator[None]:
         """Around what may have the connector go on in other namespaces."""
         side = self._scheduler._scheduler
-        before = side._generation
+        before = side.generation
         yield
-        if side._generation != before:
+        if side.generation != before:
             ranks = self._model.ranks
-            self._model.use_too([of_generation(rank, side._generation) for rank in ranks])
+            self._model.use_too([of_generation(rank, side.generation) for rank in ranks])
 
     # --- scheduling -----------------------------------------------------------------
 

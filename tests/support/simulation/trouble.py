@@ -14,7 +14,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-_GUARD = "vllm/guard.py"
+_GUARD = "common/guard.py"
 LINES_MEAN = 12
 """A call of the connector runs between 5 and 100 lines that can raise."""
 

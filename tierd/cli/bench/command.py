@@ -59,14 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the tiers, and from which prefix length each pays",
+        help="measure the tiers, and the prefix length from which each pays",
         description="Measure memory and each configured tier on scratch data: a file tier in a "
-        "directory of its own beside the tier's, Redis and S3 under a namespace of its own that is "
-        "deleted afterwards. Then say, for a model and an engine's prefill speed, from how many "
-        "tokens on a tier gives a prefix sooner than the engine computes it, as the daemon will "
-        "decide it (prefetch.break_even). Disks and servers are busy for some seconds each.",
-        epilog="Exit status: 0 all measured, 3 some tier could not be, 1 nothing could, 2 the "
-        "command line or configuration is wrong.",
+        "directory beside it, Redis and S3 in a temporary namespace, all deleted afterwards. Then "
+        "print, for a model and an engine's prefill speed, from which prefix length a tier is "
+        "faster than computing, as the daemon decides it (prefetch.break_even). Each disk and "
+        "server is busy for some seconds.",
+        epilog="Exit status: 0 all tiers measured, 3 some not, 1 none, 2 the command line or "
+        "configuration is wrong.",
     )
     parser.add_argument(
         "--config",
@@ -185,7 +185,10 @@ def _model(args: argparse.Namespace, status: Mapping[str, object] | None) -> Mod
         )
     numbers = [args.block_tokens, args.kv_bytes_per_token, *shape]
     if any(each is not None and each < 1 for each in numbers):
-        raise ConfigError("--block-tokens, --kv-bytes-per-token and the shape must be at least 1")
+        raise ConfigError(
+            "--block-tokens, --kv-bytes-per-token, --layers, --kv-heads and --head-dim must be at "
+            f"least 1, got {min(each for each in numbers if each is not None)}"
+        )
     if args.namespace is not None:
         if status is None:
             raise ConfigError(f"--namespace {args.namespace}: needs a running tierd, none answers")
@@ -218,7 +221,7 @@ def _prefill(
         raise ConfigError("--prefill and --engine exclude each other")
     if args.prefill is not None:
         if not args.prefill > 0:
-            raise ConfigError("--prefill must be more than 0")
+            raise ConfigError(f"--prefill must be more than 0, got {args.prefill}")
         return float(args.prefill)
     if args.engine is not None:
         engine = EngineServer(args.engine)

@@ -63,14 +63,14 @@ class Operator:
         for reply in self._call(m.Status(self._next_call())):
             if isinstance(reply, m.StatusReply):
                 return reply.body
-        raise RemoteProtocolError("STATUS was not answered by one")
+        raise RemoteProtocolError("the daemon answered STATUS with another message")
 
     def describe(self, digest: bytes) -> Namespace:
         """Return the namespace of a digest. Raises RefusedError if it is unknown."""
         for reply in self._call(m.Describe(self._next_call(), digest)):
             if isinstance(reply, m.Described):
                 return Namespace.from_fields(reply.namespace)
-        raise RemoteProtocolError("DESCRIBE was not answered by it")
+        raise RemoteProtocolError("the daemon answered DESCRIBE with another message")
 
     def flush(
         self, prefix: str, *, host: bool, tiers: list[int], timeout_s: float | None
@@ -98,7 +98,7 @@ class Operator:
         for reply in self._call(m.Register(call, namespace.to_fields(), want_segments=False)):
             if isinstance(reply, m.Registered):
                 return reply.handle
-        raise RemoteProtocolError("REGISTER was not answered by it")
+        raise RemoteProtocolError("the daemon answered REGISTER with another message")
 
     def begin_warm(
         self,
@@ -159,7 +159,7 @@ class Operator:
         for reply in self._call(m.Explain(self._next_call(), digest, b"".join(hashes))):
             if isinstance(reply, m.Explained):
                 return reply.body
-        raise RemoteProtocolError("EXPLAIN was not answered by it")
+        raise RemoteProtocolError("the daemon answered EXPLAIN with another message")
 
     def inventory(self, digest: bytes, source: int) -> Iterator[m.Listed]:
         """Yield all blocks in L2 (0) or a tier (its number + 1), in pages. Raises RefusedError."""

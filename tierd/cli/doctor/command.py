@@ -37,11 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "doctor",
         help="find faults of this node or an engine, and say what to do",
-        description="Look at the configuration, the daemon, memory, tiers and clock of this node, "
-        "and with --engine at a vLLM on it: whether it stores its blocks under the hashes that "
-        "tierd computes. Works with the daemon up or down, and as any user, who sees less. Writes "
-        "a nameless file into each tier's directory for a second, and a block of its own into "
-        "each Redis and S3; an engine computes, and stores, one short prompt of noise.",
+        description="Check the configuration, the daemon, memory, tiers and clock of this node. "
+        "With --engine, also check whether a vLLM stores its blocks under the hashes that tierd "
+        "computes. Works with the daemon up or down, and as any user, with fewer checks. Writes a "
+        "temporary file into each file tier and a test block into each Redis and S3 tier; an "
+        "engine computes and stores one short random prompt.",
         epilog="Exit status: 0 nothing wrong, 3 warnings, 1 faults, 2 the command line is wrong.",
     )
     parser.add_argument(

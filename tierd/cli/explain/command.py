@@ -51,9 +51,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "explain",
         help="say where a prompt's blocks are, or why they are missing",
-        description="Say block by block where a prompt is, and why it is not elsewhere. Brings "
-        "nothing and counts as no use. A FILE has one prompt: a JSON list of token ids, an object "
-        'with "tokens", a request of the OpenAI API with "prompt" or "messages", or plain text.',
+        description="Show for each block of a prompt where it is, and why host memory or a tier "
+        "lacks it. Loads nothing and counts as no use. A FILE has one prompt: a JSON list of token "
+        'ids, an object with "tokens", a request of the OpenAI API with "prompt" or "messages", or '
+        "plain text.",
         epilog="Exit status: 0 all blocks are in host memory or a tier, 3 some are not, 1 no "
         "daemon or engine answers, 2 wrong usage.",
     )

@@ -91,7 +91,9 @@ def _interval(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not INTERVAL_S_MIN <= seconds <= INTERVAL_S_MAX:
-        raise argparse.ArgumentTypeError(f"must be {INTERVAL_S_MIN:g} to {INTERVAL_S_MAX:g}")
+        raise argparse.ArgumentTypeError(
+            f"must be {INTERVAL_S_MIN:g} to {INTERVAL_S_MAX:g} seconds, got {text!r}"
+        )
     return seconds
 
 
@@ -380,7 +382,7 @@ def _live(watch: Watch, interval_s: float, console: Console) -> int:
     return 0
 
 
-def _nobody(seconds: float) -> str:
+def _no_keys(seconds: float) -> str:
     time.sleep(seconds)
     return ""
 
@@ -390,7 +392,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits up to the given seconds for keys and returns them; it returns
     "q" once the terminal is closed. Restores the terminal's settings at the end."""
     if not sys.stdin.isatty():
-        yield _nobody
+        yield _no_keys
         return
     fd = sys.stdin.fileno()
 

@@ -57,15 +57,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command to `tierd`."""
     parser = subparsers.add_parser(
         "warm",
-        help="bring prefixes into host memory before requests need them",
-        description="Have the daemon bring prefixes from its tiers into host memory, behind all "
-        "requests. It takes the room of nothing that is leased, kept or worth more. A line of a "
-        'FILE is a JSON list of token ids, an object with "tokens" and, as they apply, "salt", '
-        '"lora" ([name, path]) and "namespace" (fields or digest, or a list of one for each '
-        'rank), or a request of the OpenAI API with "prompt" or "messages".',
-        epilog="Exit status: 0 all blocks are there, 3 some are not (it says which and why), 1 no "
-        "daemon answers, or the engine does not and nothing was warmed, 2 wrong input (what was "
-        "warmed before it stays), 130 interrupted.",
+        help="load prefixes into host memory before requests need them",
+        description="Load prefixes from the daemon's tiers into host memory, with a lower priority "
+        "than requests. Leased, pinned and more valuable blocks are not evicted for them. A line "
+        'of a FILE is a JSON list of token ids, an object with "tokens" and optionally "salt", '
+        '"lora" ([name, path]) and "namespace" (fields or digest, or a list with one per rank), '
+        'or a request of the OpenAI API with "prompt" or "messages".',
+        epilog="Exit status: 0 all blocks are there, 3 some are missing (the output says which "
+        "and why), 1 no daemon answers, or the engine does not and nothing was warmed, 2 wrong "
+        "input (blocks warmed before it stay), 130 interrupted.",
     )
     source = parser.add_argument_group("what to warm")
     source.add_argument("file", nargs="*", metavar="FILE", help="prompts, one per line; - is stdin")
@@ -180,7 +180,7 @@ class _Run:
             raise ConfigError("--size needs --from TIER")
         self._size_bytes = parse_size(args.size) if args.size else None
         if args.concurrency < 1:
-            raise ConfigError("--concurrency must be at least 1")
+            raise ConfigError(f"--concurrency must be at least 1, got {args.concurrency}")
         self._warmer: Warmer | None = None
         self._still: Mapping[str, FinishedUnit] = {}
         self._estimate: Estimate | None = None
@@ -331,7 +331,7 @@ def _order(args: argparse.Namespace) -> WarmOptions:
     deadline_s = parse_time(args.deadline) if args.deadline is not None else None
     rate = parse_size(args.rate.removesuffix("/s")) if args.rate else 0
     if args.rate and rate < 1:
-        raise ConfigError("--rate must be more than 0")
+        raise ConfigError(f"--rate must be more than 0, got {args.rate}")
     return WarmOptions(
         bytes_per_s=rate,
         pin_s=parse_time(args.pin) if args.pin else 0.0,
@@ -345,6 +345,6 @@ def _adapters(words: list[str]) -> dict[str, str]:
     for word in words:
         name, equals, path = word.partition("=")
         if not name or not equals or not path:
-            raise ConfigError(f"--lora {word}: want NAME=PATH")
+            raise ConfigError(f"--lora {word}: pass NAME=PATH")
         found[name] = path
     return found

@@ -9,28 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 from tierd.cli.common.engine import EngineAwayError, EngineRefusedError, EngineServer
 from tierd.cli.common.operator import Operator, whole
+from tierd.cli.warm.calls import CALLS_MAX, CallQueue, WarmCall, WarmUnit
 from tierd.cli.warm.report import COLD, WarmReport
 from tierd.cli.warm.sources import WantedBlocks
 from tierd.errors import ConfigError
 from tierd.types import Namespace
 from tierd.wire.messages import Warmed, Warmth
-
-CALLS_MAX: Final = 4
-"""WARM calls in flight: enough that the daemon has the next call's reads when one ends."""
-
-CALL_BLOCKS_MAX: Final = 512
-CALL_BYTES_MAX: Final = 256 << 20
-"""Largest call. Progress is reported at its end, and an interruption repeats up to one call."""
-
-AHEAD_BLOCKS: Final = 2 * CALLS_MAX * CALL_BLOCKS_MAX
-"""Blocks read ahead of the calls."""
 
 FULL_CALLS: Final = 3
 """Consecutive calls without space for any block, after which less valuable blocks are skipped."""
@@ -72,57 +63,26 @@ class WarmOptions:
         return CALL_S_MAX if self.end_s is None else self.end_s - time.monotonic()
 
 
-@dataclass(slots=True)
-class _Unit:
-    """A want in flight."""
-
-    want: WantedBlocks
-    outcomes: bytearray
-    asked: int
-    """Leading blocks that the daemon is asked for; there is no space for the others."""
-    left: int
-    """Outstanding answers: one for each piece and rank."""
-    warm: int = 0
-    """Blocks that are warm by the answers so far."""
-    before: bytes | None = None
-    """Outcomes at the time when an engine was asked to compute the unit; None: it was not asked."""
-    store_end_s: float = 0.0
-
-
-class _Piece(NamedTuple):
-    unit: _Unit
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class _Call:
-    pieces: list[_Piece]
-    namespace: Namespace
-    hashes: list[bytes]
-    """Distinct hashes: prompts share prefixes."""
-
-
 class Replays:
     """Lets an engine compute prompts, `concurrency` at a time."""
 
     def __init__(self, engine: EngineServer, concurrency: int) -> None:
         self.pending = 0
         self._engine = engine
-        self._todo: SimpleQueue[_Unit] = SimpleQueue()
-        self._ended: SimpleQueue[tuple[_Unit, EngineAwayError | EngineRefusedError | None]] = (
+        self._todo: SimpleQueue[WarmUnit] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[WarmUnit, EngineAwayError | EngineRefusedError | None]] = (
             SimpleQueue()
         )
         for _ in range(concurrency):
             # Daemon threads: the command does not wait for prompts still computed at its end.
             threading.Thread(target=self._work, daemon=True).start()
 
-    def begin(self, unit: _Unit) -> None:
+    def begin(self, unit: WarmUnit) -> None:
         """Queue a unit's prompt for the engine; `ended` reports its end."""
         self.pending += 1
         self._todo.put(unit)
 
-    def ended(self) -> Iterator[tuple[_Unit, EngineAwayError | EngineRefusedError | None]]:
+    def ended(self) -> Iterator[tuple[WarmUnit, EngineAwayError | EngineRefusedError | None]]:
         """Yield the units that have ended since the last call, each with its error or None."""
         while not self._ended.empty():
             self.pending -= 1
@@ -157,15 +117,17 @@ class Warmer:
     wrong: ConfigError | None = None
     """The error in the input that ended the run."""
     _handles: dict[bytes, int] = field(default_factory=dict)
-    _pieces: deque[_Piece] = field(default_factory=deque)
-    _ahead_blocks: int = 0
-    _ready: deque[_Call] = field(default_factory=deque)
-    _calls: dict[int, _Call] = field(default_factory=dict)
-    _storing: deque[tuple[float, _Unit]] = field(default_factory=deque)
+    _queue: CallQueue = field(init=False)
+    _calls: dict[int, WarmCall] = field(default_factory=dict)
+    """Calls in flight, by number."""
+    _storing: deque[tuple[float, WarmUnit]] = field(default_factory=deque)
     """Computed units, each with the time at which to ask the daemon for it again."""
     _full_calls: int = 0
-    _open: dict[int, _Unit] = field(default_factory=dict)
+    _open: dict[int, WarmUnit] = field(default_factory=dict)
     """Unfinished units by id()."""
+
+    def __post_init__(self) -> None:
+        self._queue = CallQueue(self.order.bytes_per_s)
 
     def run(self, wants: Iterator[WantedBlocks]) -> None:
         """Warm the wants until their end, the first malformed one or the deadline.
@@ -208,7 +170,7 @@ class Warmer:
 
     def _may_read(self) -> bool:
         waiting = len(self._storing) + (self.replays.pending if self.replays else 0)
-        return self._ahead_blocks < AHEAD_BLOCKS and waiting < self.replays_max
+        return self._queue.has_room and waiting < self.replays_max
 
     def _patience_s(self) -> float:
         busy = self.replays is not None and (self.replays.pending or self._storing)
@@ -222,7 +184,7 @@ class Warmer:
             self.report.finished_before(want.done)
             return
         asked = self._take_room(want, len(want.hashes))
-        unit = _Unit(want, bytearray(len(want.hashes)), asked, 0)
+        unit = WarmUnit(want, bytearray(len(want.hashes)), asked, 0)
         self._open[id(unit)] = unit
         if asked and want.uses:
             self._teach(want)
@@ -245,26 +207,21 @@ class Warmer:
         handle = self._handle(want.ranks[0])
         self.operator.teach(handle, want.hashes, [want.uses] * count, [want.age_s] * count)
 
-    def _ask(self, unit: _Unit) -> None:
-        size = self._blocks_per_call(unit.want.ranks)
+    def _ask(self, unit: WarmUnit) -> None:
         unit.warm = 0
         unit.outcomes[:] = bytes([Warmth.NO_ROOM]) * len(unit.outcomes)
         unit.outcomes[: unit.asked] = bytes([Warmth.HERE]) * unit.asked
-        for start in range(0, unit.asked, size):
-            self._pieces.append(_Piece(unit, start, min(start + size, unit.asked)))
-            unit.left += len(unit.want.ranks)
-        self._ahead_blocks += unit.asked
+        self._queue.add(unit)
         if not unit.asked:
             self._finish(unit)
         self._send()
 
     def _send(self) -> None:
-        """Keep CALLS_MAX calls in flight; the calls of all ranks of some blocks follow one
-        another."""
+        """Keep CALLS_MAX calls in flight."""
         while len(self._calls) < CALLS_MAX:
-            if not self._ready and not self._gather():
+            call = self._queue.next()
+            if call is None:
                 return
-            call = self._ready.popleft()
             number = self.operator.begin_warm(
                 self._handle(call.namespace),
                 call.hashes,
@@ -275,30 +232,6 @@ class Warmer:
                 verify=self.order.verify,
             )
             self._calls[number] = call
-
-    def _gather(self) -> bool:
-        """Make one call per rank from the next pieces of the same ranks; return False if none."""
-        if not self._pieces:
-            return False
-        ranks = self._pieces[0].unit.want.ranks
-        room = self._blocks_per_call(ranks)
-        pieces: list[_Piece] = []
-        while self._pieces and self._pieces[0].unit.want.ranks == ranks:
-            room -= self._pieces[0].stop - self._pieces[0].start
-            if pieces and room < 0:
-                break
-            pieces.append(self._pieces.popleft())
-        self._ahead_blocks -= sum(piece.stop - piece.start for piece in pieces)
-        all_hashes = (h for unit, start, stop in pieces for h in unit.want.hashes[start:stop])
-        hashes = list(dict.fromkeys(all_hashes))
-        self._ready.extend(_Call(pieces, rank, hashes) for rank in ranks)
-        return True
-
-    def _blocks_per_call(self, ranks: Sequence[Namespace]) -> int:
-        """Return the blocks per call. With a rate limit, a call takes about one second."""
-        size_bytes = min(CALL_BYTES_MAX, self.order.bytes_per_s or CALL_BYTES_MAX)
-        largest = max(rank.block_bytes for rank in ranks)
-        return max(1, min(CALL_BLOCKS_MAX, size_bytes // largest))
 
     def _handle(self, namespace: Namespace) -> int:
         handle = self._handles.get(namespace.digest)
@@ -350,7 +283,7 @@ class Warmer:
             if not unit.left:
                 self._answered(unit)
 
-    def _answered(self, unit: _Unit) -> None:
+    def _answered(self, unit: WarmUnit) -> None:
         cold = not COLD.isdisjoint(unit.outcomes)
         if unit.before is not None:
             if cold and time.monotonic() < unit.store_end_s:
@@ -366,7 +299,7 @@ class Warmer:
         else:
             self._finish(unit)
 
-    def _computed(self, unit: _Unit, error: EngineAwayError | EngineRefusedError | None) -> None:
+    def _computed(self, unit: WarmUnit, error: EngineAwayError | EngineRefusedError | None) -> None:
         if error is None:
             unit.store_end_s = time.monotonic() + STORE_S
             self._ask(unit)
@@ -375,13 +308,13 @@ class Warmer:
             self.report.engine_away = str(error)
         self._refused(unit, str(error))
 
-    def _refused(self, unit: _Unit, why: str) -> None:
+    def _refused(self, unit: WarmUnit, why: str) -> None:
         """Finish a unit that the engine does not compute, with the outcomes of the tiers."""
         unit.outcomes = bytearray(unit.before or unit.outcomes)
         unit.before = None
         self._finish(unit, why)
 
-    def _finish(self, unit: _Unit, why: str | None = None) -> None:
+    def _finish(self, unit: WarmUnit, why: str | None = None) -> None:
         del self._open[id(unit)]
         if unit.want.by_worth and self.order.room_bytes is not None:
             missed = sum(outcome > Warmth.BROUGHT for outcome in unit.outcomes[: unit.asked])

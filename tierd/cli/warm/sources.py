@@ -222,7 +222,7 @@ class Sources:
         return base
 
     def default(self) -> Ranks:
-        """Return the namespaces of --namespace, or those of the only engine."""
+        """Return the namespaces of --namespace, or the namespaces of the only engine."""
         if self._default is None:
             given = self._given
             self._default = self.namespaces.given(given) if given else self.namespaces.only()

@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 )
 """Methods that vLLM itself calls this way, and that change neither weights nor code."""
 
-_told: weakref.WeakSet[Callers] = weakref.WeakSet()
+_observers: weakref.WeakSet[Callers] = weakref.WeakSet()
 _watched: set[type] = set()
 
 
@@ -53,7 +53,7 @@ class Callers:
         if core not in _watched:
             _watched.add(core)
             core.collective_rpc = _noting(rpc)
-        _told.add(self)
+        _observers.add(self)
         process = multiprocessing.current_process()
         alone = multiprocessing.parent_process() is not None
         return alone and process.name.startswith("EngineCore") and executor in ("uni", "mp")
@@ -62,7 +62,7 @@ class Callers:
 def _noting(rpc: Callable[..., object]) -> Callable[..., object]:
     @wraps(rpc)
     def noting(self: object, method: object, *more: object, **named: object) -> object:
-        for callers in list(_told):
+        for callers in list(_observers):
             callers.note(method)
         return rpc(self, method, *more, **named)
 

@@ -123,8 +123,11 @@ def kv_views(kv_caches: Mapping[str, torch.Tensor], kv: KVCacheConfig) -> list[T
         views.append(
             TensorView(tensor.data_ptr(), allocation, tuple(tensor.shape), strides, size, tensor)
         )
-    if len({str(kv_caches[name].device) for name in kv.kv_cache_groups[0].layer_names}) > 1:
-        raise UnsupportedEngineError("the KV tensors of a worker are on several devices")
+    devices = {str(kv_caches[name].device) for name in kv.kv_cache_groups[0].layer_names}
+    if len(devices) > 1:
+        raise UnsupportedEngineError(
+            f"the KV tensors of a worker are on several devices: {', '.join(sorted(devices))}"
+        )
     return views
 
 

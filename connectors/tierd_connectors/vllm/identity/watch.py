@@ -145,7 +145,7 @@ def _moving(method: Callable[..., object], why: Callable[..., str]) -> Callable[
         reason = why(*arguments, **named)
         if reason:
             for weights in list(_all):
-                weights.move(f"the engine was told to {reason}, which can replace its weights")
+                weights.move(f"a call asked the engine to {reason}, which can replace its weights")
         return method(*arguments, **named)
 
     return moving

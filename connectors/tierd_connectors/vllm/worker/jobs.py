@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierd.client.attaching import PendingCopy
 from tierd.shared_memory.gate import GATE_JOBS, Gate, make_gate
-from tierd_connectors.vllm.work import Load
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker.export import Shown
 from tierd_connectors.vllm.worker.queues import Chunk, StreamPoint
 
@@ -82,7 +82,7 @@ class Jobs:
         self._probe = probe
         self._handle: Handle | None = None
         self._attachments: dict[Handle, Attachment] = {}
-        self._told = False
+        self._logged_ready = False
         self._refused: set[Handle] = set()
         self._gate: Gate | None = None
         self._gate_fd = -1
@@ -135,10 +135,10 @@ class Jobs:
         """Whether the daemon accepts copies now. Logs the way of copying when it becomes ready."""
         attachment = self._first
         ready = attachment is not None and attachment.ready
-        if ready and not self._told:
+        if ready and not self._logged_ready:
             assert attachment is not None
             logger.info("tierd: the daemon copies for this engine: %s", attachment.how)
-        self._told = ready
+        self._logged_ready = ready
         return ready
 
     def ready_for(self, handle: Handle) -> bool:

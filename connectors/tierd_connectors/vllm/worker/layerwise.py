@@ -2,9 +2,9 @@
 
 The engine treats such a load as finished. It puts the blocks into its prefix cache, where other
 requests may find them, and computes; each layer waits for its part of the load. A report cannot be
-withdrawn: if vLLM 0.32 is told that blocks are invalid, it recomputes them for one of its running
-requests, but the other requests, the step scheduled meanwhile and its prefix cache keep them. So a
-reported load never fails. The worker copies the parts that the daemon does not: it has the slots
+withdrawn: vLLM 0.32 recomputes blocks that are reported as invalid for one running request only,
+but the other requests, the step scheduled meanwhile and its prefix cache keep them. So a reported
+load never fails. The worker copies the parts that the daemon does not: it has the slots
 mapped, and the lease is kept until the load has ended (`take_changes`). No block gets a new owner
 before that either.
 
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from tierd_connectors.vllm.work import Load
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker.layout import BlockPages, LayoutError, TensorView, layer_spans
 from tierd_connectors.vllm.worker.queues import StreamPoint
 

@@ -90,7 +90,10 @@ class BlockPages:
                     None,
                 )
                 if index is None:
-                    raise LayoutError("a KV tensor lies outside of every exported allocation")
+                    raise LayoutError(
+                        f"KV at {address:#x} lies outside of all {len(allocations)} exported "
+                        "allocations"
+                    )
                 offset = address - allocations[index].address
                 length = min(left, allocations[index].length - offset)
                 placed.append(Run(index, offset, length))
@@ -160,7 +163,8 @@ def blocks_of(views: Sequence[TensorView], block_count: int) -> BlockPages:
     for view in views:
         if not view.shape or view.shape[0] % block_count:
             raise LayoutError(
-                f"a KV tensor of shape {view.shape} does not count {block_count} blocks first"
+                f"a KV tensor has the shape {view.shape}: its first dimension must count the "
+                f"{block_count} blocks"
             )
         block_strides.add(view.strides[0] * (view.shape[0] // block_count))
         found.setdefault(view.allocation, set()).update(_runs_of_view(view, block_count))
@@ -203,7 +207,10 @@ def _merged(runs: Iterable[Stretch]) -> list[Stretch]:
         if merged:
             last = merged[-1]
             if last.address + last.length > run.address:
-                raise LayoutError("KV tensors overlap")
+                raise LayoutError(
+                    f"KV tensors overlap: {last.length} bytes at {last.address:#x} and "
+                    f"{run.length} at {run.address:#x}"
+                )
             if last.address + last.length == run.address:
                 merged[-1] = Stretch(last.address, last.length + run.length)
                 continue
@@ -225,7 +232,9 @@ def _runs_of_block(address: int, inner: list[tuple[int, int]], item_bytes: int) 
     starts = [address]
     for count, stride in outer:
         if stride < length:
-            raise LayoutError("a KV tensor's elements overlap")
+            raise LayoutError(
+                f"a KV tensor's elements overlap: {stride} bytes between elements of {length}"
+            )
         starts = [start + stride * index for start in starts for index in range(count)]
     return [Stretch(start, length) for start in starts]
 

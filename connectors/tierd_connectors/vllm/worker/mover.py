@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierd.device.api import CannotOpenError
-from tierd_connectors.vllm.guard import Boundary, guarded, nothing
-from tierd_connectors.vllm.work import NO_ADAPTER, Load, is_generation, of_adapters
+from tierd_connectors.common.guard import Boundary, guarded, nothing
+from tierd_connectors.common.namespaces import RankNamespaces
+from tierd_connectors.common.work import Load
 from tierd_connectors.vllm.worker.export import Shown
 from tierd_connectors.vllm.worker.jobs import SETTLE_S, EndedLoad, Jobs
 from tierd_connectors.vllm.worker.layerwise import Finishing, Layerwise
@@ -48,7 +49,7 @@ ATTACH_S = 15.0
 """Longest wait at the engine's start (which takes longer anyway) for the daemon to attach: it
 starts the copy process, which opens a GPU. Later no page is free for a probe."""
 
-LIFE_MIN_NS = 10_000_000_000
+LEASE_MIN_NS = 10_000_000_000
 """Least remaining time of a lease when its load is reported early: the wait for the daemon, and
 then time for the worker to copy."""
 
@@ -80,9 +81,7 @@ class Mover(Queues):
         self._layerwise = layerwise
         self.boundary = boundary
         self._client = client
-        self._loras = loras or {}
-        self._namespaces = of_adapters(namespace, self._loras)
-        self._handles = {NO_ADAPTER: client.begin_register(namespace)}
+        self._namespaces = RankNamespaces(client, namespace, loras or {})
         self._pages = pages
         self._block_bytes = pages.blocks.block_bytes
         self._rank = rank
@@ -95,7 +94,7 @@ class Mover(Queues):
     @property
     def epoch(self) -> bytes:
         """The daemon's epoch, once it has accepted this rank's namespace; empty before."""
-        return self._client.epoch if self._handles[NO_ADAPTER].ready else b""
+        return self._client.epoch if self._namespaces.model.ready else b""
 
     @property
     def _busy(self) -> bool:
@@ -119,19 +118,19 @@ class Mover(Queues):
             for shown in ways:
                 ends = self._layerwise.ends if self._layerwise is not None else ()
                 jobs = Jobs(self._client, shown, self._probe, ends)
-                jobs.attach(self._handles[NO_ADAPTER])
+                jobs.attach(self._namespaces.model)
                 refusal = self._await_attached(jobs)
                 if not refusal:
                     self._jobs, self._order = jobs, shown.order
                     return
                 jobs.detach()
-                self._tell_refusal(refusal)
+                self._log_refusal(refusal)
         except (CannotOpenError, LayoutError, OSError) as error:
-            self._tell_refusal(str(error))
+            self._log_refusal(str(error))
         if self._layerwise is not None:
             logger.info("tierd: layerwise has no effect while the worker copies")
 
-    def _tell_refusal(self, reason: str) -> None:
+    def _log_refusal(self, reason: str) -> None:
         logger.warning(
             "tierd: the daemon does not copy for this engine, so its worker copies (shm): %s",
             reason,
@@ -140,7 +139,7 @@ class Mover(Queues):
     def _await_attached(self, jobs: Jobs) -> str:
         """Wait for the daemon's answer. Returns why it refuses; empty: accepted, or no answer."""
         began_s = time.monotonic()
-        while not (jobs.ready or jobs.refusal or self._handles[NO_ADAPTER].refusal):
+        while not (jobs.ready or jobs.refusal or self._namespaces.model.refusal):
             waited_s = time.monotonic() - began_s
             if self._client.fileno() < 0:
                 break
@@ -192,7 +191,7 @@ class Mover(Queues):
         try:
             while not self._over():
                 if not self._turn():
-                    self._put_right()
+                    self._recover()
                     time.sleep(_AWAY_POLL_S)
             self._give_up()
         finally:
@@ -212,7 +211,7 @@ class Mover(Queues):
         return True
 
     @guarded(nothing)
-    def _put_right(self) -> None:
+    def _recover(self) -> None:
         """After an error in a turn, end the copies that it had begun and no longer tracks."""
         jobs, layerwise = self._jobs, self._layerwise
         under_way = jobs.loads if jobs is not None else []
@@ -234,20 +233,17 @@ class Mover(Queues):
         namespace = self._wanted_namespace()
         if namespace is None or (self._jobs is not None and self._jobs.under_way):
             return
-        left = self._handles
-        self._namespaces = of_adapters(namespace, self._loras)
-        self._handles = {NO_ADAPTER: self._client.begin_register(namespace)}
+        former = self._namespaces.change(namespace)
         if self._jobs is not None:
-            self._jobs.attach(self._handles[NO_ADAPTER])
-        for handle in left.values():
-            self._client.unregister(handle, worthless=is_generation(handle.namespace))
+            self._jobs.attach(self._namespaces.model)
+        self._namespaces.drop(former)
         self._in_namespace(namespace)
 
     def _handle(self, adapter: str) -> Handle:
-        """Return an adapter's handle. Registered on first use, as it takes the daemon's memory."""
-        handle = self._handles.get(adapter)
+        """Return an adapter's handle. After the first use, wait for the daemon to accept it."""
+        handle = self._namespaces.of(adapter)
         if handle is None:
-            handle = self._handles[adapter] = self._client.begin_register(self._namespaces[adapter])
+            handle = self._namespaces.register(adapter)
             # No block can be stored before the daemon has answered.
             give_up_s = time.monotonic() + LOAD_MAP_WAIT_S
             while not (handle.ready or handle.refusal) and time.monotonic() < give_up_s:
@@ -269,7 +265,7 @@ class Mover(Queues):
         if self._layerwise is not None:
             self._report_early(jobs, self._layerwise)
         if jobs.refusal and not jobs.under_way:
-            self._tell_refusal(jobs.refusal)
+            self._log_refusal(jobs.refusal)
             jobs.detach()
             self._jobs = None
         return bool(stores or loads)
@@ -311,7 +307,7 @@ class Mover(Queues):
                 layerwise.fill(finishing)
         for load, mark, job, copy, _ in jobs.loads if layerwise.active else ():
             begun = not copy.done and jobs.progress(job) > 0 and layerwise.find(job) is None
-            if not begun or load.expires_ns - time.monotonic_ns() < LIFE_MIN_NS:
+            if not begun or load.expires_ns - time.monotonic_ns() < LEASE_MIN_NS:
                 continue
             # Take the views now: the client drops an epoch's mappings after later epochs.
             handle = self._handle(load.adapter)
@@ -471,15 +467,13 @@ class Mover(Queues):
             return _SETTLE_POLL_S if soon else _BUSY_POLL_S
         if not self._client.connected:
             return _AWAY_POLL_S
-        if self._populating or not all(h.ready or h.refusal for h in self._handles.values()):
+        if self._populating or not self._namespaces.answered:
             return _BUSY_POLL_S
         return _IDLE_POLL_S
 
     def _leave(self) -> None:
-        """End the session. The namespace of a reset is worthless: no session uses it again."""
-        for handle in self._handles.values():
-            if is_generation(handle.namespace):
-                self._client.unregister(handle, worthless=True)
+        """End the session."""
+        self._namespaces.close()
         self._client.close()
 
     @guarded(nothing)

@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 
 from tierd.shared_memory.exports import NO_EVENT
 from tierd.types import Namespace
-from tierd_connectors.vllm.work import DrainedCounters, Load, StoreItem
+from tierd_connectors.common.counters import DrainedCounters
+from tierd_connectors.common.work import Load, StoreItem
 
 CHUNK_BLOCKS_MAX = 32
 """Most blocks per reservation. At 16, the two waits of a store cost under 5 % of its copy."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Untold:
+class _Unsent:
     wanted: int = 0
     sources: bytes = b""
     untimed: int = 0
@@ -30,26 +30,26 @@ class Savings:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._untold: dict[str, _Untold] = {}
+        self._unsent: dict[str, _Unsent] = {}
 
     def add(self, adapter: str, wanted: int, sources: bytes) -> None:
         """Count a request's wanted blocks, and its loaded ones by a lease's `sources` byte each."""
-        untold = self._untold.setdefault(adapter, _Untold())
-        untold.wanted += wanted
-        untold.sources += sources
-        untold.untimed += len(sources)
+        unsent = self._unsent.setdefault(adapter, _Unsent())
+        unsent.wanted += wanted
+        unsent.sources += sources
+        unsent.untimed += len(sources)
 
-    def tell(
+    def send(
         self, client: Client, handles: Mapping[str, Sequence[Handle]], tokens_per_s: int
     ) -> None:
         """Send the counts if the daemon is connected, with the time saved once speed is known."""
-        for adapter, untold in list(self._untold.items()):
-            timed = untold.untimed if tokens_per_s else 0
-            if not untold.wanted and not timed:
+        for adapter, unsent in list(self._unsent.items()):
+            timed = unsent.untimed if tokens_per_s else 0
+            if not unsent.wanted and not timed:
                 continue
             saved_us = timed * self._block_tokens * 1_000_000 // max(1, tokens_per_s)
-            counts = by_source(untold.sources)
+            counts = by_source(unsent.sources)
             # Reset the counts before sending: after an error they must not be sent twice.
-            self._untold[adapter] = _Untold(untimed=untold.untimed - timed)
-            if not client.loaded(handles[adapter], untold.wanted, counts, prefill_us=saved_us):
-                self._untold[adapter] = untold
+            self._unsent[adapter] = _Unsent(untimed=unsent.untimed - timed)
+            if not client.loaded(handles[adapter], unsent.wanted, counts, prefill_us=saved_us):
+                self._unsent[adapter] = unsent

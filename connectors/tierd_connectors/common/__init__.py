@@ -1,0 +1,1 @@
+"""Parts of a connector that know the daemon and no engine."""
