@@ -1,4 +1,4 @@
-"""What every benchmark shares: fair rounds, the machine's description, the result file."""
+"""Shared by every benchmark: fair rounds, the machine's description, the result file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROUNDS = 7
-"""Rounds of every case: their median shrugs off a neighbour that takes the core twice."""
+"""Rounds of every case: enough that two rounds disturbed by another process leave the median."""
 
 _HERE = Path(__file__).parent
 
@@ -23,7 +23,7 @@ Json = Mapping[str, "Json"] | list["Json"] | str | int | float | None
 def interleaved(
     cases: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """Median seconds of each case. All cases take turns, so that a slow minute hits them alike."""
+    """Median seconds of each case. The cases take turns, so a slow minute affects all of them."""
     assert rounds >= 5
     for case in cases.values():
         case()
@@ -37,7 +37,8 @@ def interleaved(
 
 
 def raw_ping_pong() -> Callable[[], None]:
-    """A round trip with a child process that echoes; it ends with this process."""
+    """A function that makes one round trip to a child process, which echoes and ends with this
+    process."""
     near, far = socket.socketpair()
     if os.fork() == 0:
         near.close()
@@ -55,7 +56,7 @@ def raw_ping_pong() -> Callable[[], None]:
 
 
 def write_result(name: str, results: Json) -> None:
-    """Write bench/results/NAME.json: the results, where they were measured and at which load."""
+    """Write bench/results/NAME.json: the results, the machine and its load average."""
     report: Json = {
         "benchmark": name,
         "commit": _commit(),
@@ -89,7 +90,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """The commit measured, with a mark if the tree differs from it."""
+    """The measured commit, marked if the working tree differs from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=_HERE,

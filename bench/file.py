@@ -1,11 +1,10 @@
-"""The file tier against fio, on the same disk, in turns.
+"""The file tier against fio on the same disk, in turns.
 
-fio's best of psync and io_uring, direct, at the same block size, threads and bytes is
-the limit. The tier moves blocks between its slabs and page-aligned shared memory, with
-their checksums verified on every read. Reads are measured twice: a prefix as it was
-stored, which is how blocks are wanted, and in random order. Writes are, too: into a fresh tier,
-whose slabs are allocated and written for the first time, and into a full one, which
-evicts; fio likewise lays its file out, and overwrites it.
+The limit is the better of fio's psync and io_uring engines, with direct I/O and the same block
+size, threads and bytes. The tier moves blocks between its slabs and page-aligned shared memory and
+verifies checksums on every read. Reads are measured in stored order, as a prefix is read, and in
+random order. Writes are measured into a fresh tier, whose slabs are allocated and written for the
+first time, and into a full tier, which evicts; fio likewise lays out its file and overwrites it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tierd_backends.file.slab import slab_bytes
 ROUNDS = 5
 THREADS = 4
 BATCH = 64
-"""Blocks a call, as a prefetch asks for; four calls are in flight."""
+"""Blocks per call, as in a prefetch; four calls are in flight."""
 
 TARGETS = {"prefix read": 0.85, "random read": 0.85, "overwrite": 0.75, "fresh write": 0.75}
 NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
@@ -70,7 +69,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         cpu.setdefault(name, []).append(time.process_time() - start_cpu)
 
-    # Just enough for the blocks: the second generation evicts the first.
+    # Capacity for exactly one generation: the second one evicts the first.
     capacity = slab_bytes(count, block_bytes) + (2 << 20)
     for number in range(ROUNDS):
         folder = scratch / f"tier-{number}"
@@ -176,7 +175,7 @@ def fio(
     seconds: dict[str, list[float]],
     fresh: bool = False,
 ) -> None:
-    """One fio run; its time is that of its I/O, without fio's start."""
+    """One fio run; returns the time of its I/O, without fio's start."""
     path = scratch / "fio.data"
     name = {
         "read": "prefix read",
@@ -187,7 +186,8 @@ def fio(
         path.unlink(missing_ok=True)
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, count * block_bytes)
-    # Four readers of a quarter each, as the tier's threads; io_uring gets the depth instead.
+    # The tier has four reader threads, so fio has four jobs of a quarter each; io_uring has the
+    # queue depth.
     jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
     command = [
         "fio",
