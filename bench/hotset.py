@@ -3,7 +3,8 @@
 The node has 8,000 chains of 150 blocks. All hang on one of 40 system prompts of 25 blocks, were
 used by 1 to 8 requests, and were last used within the past day. The previous snapshot contains all
 of them, as it does one interval later, so each must be read and merged. While a snapshot is
-written, another task of the loop measures how late its timer fires."""
+written, another task of the loop measures how late its timer fires.
+"""
 
 from __future__ import annotations
 

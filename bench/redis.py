@@ -5,7 +5,8 @@ slots, GET by recv_into into the slots, without parsing or verification. A secon
 computes the checksum of every block that it gets, which a tier has to do. The tier moves the same
 blocks between the same memory and the same server, in the daemon's batches: it parses every reply,
 verifies identity and checksum of every block that it gets, and looks up blocks before it puts them.
-redis-py's asyncio client gets plain values, without verifying or copying them."""
+redis-py's asyncio client gets plain values, without verifying or copying them.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ GETs, received into the slots, without verification. boto3 is used with its defa
 `read()`, and a copy into the slot; `put_object` of header and payload with its default checksums.
 The tier moves the same blocks between the same memory and the same server, in the daemon's batches;
 it verifies every block that it gets, and looks up blocks before it puts them. The server runs on
-the same cores and limits writing: only this process's CPU time of puts can be compared."""
+the same cores and limits writing: only this process's CPU time of puts can be compared.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 tierd is started by the README's command. Addresses, paths, sizes and digests are replaced. A
 command that needs a booted systemd, a package index, a GPU or a model is listed in ELSEWHERE, with
-the test that covers it; a command that is neither run nor listed fails a test."""
+the test that covers it; a command that is neither run nor listed fails a test.
+"""
 
 from __future__ import annotations
 
