@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -9,13 +10,18 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 ROUNDS = 7
 """Rounds of every case: enough that two rounds disturbed by another process leave the median."""
 
 _HERE = Path(__file__).parent
+
+_T = TypeVar("_T")
+
+FIO_ENGINES = ("psync", "io_uring")
 
 Json = Mapping[str, "Json"] | list["Json"] | str | int | float | None
 
@@ -34,6 +40,38 @@ def interleaved(
             case()
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+async def in_flight(count: int, jobs: Iterable[_T], call: Callable[[_T], Awaitable[None]]) -> None:
+    """Await `call` for every job, with `count` calls in flight."""
+    queue = iter(jobs)
+
+    async def work() -> None:
+        for job in queue:
+            await call(job)
+
+    await asyncio.gather(*(work() for _ in range(count)))
+
+
+def fio_s(
+    path: Path, kind: str, engine: str, *, block_bytes: int, size_bytes: int, threads: int
+) -> float:
+    """Seconds that fio needs for its I/O, without its start: direct, over the whole file, which it
+    creates if it is missing. `kind` is an fio `rw` without mixes, `engine` is of FIO_ENGINES."""
+    # psync has one job per thread, each with an equal part; io_uring has one job with a queue.
+    jobs, depth = (threads, 1) if engine == "psync" else (1, 4 * threads)
+    part = size_bytes // jobs
+    command = [
+        *("fio", "--name=bench", f"--filename={path}", f"--rw={kind}", f"--ioengine={engine}"),
+        *(f"--bs={block_bytes}", f"--size={part}", f"--offset_increment={part}"),
+        *(f"--numjobs={jobs}", f"--iodepth={depth}", "--direct=1", "--thread"),
+        *("--group_reporting", "--output-format=json"),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    [job] = json.loads(done.stdout)["jobs"]
+    side = job["write" if kind == "write" else "read"]
+    assert side["io_bytes"] == size_bytes
+    return float(side["io_bytes"] / side["bw_bytes"])
 
 
 def raw_ping_pong() -> Callable[[], None]:

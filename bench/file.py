@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import mmap
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.common import write_result
+from bench.common import FIO_ENGINES, fio_s, in_flight, write_result
 from tierd.backend import GetRequest, Outcome, PutRequest, checksum
 from tierd.types import SCOPE_BYTES
 from tierd_backends.file import FileBackend, FileOptions
@@ -32,8 +30,9 @@ from tierd_backends.file.slab import slab_bytes
 
 ROUNDS = 5
 THREADS = 4
+CALLS = 4
 BATCH = 64
-"""Blocks per call, as in a prefetch; four calls are in flight."""
+"""Blocks per call, as in a prefetch, with CALLS in flight."""
 
 TARGETS = {"prefix read": 0.85, "random read": 0.85, "overwrite": 0.75, "fresh write": 0.75}
 NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
@@ -81,7 +80,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
             hashes = [hashlib.sha256(b"%d/%d" % (generation, i)).digest() for i in range(count)]
             with timed(name):
                 await put_all(backend, hashes, sums, views)
-            for engine in ("psync", "io_uring"):
+            for engine in FIO_ENGINES:
                 fio(scratch, "write", engine, block_bytes, count, seconds, fresh=not generation)
         held = [i for i, h in enumerate(await backend.contains_many(NAMESPACE, hashes)) if h]
         assert len(held) >= 0.97 * count, f"{len(held)} of {count} blocks held"
@@ -89,7 +88,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
             with timed(name):
                 await get_all(backend, [hashes[i] for i in held], [views[i] for i in held])
             seconds[name][-1] *= count / len(held)
-            for engine in ("psync", "io_uring"):
+            for engine in FIO_ENGINES:
                 fio(scratch, kind, engine, block_bytes, count, seconds)
             random.Random(number).shuffle(held)
         await backend.close()
@@ -103,7 +102,7 @@ def report(
 ) -> dict[str, object]:
     rows: dict[str, object] = {}
     for name, target in TARGETS.items():
-        engines = {engine: seconds[f"{engine} {name}"] for engine in ("psync", "io_uring")}
+        engines = {engine: seconds[f"{engine} {name}"] for engine in FIO_ENGINES}
         engine = min(engines, key=lambda each: statistics.median(engines[each]))
         best = min(min(each) for each in engines.values())
         ours = statistics.median(seconds[name])
@@ -141,7 +140,7 @@ async def put_all(
         outcomes = await backend.put_many(NAMESPACE, requests)
         assert set(outcomes) == {Outcome.STORED}
 
-    await four_at_a_time(put, range(0, len(hashes), BATCH))
+    await in_flight(CALLS, range(0, len(hashes), BATCH), put)
 
 
 async def get_all(backend: FileBackend, hashes: list[bytes], views: list[memoryview]) -> None:
@@ -153,17 +152,7 @@ async def get_all(backend: FileBackend, hashes: list[bytes], views: list[memoryv
         results = await backend.get_into(NAMESPACE, requests)
         assert all(result.outcome is Outcome.HIT for result in results)
 
-    await four_at_a_time(get, range(0, len(hashes), BATCH))
-
-
-async def four_at_a_time(call, starts: range) -> None:
-    queue = iter(starts)
-
-    async def work() -> None:
-        for at in queue:
-            await call(at)
-
-    await asyncio.gather(*(work() for _ in range(4)))
+    await in_flight(CALLS, range(0, len(hashes), BATCH), get)
 
 
 def fio(
@@ -175,7 +164,7 @@ def fio(
     seconds: dict[str, list[float]],
     fresh: bool = False,
 ) -> None:
-    """One fio run; returns the time of its I/O, without fio's start."""
+    """Add the time of one fio run to `seconds`."""
     path = scratch / "fio.data"
     name = {
         "read": "prefix read",
@@ -186,30 +175,15 @@ def fio(
         path.unlink(missing_ok=True)
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, count * block_bytes)
-    # The tier has four reader threads, so fio has four jobs of a quarter each; io_uring has the
-    # queue depth.
-    jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={path}",
-        f"--rw={kind}",
-        f"--ioengine={engine}",
-        f"--bs={block_bytes}",
-        f"--size={count * block_bytes // jobs}",
-        f"--offset_increment={count * block_bytes // jobs}",
-        f"--numjobs={jobs}",
-        f"--iodepth={depth}",
-        "--direct=1",
-        "--thread",
-        "--group_reporting",
-        "--output-format=json",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    [job] = json.loads(done.stdout)["jobs"]
-    side = job["write" if kind == "write" else "read"]
-    assert side["io_bytes"] == count * block_bytes
-    seconds.setdefault(f"{engine} {name}", []).append(side["io_bytes"] / side["bw_bytes"])
+    run_s = fio_s(
+        path,
+        kind,
+        engine,
+        block_bytes=block_bytes,
+        size_bytes=count * block_bytes,
+        threads=THREADS,
+    )
+    seconds.setdefault(f"{engine} {name}", []).append(run_s)
 
 
 if __name__ == "__main__":

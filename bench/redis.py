@@ -26,7 +26,7 @@ import msgspec
 import uvloop
 from redis.asyncio import Redis
 
-from bench.common import write_result
+from bench.common import in_flight, write_result
 from tests.support.servers.redis import RedisServer
 from tierd.backend import (
     HEADER_BYTES,
@@ -276,15 +276,12 @@ class Raw:
 
 
 async def plain_get(client: Redis, blocks: Blocks, flight: int) -> None:
-    queue = iter(blocks.keys)
+    async def get(key: bytes) -> None:
+        value = await client.get(key)
+        assert value is not None
+        assert len(value) == HEADER_BYTES + blocks.block_bytes
 
-    async def work() -> None:
-        for key in queue:
-            value = await client.get(key)
-            assert value is not None
-            assert len(value) == HEADER_BYTES + blocks.block_bytes
-
-    await asyncio.gather(*(work() for _ in range(flight)))
+    await in_flight(flight, blocks.keys, get)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import botocore.config
 import msgspec
 import uvloop
 
-from bench.common import write_result
+from bench.common import in_flight, write_result
 from tests.support.servers.s3 import SeaweedFS
 from tierd.backend import (
     HEADER_BYTES,
@@ -190,7 +190,7 @@ class Bench:
         async def call(batch: list[PutRequest]) -> None:
             assert set(await self.backend.put_many(NAMESPACE, batch)) == {Outcome.STORED}
 
-        self.runner.run(in_calls(WRITE_CALLS, batches(requests, blocks.block_bytes), call))
+        self.runner.run(in_flight(WRITE_CALLS, batches(requests, blocks.block_bytes), call))
 
     def get(self, blocks: Blocks, hashes: list[bytes]) -> None:
         requests = [
@@ -202,7 +202,7 @@ class Bench:
             results = await self.backend.get_into(NAMESPACE, batch)
             assert all(result.outcome is Outcome.HIT for result in results)
 
-        self.runner.run(in_calls(READ_CALLS, batches(requests, blocks.block_bytes), call))
+        self.runner.run(in_flight(READ_CALLS, batches(requests, blocks.block_bytes), call))
 
     def boto_get(self, blocks: Blocks, hashes: list[bytes]) -> None:
         def work(take: Callable[[], tuple[bytes, memoryview] | None], _: object) -> None:
@@ -268,16 +268,6 @@ def in_threads(count: int, jobs: list[Any], extras: list[Any], work: Callable[..
 def batches(requests: list[Any], block_bytes: int) -> list[list[Any]]:
     size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
     return [requests[at : at + size] for at in range(0, len(requests), size)]
-
-
-async def in_calls(count: int, jobs: list[Any], call: Callable[[Any], Any]) -> None:
-    queue = iter(jobs)
-
-    async def work() -> None:
-        for job in queue:
-            await call(job)
-
-    await asyncio.gather(*(work() for _ in range(count)))
 
 
 def name_of(block_hash: bytes) -> str:

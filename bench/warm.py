@@ -15,11 +15,9 @@ blocks are being warmed. The mean times of both kinds are reported.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import deque
@@ -28,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bench.common import write_result
+from bench.common import FIO_ENGINES, fio_s, write_result
 from tests.support.daemon_process import DaemonProcess
 from tests.support.page_engine import chain, content, namespace, parents_of
 from tierd.cli.common.operator import Operator
@@ -202,22 +200,17 @@ def _answer(operator: Operator, answers: dict[int, bytes]) -> None:
 
 def _fio(folder: Path) -> float:
     """Seconds to read the same number of bytes; the better of fio's two engines."""
-    return min(_fio_run(folder, engine) for engine in ("psync", "io_uring"))
-
-
-def _fio_run(folder: Path, engine: str) -> float:
-    jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
-    size = BLOCKS * BLOCK_BYTES // jobs
-    command = [
-        *("fio", "--name=bench", f"--filename={folder / 'fio.data'}", "--rw=read"),
-        *(f"--ioengine={engine}", f"--bs={BLOCK_BYTES}", f"--size={size}"),
-        *(f"--offset_increment={size}", f"--numjobs={jobs}", f"--iodepth={depth}"),
-        *("--direct=1", "--thread", "--group_reporting", "--output-format=json"),
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    [job] = json.loads(done.stdout)["jobs"]
-    assert job["read"]["io_bytes"] == BLOCKS * BLOCK_BYTES
-    return float(job["read"]["io_bytes"] / job["read"]["bw_bytes"])
+    return min(
+        fio_s(
+            folder / "fio.data",
+            "read",
+            engine,
+            block_bytes=BLOCK_BYTES,
+            size_bytes=BLOCKS * BLOCK_BYTES,
+            threads=THREADS,
+        )
+        for engine in FIO_ENGINES
+    )
 
 
 # --- the cost for engines --------------------------------------------------------------
