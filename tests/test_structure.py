@@ -1,7 +1,7 @@
 """Budgets of the code's size and structure, so that a newcomer can find their way.
 
-Each budget has the exceptions of today with a reason. A new one is a new entry, which a review
-sees; an entry that is no exception any more fails as well, so the lists only shrink.
+Each budget lists its present exceptions with a reason. A new exception needs a new entry, which a
+review sees. An entry that is no longer an exception fails too, so the lists only shrink.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MODULE_IMPORTS_MAX = 15
 FOLDER_FILES_MAX = 15
 
 MESSAGES = ("tierd/wire/messages.py", "tierd/device/frames.py", "tierd/storage/worker/wire.py")
-"""Tables of messages: they may be long, and name a message as the other end does."""
+"""Tables of messages: files that name a message as the other end of the wire does."""
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Each module's path, as `PACKAGE/...`, and where it lies."""
+    """Each module as `PACKAGE/...`, and its path."""
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             yield f"{package}/{path.relative_to(folder)}", path
@@ -77,7 +77,7 @@ def wide_classes() -> Mapping[str, int]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Of an instance: declared in the body, or set by a method."""
+    """Names of instance attributes: declared in the body, or set by a method."""
     declared = {
         entry.target.id
         for entry in node.body
@@ -131,7 +131,7 @@ def ambiguous_classes() -> Mapping[str, int]:
 
 
 def private_imports() -> Mapping[str, int]:
-    """Names with an underscore that another package's module uses."""
+    """Names with an underscore that a module of another package imports."""
     found: dict[str, int] = defaultdict(int)
     for name, path in files():
         folder = (
@@ -149,15 +149,15 @@ def private_imports() -> Mapping[str, int]:
 FILES: Final = {
     "tierd/wire/messages.py": "the table of messages",
     "tierd/daemon/http/metrics.py": "the table of metrics",
-    "tierd/device/cuda.py": "the calls of CUDA, not to be split before they have run on a GPU",
+    "tierd/device/cuda.py": "calls of CUDA; a split should wait until they have run on a GPU",
     "tierd/daemon/copies/copying.py": "rules of copies and their bookkeeping: two ideas",
     "tierd/daemon/session/server.py": "the session and the listener: two ideas",
-    "tierd/hotset.py": "what is worth having and the file format: two ideas",
+    "tierd/hotset.py": "the value of a prefix and the file format: two ideas",
     "tierd_backends/file/backend.py": "options, opening, reading and writing",
     "tierd_backends/redis/backend.py": "opening, reading and writing",
     "tierd_backends/s3/backend.py": "opening, reading, writing and counting",
     "tierd_backends/s3/bucket.py": "requests and their retries",
-    "tierd_connectors/vllm/connector.py": "the interface of vLLM, whose methods it must have",
+    "tierd_connectors/vllm/connector.py": "implements vLLM's connector interface",
     "tierd_connectors/vllm/scheduler.py": "lookups, stores and releases of requests",
 }
 
@@ -170,18 +170,18 @@ FUNCTIONS: Final = {
 CLASSES: Final = {
     "tierd/cli/top/sample.py:StatusSample": "a record: the fields of a status",
     "tierd/config/schema.py:StorageConfig": "a record: the keys of a table",
-    "tierd/types.py:Namespace": "a record: what decides what a block's bytes mean",
+    "tierd/types.py:Namespace": "a record: everything that decides the meaning of a block's bytes",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
-    "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: what is known of a request",
-    "tierd/core/slots.py:Slots": "a table: a column each",
+    "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: the state of a request",
+    "tierd/core/slots.py:Slots": "a table: one attribute per column",
     "tierd/daemon/node.py:Node": "it composes the daemon",
-    "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
+    "tierd/testing/simulation/world.py:World": "the state of a running world",
     "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
     "tierd/cli/warm/run.py:Warmer": "one more than the budget",
-    "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",
+    "tierd/client/connection.py:DaemonConnection": "the socket and the pending calls: two ideas",
     "tierd/daemon/copies/copy_process.py:CopyProcess": "one more than the budget",
     "tierd/daemon/l2/memory.py:HostMemory": "one more than the budget",
-    "tierd/daemon/l3/write_queue.py:WriteQueue": "what waits and what a stop leaves: two ideas",
+    "tierd/daemon/l3/write_queue.py:WriteQueue": "the queue and its remains at a stop: two ideas",
     "tierd/daemon/session/server.py:Session": "handlers of several kinds of messages",
     "tierd/device/lane.py:CopyLane": "batches, their memory and their thread",
     "tierd/storage/circuit.py:Circuit": "one more than the budget",
@@ -189,7 +189,7 @@ CLASSES: Final = {
     "tierd_backends/redis/backend.py:RedisBackend": "composes the tier",
     "tierd_backends/s3/backend.py:S3Backend": "composes the tier",
     "tierd_connectors/vllm/connector.py:TierdConnector": "composes the connector",
-    "tierd_connectors/vllm/scheduler.py:SchedulerSide": "composes the scheduler's part",
+    "tierd_connectors/vllm/scheduler.py:SchedulerSide": "composes the scheduler side",
     "tierd_connectors/vllm/worker/mover.py:Mover": "one more than the budget",
 }
 
@@ -202,7 +202,7 @@ MODULES: Final = {
     "tierd_connectors/vllm/connector.py": "it composes the connector",
 }
 
-FOLDERS: Final = {"tierd/core": "one file for each idea of the core; no two are alike"}
+FOLDERS: Final = {"tierd/core": "one file for each idea of the core"}
 
 Budget = tuple[Callable[[], Mapping[str, int]], Mapping[str, str]]
 BUDGETS: Final[Mapping[str, Budget]] = {
@@ -211,17 +211,17 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     f"classes with {CLASS_ATTRIBUTES_MAX} attributes": (wide_classes, CLASSES),
     f"modules with {MODULE_IMPORTS_MAX} imports of this project": (wide_modules, MODULES),
     f"folders of {FOLDER_FILES_MAX} files": (full_folders, FOLDERS),
-    "one meaning of a public class name": (ambiguous_classes, {}),
-    "no private name outside of its package": (private_imports, {}),
+    "public class names with two meanings": (ambiguous_classes, {}),
+    "private names outside of their package": (private_imports, {}),
 }
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_what_exceeds_a_budget_is_an_exception_with_a_reason(budget: str) -> None:
+def test_budgets_are_kept_except_for_listed_reasons(budget: str) -> None:
     find, exceptions = BUDGETS[budget]
     found = find()
     new = {name: size for name, size in found.items() if name not in exceptions}
-    assert not new, f"beyond the budget of {budget}"
+    assert not new, f"new exceptions to the budget: {budget}"
     over = sorted(set(exceptions) - set(found))
-    assert not over, f"no exception of {budget} any more: take them off the list"
-    assert all(exceptions.values()), "a reason each"
+    assert not over, f"no longer exceptions to the budget, remove them from the list: {budget}"
+    assert all(exceptions.values()), "an exception lacks its reason"

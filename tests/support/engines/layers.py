@@ -31,7 +31,7 @@ def forward(rig: Rig, begun: list[str] = [], layers: list[str] = LAYERS) -> None
     layered(rig).end_step(idle=False)
 
 
-class Turns:
+class SteppedCondition:
     """A condition for one thread: a thread that waits on it lets another event happen."""
 
     def __init__(self, world: World) -> None:
@@ -54,7 +54,7 @@ class World(Troubles):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, layerwise=True)
         self.layerwise = layered(self.rig)
-        self.layerwise._cond = Turns(self)  # type: ignore[assignment]
+        self.layerwise._cond = SteppedCondition(self)  # type: ignore[assignment]
         self.content = [self.rig.write(block) for block in range(BLOCKS)]
         self.names = 0
         self.truth: dict[tuple[bytes, bytes], bytes] = {}

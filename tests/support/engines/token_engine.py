@@ -25,7 +25,7 @@ from tests.support.engines import fake_vllm
 from tests.support.engines.connector_bench import BLOCK_TOKENS, ROOT, namespace
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tests.support.engines.jobs_rig import close_descriptors
-from tests.support.engines.layers import Turns
+from tests.support.engines.layers import SteppedCondition
 from tierd.device.engine_host import HostExport
 from tierd_connectors.vllm.worker.layout import TensorView, blocks_of
 
@@ -256,7 +256,7 @@ class TokenEngine:
             handshake = self.worker.get_handshake_metadata()
             self.scheduler.set_xfer_handshake_metadata({0: handshake})
         if self.worker._layerwise is not None:
-            self.worker._layerwise._cond = Turns(cast(Any, self))
+            self.worker._layerwise._cond = SteppedCondition(cast(Any, self))
 
     def close(self) -> None:
         """The engine ends."""
