@@ -133,12 +133,12 @@ def test_no_alert_fires_on_a_healthy_daemon(exposed: Scrape) -> None:
 def test_each_alert_fires(exposed: Scrape, name: str) -> None:
     """The trouble would go unreported."""
     if name == "TierdRestarts":
-        lives = {
+        snapshots = {
             age: changed(exposed, {"tierd_uptime_seconds": age}) for age in (0.0, 900.0, 1800.0)
         }
-        assert firing(World(lives, RECORDED)) == {}
-        lives[2700.0] = changed(exposed, {"tierd_uptime_seconds": 2700})
-        found = firing(World(lives, RECORDED))
+        assert firing(World(snapshots, RECORDED)) == {}
+        snapshots[2700.0] = changed(exposed, {"tierd_uptime_seconds": 2700})
+        found = firing(World(snapshots, RECORDED))
     else:
         found = firing(world(exposed, TROUBLE[name]))
     assert set(found) == {name}

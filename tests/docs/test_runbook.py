@@ -30,9 +30,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "runbook.md"
 NEW = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED, model="next")
 STORE = "/var/lib/tierd/kv"
 
-EVERYBODYS = "a system prompt that everybody has. " * 10
+SHARED = "a system prompt that everybody has. " * 10
 OFTEN = "another document, asked about often. " * 10
-NOBODYS = "one that nobody has asked for yet. " * 10
+UNSEEN = "one that nobody has asked for yet. " * 10
 MISSED = "a request that should have been a hit. " * 10
 
 # Stands for `pip install --upgrade`: afterwards another version is installed.
@@ -174,7 +174,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         machine.run("sh", "-ec", users)
         machine.write("/etc/tierd/tierd.toml", configuration(machine, redis))
         machine.write("/opt/tierd/bin/pip", PIP, 0o755)
-        prompts = (EVERYBODYS, OFTEN, NOBODYS)
+        prompts = (SHARED, OFTEN, UNSEEN)
         rows = [json.dumps({"model": "base", "prompt": prompt}) for prompt in prompts]
         machine.write("/etc/tierd/warm.jsonl", "\n".join(rows))
         machine.write("/etc/tierd/request.json", json.dumps({"model": "base", "prompt": MISSED}))
@@ -189,7 +189,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 def cold_start(node: Node) -> None:
     """Two prompts were sent before host memory was lost."""
-    for prompt in (EVERYBODYS, OFTEN):
+    for prompt in (SHARED, OFTEN):
         node.engine.ask(prompt)
     node.wait_written()
     node.restart()

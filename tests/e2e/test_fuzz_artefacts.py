@@ -278,7 +278,7 @@ class Kept:
         self.ledger = os.pread(self._ledger, os.fstat(self._ledger).st_size, 0)
         self.segment = os.pread(self._segment, os.fstat(self._segment).st_size, 0)
 
-    def live(self, ledger: bytes, segment: bytes) -> tuple[int, Counter[str]]:
+    def serve(self, ledger: bytes, segment: bytes) -> tuple[int, Counter[str]]:
         """Number of blocks that a new incarnation serves, all bytes compared, and its counters."""
         keeper = Keeper()
         os.pwrite(self._segment, segment, 0)
@@ -325,14 +325,14 @@ def test_ledger(kept: Kept) -> None:
     records_at = len(kept.ledger) - 4 * RECORD_BYTES
     life_at = records_at - LIFE_BYTES  # Padding lies before it.
     head_end = len(kept.ledger[:life_at].rstrip(b"\0"))
-    assert kept.live(kept.ledger, kept.segment)[0] == 3
+    assert kept.serve(kept.ledger, kept.segment)[0] == 3
     tail = RECORD_BYTES - 28  # The tiers, which are a hint; behind seal and padding, the state.
     free_at = records_at + 3 * RECORD_BYTES
     # All records are alike; one holds a block here, and one does not.
     some = damages.all_of(len(kept.ledger), [records_at, free_at], records_at + RECORD_BYTES)
     some += [d for d in damages.flips(len(kept.ledger)) if d.at is not None and d.at >= free_at]
     for damage in some:
-        served, counted = kept.live(damage.spoil(kept.ledger), kept.segment)
+        served, counted = kept.serve(damage.spoil(kept.ledger), kept.segment)
         lost = counted["rotten_blocks_total"] + counted["adoption_dropped_segments_total"]
         if damage.at is None or damage.at >= free_at:
             assert served == 3 or damage.at is None, damage.what
@@ -366,7 +366,7 @@ def test_segment(kept: Kept) -> None:
     length = len(content(kept.hashes[0]))
     for at in range(0, 3 * length, 4099):
         spoilt = kept.segment[:at] + bytes([kept.segment[at] ^ 1]) + kept.segment[at + 1 :]
-        served, counted = kept.live(kept.ledger, spoilt)
+        served, counted = kept.serve(kept.ledger, spoilt)
         assert (served, counted["rotten_blocks_total"]) == (2, 1), at
 
 

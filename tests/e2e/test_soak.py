@@ -25,10 +25,12 @@ def test_growth_is_detected() -> None:
     with pytest.raises(AssertionError, match="kept_descriptors"):
         day_with(kept_descriptors=[60.0 + hour for hour in range(HOURS)]).judge()
     # Each incarnation starts afresh: only growth during the last one is its leak.
-    lives = [40.0, 50.0, 60.0, 70.0] * 4
-    day_with(daemon_anonymous_mib=[*lives, *[60.0] * 8]).judge()
+    incarnations = [40.0, 50.0, 60.0, 70.0] * 4
+    day_with(daemon_anonymous_mib=[*incarnations, *[60.0] * 8]).judge()
     with pytest.raises(AssertionError, match="daemon_anonymous_mib"):
-        day_with(daemon_anonymous_mib=[*lives, *(60.0 + 2 * hour for hour in range(8))]).judge()
+        day_with(
+            daemon_anonymous_mib=[*incarnations, *(60.0 + 2 * hour for hour in range(8))]
+        ).judge()
 
 
 @pytest.mark.slow

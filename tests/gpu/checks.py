@@ -323,7 +323,7 @@ def openings(rig: Rig) -> Told:
         device.close(first)
         again = device.open(peer.exports[export])
         device.close(again)
-        return {"same address when opened anew": again == first}
+        return {"same address when opened again": again == first}
 
 
 def refusals(rig: Rig) -> Told:
@@ -343,12 +343,12 @@ def refusals(rig: Rig) -> Told:
             )
         else:
             wrong["no handle"] = good._replace(handle=b"")
-            wrong["a handle of nobody's"] = good._replace(handle=bytes(64))
+            wrong["an unknown handle"] = good._replace(handle=bytes(64))
         for name, export in wrong.items():
             told[name] = refusal(device, export)
         for handle in (counter_handle(len(bases), 0), counter_handle(0, 1 << 40), b"\2", b""):
             told[f"event {handle[:13].hex()}"] = event_refusal(device, handle, bases)
-        told["an event of nobody's"] = event_refusal(device, native_handle(bytes(64)), bases)
+        told["an unknown event"] = event_refusal(device, native_handle(bytes(64)), bases)
     openings(rig)
     return told
 
