@@ -1,7 +1,8 @@
-"""What every benchmark shares: fair rounds, the machine's description, the result file."""
+"""Shared by every benchmark: fair rounds, the machine's description, the result file."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -9,13 +10,18 @@ import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 ROUNDS = 7
-"""Rounds of every case: their median shrugs off a neighbour that takes the core twice."""
+"""Rounds of every case: enough that two rounds disturbed by another process leave the median."""
 
 _HERE = Path(__file__).parent
+
+_T = TypeVar("_T")
+
+FIO_ENGINES = ("psync", "io_uring")
 
 Json = Mapping[str, "Json"] | list["Json"] | str | int | float | None
 
@@ -23,7 +29,7 @@ Json = Mapping[str, "Json"] | list["Json"] | str | int | float | None
 def interleaved(
     cases: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """Median seconds of each case. All cases take turns, so that a slow minute hits them alike."""
+    """Median seconds of each case. The cases take turns, so a slow minute affects all of them."""
     assert rounds >= 5
     for case in cases.values():
         case()
@@ -36,8 +42,41 @@ def interleaved(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+async def in_flight(count: int, jobs: Iterable[_T], call: Callable[[_T], Awaitable[None]]) -> None:
+    """Await `call` for every job, with `count` calls in flight."""
+    queue = iter(jobs)
+
+    async def work() -> None:
+        for job in queue:
+            await call(job)
+
+    await asyncio.gather(*(work() for _ in range(count)))
+
+
+def fio_s(
+    path: Path, kind: str, engine: str, *, block_bytes: int, size_bytes: int, threads: int
+) -> float:
+    """Seconds that fio needs for its I/O, without its start: direct, over the whole file, which it
+    creates if it is missing. `kind` is an fio `rw` without mixes, `engine` is of FIO_ENGINES."""
+    # psync has one job per thread, each with an equal part; io_uring has one job with a queue.
+    jobs, depth = (threads, 1) if engine == "psync" else (1, 4 * threads)
+    part = size_bytes // jobs
+    command = [
+        *("fio", "--name=bench", f"--filename={path}", f"--rw={kind}", f"--ioengine={engine}"),
+        *(f"--bs={block_bytes}", f"--size={part}", f"--offset_increment={part}"),
+        *(f"--numjobs={jobs}", f"--iodepth={depth}", "--direct=1", "--thread"),
+        *("--group_reporting", "--output-format=json"),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    [job] = json.loads(done.stdout)["jobs"]
+    side = job["write" if kind == "write" else "read"]
+    assert side["io_bytes"] == size_bytes
+    return float(side["io_bytes"] / side["bw_bytes"])
+
+
 def raw_ping_pong() -> Callable[[], None]:
-    """A round trip with a child process that echoes; it ends with this process."""
+    """A function that makes one round trip to a child process, which echoes and ends with this
+    process."""
     near, far = socket.socketpair()
     if os.fork() == 0:
         near.close()
@@ -55,7 +94,7 @@ def raw_ping_pong() -> Callable[[], None]:
 
 
 def write_result(name: str, results: Json) -> None:
-    """Write bench/results/NAME.json: the results, where they were measured and at which load."""
+    """Write bench/results/NAME.json: the results, the machine and its load average."""
     report: Json = {
         "benchmark": name,
         "commit": _commit(),
@@ -89,7 +128,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _commit() -> str:
-    """The commit measured, with a mark if the tree differs from it."""
+    """The measured commit, marked if the working tree differs from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=_HERE,

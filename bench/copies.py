@@ -1,10 +1,10 @@
 """Copies by the daemon on the host device, against the same copies by the engine's own thread.
 
-An engine's pages lie in exported memory, layers outermost. The limit is a strided copy of the
-same blocks between pages and slots that this process has mapped, by the way that a connector in
-`shm` mode copies: all cases take turns in one run. Store is reserve, copy, commit; load is
-acquire, copy, release; chunks are in flight two at a time, as the connector has them.
-What the engine's process pays for is its CPU time per block, which is the point of the mode.
+An engine's pages lie in exported memory, layers outermost. The limit is a strided copy of the same
+blocks between pages and mapped slots in this process, done as a connector in `shm` mode does it.
+All cases take turns in one run. A store is reserve, copy, commit; a load is acquire, copy, release;
+two chunks are in flight at a time, as in the connector. The point of the mode is the CPU time per
+block in the engine's process, so that is measured as well.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _cpu_s(case: Callable[[], object]) -> float:
 
 
 def _rows(engine: PageEngine) -> np.ndarray:
-    """(layers, blocks) of pages as opaque items, the form that copies fastest."""
+    """(layers, blocks) of pages as opaque items, the element type that copies fastest."""
     raw = np.frombuffer(engine.memory.view, np.uint8, LAYERS * engine.blocks * engine.page_bytes)
     return raw.view(np.dtype((np.void, engine.page_bytes))).reshape(LAYERS, engine.blocks)
 

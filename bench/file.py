@@ -1,11 +1,10 @@
-"""The file tier against fio, on the same disk, in turns.
+"""The file tier against fio on the same disk, in turns.
 
-fio's best of psync and io_uring, direct, at the same block size, threads and bytes is
-the limit. The tier moves blocks between its slabs and page-aligned shared memory, with
-their checksums verified on every read. Reads are measured twice: a prefix as it was
-stored, which is how blocks are wanted, and in random order. Writes are, too: into a fresh tier,
-whose slabs are allocated and written for the first time, and into a full one, which
-evicts; fio likewise lays its file out, and overwrites it.
+The limit is the better of fio's psync and io_uring engines, with direct I/O and the same block
+size, threads and bytes. The tier moves blocks between its slabs and page-aligned shared memory and
+verifies checksums on every read. Reads are measured in stored order, as a prefix is read, and in
+random order. Writes are measured into a fresh tier, whose slabs are allocated and written for the
+first time, and into a full tier, which evicts; fio likewise lays out its file and overwrites it.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import mmap
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.common import write_result
+from bench.common import FIO_ENGINES, fio_s, in_flight, write_result
 from tierd.backend import GetRequest, Outcome, PutRequest, checksum
 from tierd.types import SCOPE_BYTES
 from tierd_backends.file import FileBackend, FileOptions
@@ -33,8 +30,9 @@ from tierd_backends.file.slab import slab_bytes
 
 ROUNDS = 5
 THREADS = 4
+CALLS = 4
 BATCH = 64
-"""Blocks a call, as a prefetch asks for; four calls are in flight."""
+"""Blocks per call, as in a prefetch, with CALLS in flight."""
 
 TARGETS = {"prefix read": 0.85, "random read": 0.85, "overwrite": 0.75, "fresh write": 0.75}
 NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
@@ -70,7 +68,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
         seconds.setdefault(name, []).append(time.perf_counter() - start)
         cpu.setdefault(name, []).append(time.process_time() - start_cpu)
 
-    # Just enough for the blocks: the second generation evicts the first.
+    # Capacity for exactly one generation: the second one evicts the first.
     capacity = slab_bytes(count, block_bytes) + (2 << 20)
     for number in range(ROUNDS):
         folder = scratch / f"tier-{number}"
@@ -82,7 +80,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
             hashes = [hashlib.sha256(b"%d/%d" % (generation, i)).digest() for i in range(count)]
             with timed(name):
                 await put_all(backend, hashes, sums, views)
-            for engine in ("psync", "io_uring"):
+            for engine in FIO_ENGINES:
                 fio(scratch, "write", engine, block_bytes, count, seconds, fresh=not generation)
         held = [i for i, h in enumerate(await backend.contains_many(NAMESPACE, hashes)) if h]
         assert len(held) >= 0.97 * count, f"{len(held)} of {count} blocks held"
@@ -90,7 +88,7 @@ async def measure(scratch: Path, block_bytes: int, count: int, label: str) -> di
             with timed(name):
                 await get_all(backend, [hashes[i] for i in held], [views[i] for i in held])
             seconds[name][-1] *= count / len(held)
-            for engine in ("psync", "io_uring"):
+            for engine in FIO_ENGINES:
                 fio(scratch, kind, engine, block_bytes, count, seconds)
             random.Random(number).shuffle(held)
         await backend.close()
@@ -104,7 +102,7 @@ def report(
 ) -> dict[str, object]:
     rows: dict[str, object] = {}
     for name, target in TARGETS.items():
-        engines = {engine: seconds[f"{engine} {name}"] for engine in ("psync", "io_uring")}
+        engines = {engine: seconds[f"{engine} {name}"] for engine in FIO_ENGINES}
         engine = min(engines, key=lambda each: statistics.median(engines[each]))
         best = min(min(each) for each in engines.values())
         ours = statistics.median(seconds[name])
@@ -142,7 +140,7 @@ async def put_all(
         outcomes = await backend.put_many(NAMESPACE, requests)
         assert set(outcomes) == {Outcome.STORED}
 
-    await four_at_a_time(put, range(0, len(hashes), BATCH))
+    await in_flight(CALLS, range(0, len(hashes), BATCH), put)
 
 
 async def get_all(backend: FileBackend, hashes: list[bytes], views: list[memoryview]) -> None:
@@ -154,17 +152,7 @@ async def get_all(backend: FileBackend, hashes: list[bytes], views: list[memoryv
         results = await backend.get_into(NAMESPACE, requests)
         assert all(result.outcome is Outcome.HIT for result in results)
 
-    await four_at_a_time(get, range(0, len(hashes), BATCH))
-
-
-async def four_at_a_time(call, starts: range) -> None:
-    queue = iter(starts)
-
-    async def work() -> None:
-        for at in queue:
-            await call(at)
-
-    await asyncio.gather(*(work() for _ in range(4)))
+    await in_flight(CALLS, range(0, len(hashes), BATCH), get)
 
 
 def fio(
@@ -176,7 +164,7 @@ def fio(
     seconds: dict[str, list[float]],
     fresh: bool = False,
 ) -> None:
-    """One fio run; its time is that of its I/O, without fio's start."""
+    """Add the time of one fio run to `seconds`."""
     path = scratch / "fio.data"
     name = {
         "read": "prefix read",
@@ -187,29 +175,15 @@ def fio(
         path.unlink(missing_ok=True)
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, count * block_bytes)
-    # Four readers of a quarter each, as the tier's threads; io_uring gets the depth instead.
-    jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
-    command = [
-        "fio",
-        "--name=bench",
-        f"--filename={path}",
-        f"--rw={kind}",
-        f"--ioengine={engine}",
-        f"--bs={block_bytes}",
-        f"--size={count * block_bytes // jobs}",
-        f"--offset_increment={count * block_bytes // jobs}",
-        f"--numjobs={jobs}",
-        f"--iodepth={depth}",
-        "--direct=1",
-        "--thread",
-        "--group_reporting",
-        "--output-format=json",
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    [job] = json.loads(done.stdout)["jobs"]
-    side = job["write" if kind == "write" else "read"]
-    assert side["io_bytes"] == count * block_bytes
-    seconds.setdefault(f"{engine} {name}", []).append(side["io_bytes"] / side["bw_bytes"])
+    run_s = fio_s(
+        path,
+        kind,
+        engine,
+        block_bytes=block_bytes,
+        size_bytes=count * block_bytes,
+        threads=THREADS,
+    )
+    seconds.setdefault(f"{engine} {name}", []).append(run_s)
 
 
 if __name__ == "__main__":

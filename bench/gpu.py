@@ -1,10 +1,9 @@
 """Copies between a GPU's pages and pinned slots, each way, against one plain pinned copy.
 
-The limit of each case is cudaMemcpyAsync of as many bytes in one piece, taken in the same run, in
-turns with it. Pages of a block lie apart, as layers do, and blocks are in random order. Without a
-GPU nothing is measured or written. Not yet run on a GPU.
-
-Then, what an engine's process notices: the time of its steps alone and beside each kind of copy.
+The limit of each case is cudaMemcpyAsync of the same number of bytes in one piece, in turns with
+the case in the same run. The pages of a block lie apart, as layers do, and blocks are in random
+order. A second part times an engine's steps alone and during each kind of copy. Without a GPU
+nothing is measured or written. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from tierd.device.plan import NO_BOUNDS, CopyPlan, Strategy, issue
 from tierd.shared_memory.exports import PageLayout, Run
 
 ROUND_BYTES = 256 << 20
-"""Moved by one timed round: 5 ms of PCIe 5."""
+"""Bytes moved by one timed round: 5 ms of PCIe 5."""
 
 SLOT_BYTES = 2 << 20
-"""A block, unless a page is larger."""
+"""Size of a block, unless a page is larger."""
 
 PAGES = tuple(1 << shift for shift in (12, 13, 14, 15, 16, 18, 20, 21, 22, 24))
-"""4 KiB to 16 MiB."""
+"""Page sizes: 4 KiB to 16 MiB."""
 
 TARGETS = {2 << 20: 0.9, 64 << 10: 0.8}
-"""Least ratio of the best way to the plain copy, of a page size."""
+"""Lowest acceptable ratio of the best strategy to the plain copy, per page size."""
 
 PIECES_MAX = 4096
-"""Of one call, as the copier cuts its batches."""
+"""Pieces per call, as in the copier's batches."""
 
 STEPS_S = 3.0
-"""For how long an engine's steps are timed beside one kind of copy."""
+"""How long an engine's steps are timed during each kind of copy."""
 
 Areas = tuple[int, int, HostScratch]
-"""Memory of the pages, staging memory, and slots."""
+"""Memory of the pages, staging memory, slots."""
 
 Plain = Callable[[int, int, int, Direction, int], None]
 """A copy in one piece: page, slot, size, direction, stream."""
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def driver_version() -> str:
-    """Of the kernel's module, as it says itself."""
+    """The version that the kernel module reports."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             return file.readline().strip()
@@ -73,7 +72,7 @@ def driver_version() -> str:
 
 
 def plain_cuda(page: int, slot: int, size: int, direction: Direction, stream: int) -> None:
-    """cudaMemcpyAsync itself."""
+    """One cudaMemcpyAsync."""
     copy = cuda.runtime.memcpyAsync
     if direction is Direction.LOAD:
         copy(page, slot, size, cuda.runtime.memcpyHostToDevice, stream)
@@ -88,7 +87,7 @@ def measure(
     round_bytes: int = ROUND_BYTES,
     rounds: int = 7,
 ) -> dict[str, Json]:
-    """GB/s and ratio of every way, direction and page size."""
+    """GB/s and ratio of every strategy, direction and page size."""
     told: dict[str, Json] = {}
     stream = device.create_stream(urgent=False)
     with areas_of(device, round_bytes) as areas:
@@ -102,7 +101,7 @@ def measure(
 
 @contextlib.contextmanager
 def areas_of(device: Device, size_bytes: int) -> Iterator[Areas]:
-    """Memory of the device's and pinned memory of ours."""
+    """Device memory and pinned host memory."""
     with contextlib.ExitStack() as stack:
         addresses = []
         for _ in range(2):
@@ -122,7 +121,7 @@ def case(
     areas: Areas,
     rounds: int,
 ) -> Json:
-    """All ways of one page size and direction, in turns."""
+    """All strategies of one page size and direction, in turns."""
     memory, _, host = areas
     size = len(host.bytes)
 
@@ -155,13 +154,13 @@ def case(
 def disturbance(
     device: Device, kind: str, round_bytes: int = ROUND_BYTES, seconds: float = STEPS_S
 ) -> dict[str, Json]:
-    """Milliseconds of an engine's steps beside copies, and what these reach meanwhile."""
+    """Milliseconds per step of an engine during copies, and the copies' throughput meanwhile."""
     told: dict[str, Json] = {}
     stream = device.create_stream(urgent=False)
     with engine(kind) as peer, areas_of(device, round_bytes) as areas:
 
         def beside(work: Callable[[], object]) -> dict[str, Json]:
-            """Also GB/s, of rounds of copies."""
+            """Step times, and GB/s of the copy rounds done meanwhile."""
             rounds = 0
 
             def counted() -> None:
@@ -186,7 +185,8 @@ def disturbance(
 
 
 def plan_of(areas: Areas, page: int) -> CopyPlan:
-    """Blocks of such pages, which fill the memory; each page of a block is in a row of its own."""
+    """A plan for blocks of pages of this size that fill the memory; each page of a block is in its
+    own row."""
     memory, _, host = areas
     count = len(host.bytes) // max(page, SLOT_BYTES) or 1
     pages = len(host.bytes) // count // page
@@ -197,7 +197,7 @@ def plan_of(areas: Areas, page: int) -> CopyPlan:
 def round_of(
     device: Device, stream: int, areas: Areas, page: int, way: tuple[Strategy, Direction]
 ) -> Callable[[], None]:
-    """A round: all blocks, in calls of as many pieces as the copier's."""
+    """One round: copies all blocks, in calls of as many pieces as the copier uses."""
     _, staging, host = areas
     plan = plan_of(areas, page)
     count = len(host.bytes) // plan.block_bytes

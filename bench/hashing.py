@@ -1,4 +1,4 @@
-"""Block hashes a second, against the sha256 of the same bytes alone."""
+"""Block hashes per second, against sha256 of the same bytes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_TOKENS = 16
 BLOCKS = 8192
 """A prompt of 131,072 tokens."""
 SHORT_BLOCKS = 32
-"""A prompt of 512 tokens, where what a call costs by itself shows."""
+"""A prompt of 512 tokens, where the fixed cost of a call shows."""
 VOCABULARY = 128_000
 
 

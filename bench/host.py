@@ -1,9 +1,9 @@
 """Put and get through a real daemon, and page gather and scatter, against memcpy.
 
-The limit of each case is a one-thread copy of the same blocks between private memory and
-a shared mapping, taken in the same run, in turns with it; both sides are populated. A
-second limit adds what no daemon can avoid, a wait for another process for each call (one
-a get, two a put), taken as a bare ping-pong over a socketpair in between the copies.
+The limit of each case is a one-thread copy of the same blocks between private memory and a shared
+mapping, in turns with the case in the same run; both sides are populated. A second limit adds the
+unavoidable waits for another process (one per get, two per put): a bare ping-pong over a socketpair
+between the copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierd.shared_memory.mapping import SharedMapping
 from tierd_connectors.vllm.worker.layout import PageMap, TensorView, blocks_of
 
 ROUND_BYTES = 128 << 20
-"""Bytes moved by one timed round: 7 ms of memcpy, far over the clock's grain."""
+"""Bytes moved by one timed round: 7 ms of memcpy, far above the clock's resolution."""
 
 CASES = [
     (2 << 20, 16, 0.90),
@@ -38,8 +38,8 @@ CASES = [
     (128 << 10, 1, None),
 ]
 NAMES = itertools.count()
-"""Names of blocks, never repeated: a name that an earlier case used often and long ago promises
-nothing, so that L2's policy would evict the block first, between its put and its get."""
+"""Block names, never repeated: if an earlier case had used a name often and long ago, L2's policy
+would expect no further use and evict the block between its put and its get."""
 
 PAGE_CASES = [(64 << 10, 32, 0.80, 0.75), (32 << 10, 16, None, None)]
 
@@ -102,7 +102,7 @@ def put_and_get(
                 else:
                     copy(targets[i], local[i])
 
-    # Puts evict what the gets need, so each has its own turns with its limits.
+    # Puts evict blocks that the gets need, so puts and gets are measured in separate rounds.
     got = interleaved(
         {
             "memcpy": lambda: copies(0, out=False),
@@ -126,12 +126,12 @@ def put_and_get(
 
 
 def name() -> bytes:
-    """The hash of a block that no case has had."""
+    """The hash of a block that no case has used."""
     return hashlib.sha256(b"%d" % next(NAMES)).digest()
 
 
 def shared(size_bytes: int) -> SharedMapping:
-    """A populated mapping of a memfd, as a client has of the arena."""
+    """A populated mapping of a memfd, like a client's mapping of the arena."""
     fd = os.memfd_create("bench")
     os.ftruncate(fd, size_bytes)
     mapping = SharedMapping(fd, size_bytes)
@@ -167,7 +167,8 @@ def report(
 
 
 def warm(daemon: DaemonProcess, client: Client, handle: Handle, put_all, fresh) -> None:
-    """Fill the namespace's share of the arena once, and fault all of it in on both sides."""
+    """Fill the namespace's share of the arena once, so that all of it is populated on both
+    sides."""
     for _ in range(12):
         put_all(fresh())
     while client.populate():
@@ -217,7 +218,8 @@ def pages() -> dict[str, object]:
 
 
 def stalls(daemon: DaemonProcess) -> dict[str, object]:
-    """Longest pauses of the daemon's loop and of a thread here while segments are faulted in."""
+    """Longest pauses of the daemon's loop and of a thread in this process while segments are
+    populated."""
     client = daemon.client("bench")
     handle = client.register(namespace(2 << 20, model="bench-populate"))
     probe = Client(daemon.socket, name="probe", map_segments=False)

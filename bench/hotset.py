@@ -1,9 +1,9 @@
-"""The hot set's snapshot of a node with a million resident blocks: at a stop, and while it serves.
+"""The hot set's snapshot of a node with a million resident blocks: during a stop and while serving.
 
-The node has 8,000 chains of 150 blocks: all hang on one of 40 system prompts of 25 blocks, were
-used by 1 to 8 requests, and last within the past day. The snapshot before has all of them, as an
-interval later, so that each must be read and merged. While a snapshot is written, another task of
-the loop measures how late its own timer is.
+The node has 8,000 chains of 150 blocks. All hang on one of 40 system prompts of 25 blocks, were
+used by 1 to 8 requests, and were last used within the past day. The previous snapshot contains all
+of them, as it does one interval later, so each must be read and merged. While a snapshot is
+written, another task of the loop measures how late its timer fires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAIN_BLOCKS = 150
 BLOCK_BYTES = 64
 SPACE = namespace(BLOCK_BYTES)
 ROUNDS = 3
-"""Rounds of each case; the median is what counts."""
+"""Rounds of each case; the median is reported."""
 
 TICK_S = 0.001
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def filled() -> tuple[Node, int]:
-    """A node and the number of its blocks."""
+    """A node and its number of blocks."""
     blocks = CHAINS * (CHAIN_BLOCKS - PROMPT_BLOCKS) + PROMPTS * PROMPT_BLOCKS
     node = Node(
         NodeOptions(

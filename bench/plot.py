@@ -1,4 +1,4 @@
-"""A line chart as a PNG, with nothing but numpy: small, so that no plotting library is needed."""
+"""A line chart as a PNG, drawn with numpy alone, so that no plotting library is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 WIDTH, HEIGHT = 900, 600
 LEFT, RIGHT, TOP, BOTTOM = 70, 40, 30, 60
 SCALE = 3
-"""Pixels to a dot of a letter."""
+"""Pixels per dot of a letter."""
 
 COLOURS = [(31, 119, 180), (214, 39, 40), (44, 160, 44), (148, 103, 189), (255, 127, 14)]
 GREY, BLACK = (210, 210, 210), (0, 0, 0)

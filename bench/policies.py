@@ -1,8 +1,8 @@
 """Hits and writes of every policy on traces: `make bench-policies ARGS='TRACE ...'`.
 
-The public traces are not in the repository, so their paths are arguments; without any, a
-generated trace stands in. Writes the tables (bench/policies.md), the numbers and the frontier
-of backups with its plot (bench/results/policies.json, .png).
+The public traces are not in the repository, so their paths are arguments; without arguments a
+generated trace is used. Writes the tables (bench/policies.md), the numbers and the frontier of
+backups with its plot (bench/results/policies.json, .png).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ BLOCK_BYTES = BLOCK_TOKENS * (128 << 10)
 SIZES = (1_000, 5_000, 10_000, 30_000, 50_000)
 PAIRS = ((3_000, 30_000), (10_000, 50_000))
 ORDERS = ((L2_DEFAULT, STORAGE_DEFAULT), ("lru", "lru"))
-"""Eviction from L2 and L3: the defaults, and those of the study that set the goal."""
+"""Eviction policies of L2 and L3: the defaults, and those of the study that set the goal."""
 
 DEFAULT_SHARE = StorageConfig(type="memory").write_share
 SHARES = sorted({0.2, 0.4, 0.8, DEFAULT_SHARE})
 LONG = (39_000, 3, 10, 100.0)
-"""Of a generated trace: as many new blocks as in the conversations, and as long requests."""
+"""Of the generated trace: as many new blocks as in the conversations, and equally long requests."""
 
 HERE = Path(__file__).parent
 
@@ -51,7 +51,7 @@ class Write(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As the table says it."""
+        """The name used in the table."""
         selective = self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         default = " (default)" if selective and self.share == DEFAULT_SHARE else ""
         return self.policy.value + (f", share {self.share}{default}" if selective else "")
@@ -81,18 +81,18 @@ traces: dict[str, Trace] = {}
 
 
 def load(paths: Sequence[str]) -> None:
-    """Read the traces; in each process."""
+    """Read the traces; called in each process."""
     for path in paths:
         with open_trace(path) as source:
             traces[Path(path).name.split(".")[0]] = read_trace(source, path, BLOCK_TOKENS)
     if not traces:
         traces["generated"] = parse_trace(trace_lines(1, 4000), "generated", BLOCK_TOKENS)
-    # What a policy costs is timed, not what it takes to look through the traces.
+    # The garbage collector's passes over the traces must not count as a policy's cost.
     gc.freeze()
 
 
 def run(job: Job) -> tuple[ReplayResult, float]:
-    """What it came to, and microseconds of a core a block reference."""
+    """The result of a job, and core microseconds per block reference."""
     trace = traces[job.trace]
     if not job.hint:
         requests = [request._replace(output_tokens=None) for request in trace.requests]
@@ -126,7 +126,7 @@ Results = dict[Job, tuple[ReplayResult, float]]
 
 
 def one_tier(name: str, results: Results) -> tuple[list[str], Json]:
-    """The table of L2 alone: a row a policy, a column a size."""
+    """The table of L2 alone: one row per policy, one column per size."""
     trace = traces[name]
     rows = one_tier_jobs(name)
     sizes = [job.l2_blocks for job in next(iter(rows.values()))]
@@ -155,8 +155,8 @@ Points = list[tuple[float, float]]
 
 
 def two_tiers(jobs: Sequence[Job], results: Results) -> tuple[list[str], list[Json], Points]:
-    """L3 hits and writes of each write policy, against write_through's with the same orders;
-    and the frontier of the selective one, writes and hits kept."""
+    """L3 hits and writes of each write policy, against write_through with the same orders; and the
+    frontier of the selective policy: writes against hits kept."""
     refs = traces[jobs[0].trace].block_refs
     base = results[jobs[0]][0]
     lines = [
@@ -188,7 +188,7 @@ def two_tiers(jobs: Sequence[Job], results: Results) -> tuple[list[str], list[Js
 
 
 def time_replay() -> tuple[str, Json]:
-    """How long the command takes for a million block references."""
+    """How long `tierd replay` takes for a million block references."""
     words = [sys.executable, "-m", "tierd.cli.main", "replay"]
     words += ["--l2-blocks", "1000", "--l3-blocks", "20000", "--json"]
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
@@ -215,7 +215,7 @@ def main() -> None:
     }
     timed = [job for name in traces for row in one_tier_jobs(name).values() for job in row]
     others = [job for jobs in tables.values() for job in jobs]
-    # One at a time, and the quicker of two: others on the machine cost up to half.
+    # One at a time, and the faster of two runs: other processes on the machine cost up to half.
     results = {job: min(run(job), run(job), key=lambda done: done[1]) for job in timed}
     with Pool(None, load, (paths,)) as pool:
         results |= zip(others, pool.map(run, others, chunksize=1), strict=True)
@@ -253,7 +253,7 @@ def main() -> None:
         if order == ORDERS[-1]:
             short = name.replace("mooncake_", "").replace("_trace", "")
             chart[f"{short} {sizes}"] = points
-    # First: the others would make the commit that it names a changed one.
+    # Written first: otherwise the recorded commit would be marked as changed.
     write_result("policies", report)
     (HERE / "policies.md").write_text("\n".join(text))
     axes = ("writes, % of write through", "L3 hits kept, %")

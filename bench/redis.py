@@ -1,12 +1,11 @@
 """The Redis tier against plain sockets and against redis-py, on one server, in turns.
 
-The limit is a loop of blocking sockets in threads, as many as blocks are in flight: SET by
-sendall from the slots, GET by recv_into into the slots, nothing parsed, nothing verified; a
-second one also sums up every block that it gets, which is part of what a tier promises. The
-tier moves the same blocks between the same memory and the same server, in batches as the
-daemon asks for them; it parses every reply and verifies identity and checksum of every block
-that it gets, and asks what is there before it puts. redis-py's asyncio client gets plain
-values, which are neither verified nor put anywhere.
+The limit is a loop of blocking sockets in threads, one per block in flight: SET by sendall from the
+slots, GET by recv_into into the slots, without parsing or verification. A second limit also
+computes the checksum of every block that it gets, which a tier has to do. The tier moves the same
+blocks between the same memory and the same server, in the daemon's batches: it parses every reply,
+verifies identity and checksum of every block that it gets, and looks up blocks before it puts them.
+redis-py's asyncio client gets plain values, without verifying or copying them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import msgspec
 import uvloop
 from redis.asyncio import Redis
 
-from bench.common import write_result
+from bench.common import in_flight, write_result
 from tests.support.servers.redis import RedisServer
 from tierd.backend import (
     HEADER_BYTES,
@@ -45,18 +44,18 @@ from tierd_backends.redis.options import RedisOptions
 
 ROUNDS = 7
 CALLS = 4
-"""In flight, as the daemon has them, each of a batch as the daemon makes them."""
+"""Calls in flight and batches, as in the daemon."""
 
 TARGET_RAW = 0.8
 TARGET_REDIS_PY = 2.5
-"""Of the GET ratios, at 2 MiB and 4 in flight where redis-py is concerned."""
+"""Targets of the GET ratios; for redis-py at 2 MiB and 4 in flight."""
 
 NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
 PREFIX = "tierd"
 
 
 class Blocks:
-    """Blocks in shared memory, each with room around it for what a raw reply holds besides."""
+    """Blocks in shared memory, each with room around it for the protocol bytes of a raw reply."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -89,7 +88,7 @@ class Blocks:
         self.gigabytes = count * block_bytes / 1e9
 
     def fill(self) -> None:
-        """The payloads, again after raw replies lay over them."""
+        """Write the payloads; needed again after raw replies have overwritten them."""
         for number, view in enumerate(self.views):
             piece = hashlib.shake_128(b"%d" % number).digest(PAGE_BYTES)
             view[:] = piece * (self.block_bytes // PAGE_BYTES)
@@ -126,7 +125,7 @@ def main() -> None:
 def measure(
     server: RedisServer, blocks: Blocks, unix: bool, flight: int, rounds: int
 ) -> dict[str, object]:
-    """Medians of every case, the cases taking turns."""
+    """Medians of every case; the cases take turns."""
     options = msgspec.convert(
         {
             **server.options(unix=unix),
@@ -212,7 +211,7 @@ def show(label: str, rows: dict) -> None:
 
 
 class Raw:
-    """Blocking sockets, one a thread, that know what the server will say."""
+    """Blocking sockets, one per thread, that know the server's replies in advance."""
 
     def __init__(self, server: RedisServer, blocks: Blocks, unix: bool, flight: int) -> None:
         self._blocks = blocks
@@ -265,7 +264,7 @@ class Raw:
         sock.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
         size = HEADER_BYTES + self._blocks.block_bytes
         left = len(b"$%d\r\n" % size) + size + 2
-        # The payload lands where the tier would put it, what comes before it in the page before.
+        # The payload lands where the tier would put it, the reply's head in the page before.
         room = self._blocks.raw[number][PAGE_BYTES - (left - 2 - self._blocks.block_bytes) :]
         got = 0
         while got < left:
@@ -277,15 +276,12 @@ class Raw:
 
 
 async def plain_get(client: Redis, blocks: Blocks, flight: int) -> None:
-    queue = iter(blocks.keys)
+    async def get(key: bytes) -> None:
+        value = await client.get(key)
+        assert value is not None
+        assert len(value) == HEADER_BYTES + blocks.block_bytes
 
-    async def work() -> None:
-        for key in queue:
-            value = await client.get(key)
-            assert value is not None
-            assert len(value) == HEADER_BYTES + blocks.block_bytes
-
-    await asyncio.gather(*(work() for _ in range(flight)))
+    await in_flight(flight, blocks.keys, get)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Round trips: the smallest call, and acquire of 1,000 resident blocks.
 
-The limit is a 60-byte ping-pong over a socketpair between two Python processes, in
-turns with the calls.
+The limit is a 60-byte ping-pong over a socketpair between two Python processes, in turns with the
+calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.daemon_process import DaemonProcess
 
 ROUNDS = 20
 CALLS = 300
-"""A round; the cases take turns, so that a slow moment hits them alike."""
+"""Calls per round; the cases take turns, so a slow moment affects all of them."""
 
 
 def main() -> None:

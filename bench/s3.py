@@ -1,12 +1,11 @@
 """The S3 tier against plain sockets and against boto3, on one SeaweedFS server, in turns.
 
-The limit of reading is a loop of blocking sockets in threads, as many as blocks are in
-flight: presigned GETs, received into the slots, nothing verified. boto3 is used as it comes:
-`get_object`, `read()`, and a copy into the slot; `put_object` of header and payload, with
-the checksums that it makes by default. The tier moves the same blocks between the same
-memory and the same server, in batches as the daemon asks for them; it verifies every block
-that it gets, and asks for what is there before it puts. The server is on the same cores, and
-writing is bound by it: of puts only this process's CPU compares.
+The limit of reading is a loop of blocking sockets in threads, one per block in flight: presigned
+GETs, received into the slots, without verification. boto3 is used with its defaults: `get_object`,
+`read()`, and a copy into the slot; `put_object` of header and payload with its default checksums.
+The tier moves the same blocks between the same memory and the same server, in the daemon's batches;
+it verifies every block that it gets, and looks up blocks before it puts them. The server runs on
+the same cores and limits writing: only this process's CPU time of puts can be compared.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import botocore.config
 import msgspec
 import uvloop
 
-from bench.common import write_result
+from bench.common import in_flight, write_result
 from tests.support.servers.s3 import SeaweedFS
 from tierd.backend import (
     HEADER_BYTES,
@@ -47,18 +46,18 @@ from tierd_backends.s3 import S3Backend, S3Options
 ROUNDS = 5
 BATCH_BLOCKS = 32
 BATCH_BYTES = 32 << 20
-"""What the daemon asks for in one call; so many calls are in flight:"""
+"""The daemon's batch per call; below, its calls in flight."""
 READ_CALLS = 4
 WRITE_CALLS = 2
 
 TARGETS = {"get of raw": 0.75, "get of boto3": 1.25, "get CPU of boto3": 0.6, "put CPU": 0.6}
-"""At 2 MiB. Of the CPU targets less is better."""
+"""Targets at 2 MiB blocks. For CPU time lower is better."""
 
 NAMESPACE = hashlib.sha256(b"bench").digest()[:SCOPE_BYTES]
 
 
 class Blocks:
-    """Blocks in page-aligned slots, and slots to bring them into."""
+    """Blocks in page-aligned slots, and slots to load them into."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self.count = count
@@ -73,7 +72,7 @@ class Blocks:
         self.gigabytes = count * block_bytes / 1e9
 
     def hashes(self, generation: int) -> list[bytes]:
-        """Names of the blocks; each generation is stored anew."""
+        """Names of the blocks. Each generation has new names, so its blocks are stored again."""
         return [hashlib.sha256(b"%d/%d" % (generation, i)).digest() for i in range(self.count)]
 
 
@@ -105,7 +104,7 @@ def main() -> None:
 
 
 class Bench:
-    """The three ways to a bucket of its own, with `flight` blocks in flight."""
+    """The three clients with one bucket, and `flight` blocks in flight."""
 
     def __init__(self, server: SeaweedFS, flight: int, rounds: int) -> None:
         self.flight = flight
@@ -151,7 +150,7 @@ class Bench:
             self.timed("tierd", lambda: self.get(blocks, hashes))
             self.timed("boto3", lambda: self.boto_get(blocks, hashes))
             if not number:
-                # Warms the server and the connections.
+                # Warm up the server and the connections.
                 self.seconds, self.cpu = {}, {}
         return self.report(blocks.gigabytes)
 
@@ -191,7 +190,7 @@ class Bench:
         async def call(batch: list[PutRequest]) -> None:
             assert set(await self.backend.put_many(NAMESPACE, batch)) == {Outcome.STORED}
 
-        self.runner.run(in_calls(WRITE_CALLS, batches(requests, blocks.block_bytes), call))
+        self.runner.run(in_flight(WRITE_CALLS, batches(requests, blocks.block_bytes), call))
 
     def get(self, blocks: Blocks, hashes: list[bytes]) -> None:
         requests = [
@@ -203,7 +202,7 @@ class Bench:
             results = await self.backend.get_into(NAMESPACE, batch)
             assert all(result.outcome is Outcome.HIT for result in results)
 
-        self.runner.run(in_calls(READ_CALLS, batches(requests, blocks.block_bytes), call))
+        self.runner.run(in_flight(READ_CALLS, batches(requests, blocks.block_bytes), call))
 
     def boto_get(self, blocks: Blocks, hashes: list[bytes]) -> None:
         def work(take: Callable[[], tuple[bytes, memoryview] | None], _: object) -> None:
@@ -227,7 +226,7 @@ class Bench:
 
 
 def raw_get(take: Callable[[], str | None], buffer: bytearray) -> None:
-    """GET after GET on one plain socket, into one buffer."""
+    """Send GETs one after the other on one plain socket, into one buffer."""
     view = memoryview(buffer)
     sock: socket.socket | None = None
     while (item := take()) is not None:
@@ -249,7 +248,7 @@ def raw_get(take: Callable[[], str | None], buffer: bytearray) -> None:
 
 
 def in_threads(count: int, jobs: list[Any], extras: list[Any], work: Callable[..., None]) -> None:
-    """`work` on so many threads, which take the jobs one by one."""
+    """Run `work` on `count` threads, which take the jobs one by one."""
     queue = iter(jobs)
     lock = threading.Lock()
 
@@ -269,16 +268,6 @@ def in_threads(count: int, jobs: list[Any], extras: list[Any], work: Callable[..
 def batches(requests: list[Any], block_bytes: int) -> list[list[Any]]:
     size = max(1, min(BATCH_BLOCKS, BATCH_BYTES // block_bytes))
     return [requests[at : at + size] for at in range(0, len(requests), size)]
-
-
-async def in_calls(count: int, jobs: list[Any], call: Callable[[Any], Any]) -> None:
-    queue = iter(jobs)
-
-    async def work() -> None:
-        for job in queue:
-            await call(job)
-
-    await asyncio.gather(*(work() for _ in range(count)))
 
 
 def name_of(block_hash: bytes) -> str:

@@ -1,10 +1,11 @@
-"""A day of a node in minutes: clients without pause, and everything that can happen to a daemon.
+"""A day of a node in minutes: clients without pause, and every fault that a daemon must survive.
 
 A real daemon with a file and a Redis tier, under a service manager that keeps its descriptors;
-client processes that compare every byte they get. In each "hour" it is stopped, killed or
-reloaded, or a tier fails, drawn by a seed; only tiers fail in the last third, so that one life is
-long enough to leak. At the end of each hour, with no call under way, everything that could grow is
-counted, and a line is fitted through the hours: bench/results/soak.json has both.
+client processes compare every byte that they get. In each "hour" the daemon is stopped, killed or
+reloaded, or a tier fails, drawn by a seed; in the last third only tiers fail, so that one
+incarnation runs long enough to show a leak. At the end of each hour, with no call in progress,
+every count that could grow is taken, and a line is fitted through the hours:
+bench/results/soak.json has both.
 
     make bench-soak                               # 2 million calls
     make bench-soak ARGS='--operations 20000'     # a few seconds, nothing is written
@@ -43,7 +44,7 @@ from tierd.client import Client, Handle
 OPERATIONS = 2_000_000
 HOURS = 24
 STEADY_HOURS = 8
-"""The last ones, in which the daemon is not started again."""
+"""The last hours, in which the daemon is not restarted."""
 
 FAULTS_PER_HOUR = 5
 FAULTS_PER_HOUR_SHORT = 3
@@ -54,28 +55,29 @@ CHAINS = 400
 """25 MiB: three times L2, and more than either tier holds."""
 
 SKEW = 6
-"""How unevenly chains are asked for: half of the requests are for a 64th of them. Three quarters of
-the blocks are found in L2 then, and a tenth in the tiers."""
+"""How unevenly chains are requested: half of the requests are for a 64th of them. Three quarters of
+the blocks are then found in L2, and a tenth in the tiers."""
 
 RARE_CHAINS = 400
 RARE_SHARE = 0.05
-"""Of what is asked for, those that are seldom asked for again. No block is new for ever: what is
-remembered of each (about 800 bytes, of 2^18 blocks at most) is not full in a day, and would look
-like a leak of the same speed."""
+"""Share of requests for chains that are rarely requested again. They come from a fixed set: the
+record of each block (about 800 bytes, for up to 2^18 blocks) does not reach its maximum in a day,
+so an endless supply of new blocks would look like a leak."""
 
 CAPACITIES = ("8MiB", "6MiB")
 DEADLINE_MS = 100
 WAIT_S = 60.0
 STEPS = 20
-"""Prefixes that each client asks for between two looks at whether it is to pause."""
+"""Prefixes that each client requests between two checks for a pause."""
 
 
 class Bound(NamedTuple):
-    """How much a number may grow by the line through the hours, from the first to the last."""
+    """How much the fitted line of a count may rise from the first hour to the last."""
 
     growth_max: float
     steady: bool
-    """Whether only the hours of the last life count; what clients and manager hold outlives it."""
+    """Whether only the hours of the last incarnation are fitted; counts of the clients and of the
+    service manager outlive an incarnation."""
 
 
 BOUNDS = {
@@ -87,14 +89,14 @@ BOUNDS = {
     "daemon_connections": Bound(8.0, True),
     "ledger_kib": Bound(16.0, True),
     "client_anonymous_mib": Bound(12.0, False),
-    # Segments come and go with the capacity, by a reload: 16 and 24 of these. One that is lost in
-    # each life would be more.
+    # A reload changes the capacity, and segments come and go with it: 16 or 24 of these. Losing one
+    # per incarnation would exceed the bound.
     "client_files": Bound(24.0, False),
     "kept_descriptors": Bound(16.0, False),
     "files_on_disk": Bound(6.0, False),
 }
 
-# What each client counts, in a row of a file that it shares with this process.
+# Counters of each client, a row in a file that it shares with this process.
 FIELDS = ("calls", "proven_blocks", "stored_blocks", "asked_blocks", "unproven_blocks", "idle")
 
 
@@ -102,7 +104,7 @@ FIELDS = ("calls", "proven_blocks", "stored_blocks", "asked_blocks", "unproven_b
 
 
 class Engine:
-    """One client process: asks, compares, stores, and now and then leaves something undone."""
+    """One client process: loads, compares, stores, and sometimes leaves an operation unfinished."""
 
     def __init__(self, socket: str, tally: np.ndarray, pause: Path, seed: int) -> None:
         self.client = Client(socket, name=f"soak-{seed}", call_timeout_ms=2000)
@@ -131,11 +133,11 @@ class Engine:
 
     def step(self) -> None:
         if not self.client.connected or not self.handle.ready:
-            # What would miss at once is no call that counts.
+            # A call without a connection would miss at once and is not counted.
             self.client.poll()
             time.sleep(0.005)
             return
-        # Some chains are asked for far more often than others.
+        # Some chains are requested far more often than others.
         hashes, parents = self.chains[int(CHAINS * self.chance.random() ** SKEW)]
         if self.chance.random() < RARE_SHARE:
             hashes, parents = self.rare[self.chance.randrange(RARE_CHAINS)]
@@ -168,7 +170,7 @@ class Engine:
             self.check(hashes, copies)
         else:
             self.count("unproven_blocks", len(copies))
-        if self.chance.random() < 0.98:  # Else it ends at its time.
+        if self.chance.random() < 0.98:  # Otherwise the lease expires.
             self.client.release(lease)
             self.count("calls")
         return lease.blocks
@@ -209,7 +211,7 @@ class Engine:
 
 
 class Day:
-    """The node, its clients, and what happens to them."""
+    """The node, its clients, and the faults."""
 
     def __init__(self, folder: Path, stack: ExitStack, operations: int, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -244,7 +246,7 @@ class Day:
         stack.callback(self.end_clients)
         self.happened: Counter[str] = Counter()
         self.series: dict[str, list[float]] = {name: [] for name in BOUNDS}
-        self.lives = 1
+        self.incarnations = 1
         self.faults: list[Callable[[], None]] = [
             self.redis_stalls,
             self.redis_is_lost,
@@ -284,7 +286,7 @@ class Day:
         return int(self.tally[:, FIELDS.index(field)].sum())
 
     def wait_calls(self, count: int) -> None:
-        """Until the clients have made so many calls."""
+        """Wait until the clients have made `count` calls."""
         last, since = self.calls(), time.monotonic()
         while last < count:
             time.sleep(0.005)
@@ -295,17 +297,17 @@ class Day:
                 last, since = now, time.monotonic()
             assert time.monotonic() - since < WAIT_S, self.log()[-4000:]
 
-    # --- what happens ---------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------
 
     def stop(self) -> None:
         assert self.daemon.stop() == 0, self.log()[-4000:]
         self.daemon.start()
-        self.lives += 1
+        self.incarnations += 1
 
     def kill(self) -> None:
         self.daemon.kill()
         self.daemon.start()
-        self.lives += 1
+        self.incarnations += 1
 
     def redis_stalls(self) -> None:
         self.redis.pause()
@@ -350,7 +352,7 @@ class Day:
         before = self.log().count(says)
         self.daemon.config.write_text(text)
         os.kill(self.daemon.pid, signal.SIGHUP)
-        wait_until(lambda: self.log().count(says) > before, WAIT_S, f"it is not {says}")
+        wait_until(lambda: self.log().count(says) > before, WAIT_S, f"the log lacks: {says}")
 
     def client_dies(self) -> None:
         number = self.chance.randrange(CLIENTS)
@@ -376,10 +378,10 @@ class Day:
     def log(self) -> str:
         return self.daemon.log.read_text()
 
-    # --- what grows -----------------------------------------------------------------
+    # --- growth -----------------------------------------------------------------------
 
     def look(self) -> None:
-        """Count everything while nothing is under way."""
+        """Take every count while no call is in progress."""
         self.pause.touch()
         idle = FIELDS.index("idle")
         wait_until(lambda: bool(self.tally[:, idle].all()), WAIT_S, "a client does not pause")
@@ -408,11 +410,12 @@ class Day:
 
     def line(self, hour: int) -> str:
         shown = " ".join(f"{name}={values[-1]:g}" for name, values in self.series.items())
-        return f"hour {hour + 1}/{self.hours}: {self.calls()} calls, {self.lives} lives, {shown}"
+        runs = f"{self.calls()} calls, {self.incarnations} incarnations"
+        return f"hour {hour + 1}/{self.hours}: {runs}, {shown}"
 
     def judge(self) -> dict[str, Json]:
-        """The fitted growth of each number; AssertionError if one grows more than its bound in a
-        whole day. Less of one says nothing: tiers fill, and pools get what they will have."""
+        """The fitted growth of each count. Raises AssertionError if one exceeds its bound in a
+        whole day. A shorter run is not judged: its tiers and pools are still growing."""
         rows: dict[str, Json] = {}
         grown = []
         for name, bound in BOUNDS.items():
@@ -432,7 +435,7 @@ class Day:
 
 
 def _growth(values: list[float]) -> float:
-    """By the line through all values, from the first to the last; 0 of fewer than three."""
+    """Rise of the line fitted through the values, from first to last; 0 for fewer than three."""
     if len(values) < 3:
         return 0.0
     slope, _ = np.polyfit(np.arange(len(values)), values, 1)
@@ -448,13 +451,13 @@ def _is_idle(client: Client) -> bool:
 
 def _is_well(tier: Any) -> bool:
     if tier["state"] == "failing":
-        # Its probe is answered, and now it waits for a real call, which nothing makes here.
+        # Its probe is answered. It closes at the next real call; paused clients make none.
         return all(c["state"] in {"closed", "half_open"} for c in tier["circuits"].values())
     return bool(tier["state"] == "ready")
 
 
 def _memory_files(pid: int) -> dict[int, int]:
-    """All memfds of a process by inode: the size of a ledger, 0 of others."""
+    """All memfds of a process by inode: a ledger's size, 0 for any other memfd."""
     found: dict[int, int] = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -467,7 +470,7 @@ def _memory_files(pid: int) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _small_disk(path: Path) -> Iterator[bool]:
-    """A file system of its own at `path`, which can be filled; False where none may be mounted."""
+    """Mount a separate, small file system at `path`; yields False where mounting is not allowed."""
     words = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(path)]
     done = subprocess.run(words, capture_output=True, check=False)
     try:
@@ -480,7 +483,7 @@ def _small_disk(path: Path) -> Iterator[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--operations", type=int, default=OPERATIONS, help="calls of all clients")
-    parser.add_argument("--seed", type=int, default=1, help="of what happens when")
+    parser.add_argument("--seed", type=int, default=1, help="decides which faults occur when")
     parser.add_argument("--client", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
@@ -504,7 +507,7 @@ def main() -> None:
             "seconds": round(seconds, 1),
             "seed": arguments.seed,
             "clients": CLIENTS,
-            "lives": day.lives,
+            "lives": day.incarnations,
             "wrong_blocks": 0,
             **{name: day.total(name) for name in FIELDS if name.endswith("_blocks")},
             "happened": dict(sorted(day.happened.items())),

@@ -1,16 +1,16 @@
-"""The loop under load: a small call and an acquire of 1,000 resident blocks, while blocks are
-promoted without pause, four batches at once from the file tier and four from S3.
+"""The daemon's loop under load: a small call and an acquire of 1,000 resident blocks, while blocks
+are promoted without pause, four batches at a time from the file tier and four from S3.
 
-What is asked for is three times L2, so nearly every batch is read from its tier. The S3
-server (SeaweedFS) takes 0.8 of the two cores. It is niced, in the place of one on another
-machine; "server in idle time" goes as far with that as one machine can, and leaves the server
-only what nobody else wants. The controls have the file tier's threads, and those of both tiers,
-in the daemon's own process. A bare ping-pong of two processes is timed beside them: on cores
-that are full it says what of the times is the machine's.
+The requested blocks are three times L2, so nearly every batch is read from its tier. The S3 server
+(SeaweedFS) uses 0.8 of the two cores. It stands for a server on another machine, so it is niced;
+"server in idle time" goes further and gives it only CPU time that no other process wants. The
+controls run the file tier's threads, or those of both tiers, in the daemon's process. A bare
+ping-pong of two processes is timed as well: on busy cores it shows the machine's share of the
+times.
 
 The cases take turns; a row has the median of the rounds, and each round's p99. `python -m
-bench.under_load` runs all cases, as root: who may put a server into idle time may not always
-take it out again.
+bench.under_load` runs all cases as root: another user may not be allowed to take the server out of
+idle time again.
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ CHAINS = 24
 
 HOST_CAPACITY = "512MiB"
 READS = 4
-"""At once of the S3 tier, as of the file tier, which has four threads."""
+"""Concurrent reads of the S3 tier; the file tier has four threads."""
 
 READERS = 4
-"""Acquires in flight for each tier, as many as it reads batches at once."""
+"""Acquires in flight for each tier, one per batch that it reads concurrently."""
 
 RESIDENT = 1000
 READY_S = 60.0
 ROUNDS = 4
 MEASURED_S = 8.0
-"""Of each round of each case."""
+"""Length of each round of each case."""
 
 PAUSE_S = 0.0005
-"""Between two calls, as an engine's scheduler pauses."""
+"""Pause between two calls, as between an engine's scheduler steps."""
 
 TARGETS_P99_US = {"small call": 2000, "acquire 1000": 4000}
 
 
 class FileHere(FileBackend):
-    """A control: the same tier as threads of the daemon."""
+    """A control: the file tier as threads of the daemon."""
 
     in_worker: ClassVar[bool] = False
 
 
 class S3Here(S3Backend):
-    """A control: the same client as threads of the daemon."""
+    """A control: the S3 client as threads of the daemon."""
 
     in_worker: ClassVar[bool] = False
 
 
 class QuietSeaweed(SeaweedFS):
-    """Its CPU time should not be the daemon's: S3 is elsewhere."""
+    """An S3 server whose CPU time is kept from the daemon, as if it ran on another machine."""
 
     def command(self) -> list[str]:
         return ["nice", "-n", "10", *super().command()]
 
     def set_policy(self, policy: int) -> None:
-        """Schedule all its threads so; those to come inherit it."""
+        """Set the scheduling policy of all its threads; new threads inherit it."""
         assert self.process is not None
         for thread in os.listdir(f"/proc/{self.process.pid}/task"):
             with contextlib.suppress(ProcessLookupError):
@@ -90,7 +90,7 @@ class QuietSeaweed(SeaweedFS):
 
 
 class Case(NamedTuple):
-    """What a daemon has for tiers, and what is asked of them meanwhile."""
+    """The daemon's tiers, and the tiers that the load reads from."""
 
     tiers: str
     load: tuple[str, ...]
@@ -103,7 +103,7 @@ def main() -> None:
         _register_control(folder / "site")
         with QuietSeaweed(folder / "s3") as server:
             keys = server.options(server.make_bucket())
-            # What S3 has stays there only, or the file tier would soon answer for both.
+            # Blocks of S3 stay in S3: otherwise the file tier would soon answer for both.
             store = str(folder / "store")
             file_tier = _table("file", path=store, capacity="4GiB", fill_from_lower=False)
             s3_tier = _table("s3", timeout_ms=20_000, connections=READS, **keys)
@@ -147,7 +147,7 @@ def _measure(daemon: DaemonProcess, load: tuple[str, ...]) -> dict[str, dict[str
         for kind in load:
             stack.enter_context(_reading(daemon.socket, kind))
         if load:
-            time.sleep(3.0)  # Until L2 is full, and each promotion evicts.
+            time.sleep(3.0)  # Until L2 is full and each promotion evicts.
         before = _promoted(client)
         began = time.perf_counter()
         bare, small, large = _calls(client, handle, hashes)
@@ -165,7 +165,7 @@ def _measure(daemon: DaemonProcess, load: tuple[str, ...]) -> dict[str, dict[str
 
 
 def _medians(rounds: list[dict[str, dict[str, float]]]) -> Json:
-    """Of every number, over the rounds; and the p99 of each, beside the bare one of its round."""
+    """Median of every number over the rounds, and the p99 of each round beside the bare one's."""
     row: dict[str, Json] = {}
     for part, numbers in rounds[0].items():
         medians = {name: statistics.median(each[part][name] for each in rounds) for name in numbers}
@@ -184,8 +184,8 @@ def _medians(rounds: list[dict[str, dict[str, float]]]) -> Json:
 
 
 def _calls(client: Client, handle: Handle, hashes: list[bytes]) -> list[list[float]]:
-    """Seconds of each round trip with a process that only echoes, of each small call, and of
-    each acquire of all resident blocks, in turns."""
+    """Seconds of each round trip with a process that only echoes, of each small call, and of each
+    acquire of all resident blocks, in turns."""
 
     def call(wanted: list[bytes]) -> None:
         lease = client.acquire([handle], wanted, 1000)
@@ -220,7 +220,7 @@ def _row(times: list[float]) -> dict[str, float]:
 
 
 def _promoted(client: Client) -> dict[str, int]:
-    """Bytes that each tier has given so far."""
+    """Bytes that each tier has delivered so far."""
     return {
         str(tier["type"]).removesuffix("-here"): tier["counters"]["read_bytes_total"]
         for tier in _tiers(client)
@@ -229,7 +229,7 @@ def _promoted(client: Client) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _reading(socket: str, kind: str) -> Iterator[None]:
-    """Acquires of what only the tier `kind` has, from a process of their own, without pause."""
+    """Acquire blocks that only the tier `kind` has, without pause, in a separate process."""
     reader = subprocess.Popen([sys.executable, "-m", "bench.under_load", socket, kind])
     try:
         yield
@@ -240,7 +240,7 @@ def _reading(socket: str, kind: str) -> Iterator[None]:
 
 
 def _read(socket: str, kind: str) -> None:
-    """Run in the process of `_reading` until it is killed."""
+    """Runs in the process of `_reading` until it is killed."""
 
     def run(seed: int) -> None:
         chance = random.Random(seed)
@@ -260,7 +260,7 @@ def _read(socket: str, kind: str) -> None:
 
 
 def _ready_client(daemon: DaemonProcess) -> Client:
-    """A client, once all tiers are ready."""
+    """A client, connected once all tiers are ready."""
     client = daemon.client("bench")
     end = time.monotonic() + READY_S
     while any(tier["state"] != "ready" for tier in _tiers(client)):
@@ -276,7 +276,7 @@ def _tiers(client: Client) -> list[dict]:
 
 
 def _fill(folder: Path, storage: str, kind: str) -> None:
-    """Put all chains of `kind` into its tier, by a daemon that has no other."""
+    """Put all chains of `kind` into its tier, using a daemon that has no other tier."""
     with DaemonProcess(folder, capacity=HOST_CAPACITY, storage=storage) as daemon:
         client = _ready_client(daemon)
         handle = client.register(_space(kind))
@@ -295,7 +295,7 @@ def _space(kind: str):
 
 
 def _table(kind: str, **keys: object) -> str:
-    """A `[[storage]]` table whose breaker stays out of the way."""
+    """A `[[storage]]` table whose breaker does not open during the measurement."""
     values = {"type": kind, "deadline_ms": 30_000, "slow_ms": 30_000, **keys}
     lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
     return "\n".join(["[[storage]]", *lines, ""])
@@ -306,7 +306,7 @@ def _toml(value: object) -> str:
 
 
 def _register_control(site: Path) -> None:
-    """Make the controls backends of types of their own, as a third party's package would."""
+    """Register the controls as backend types, as a third party's package would."""
     info = site / "tierd_bench-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tierd-bench\nVersion: 0\n")

@@ -1,7 +1,7 @@
-"""Output throughput of a real vLLM with the connector attached and no hits, against without.
+"""Output throughput of a real vLLM with the connector attached and no hits, against vLLM alone.
 
-Two engines stay up and take turns on the same work with new prompts each time, so that
-a slow minute hits both. Stores are on: every prompt's and answer's blocks go to tierd.
+Two engines stay up and take turns on the same work with new prompts each time, so a slow minute
+affects both. Stores are on: the blocks of every prompt and answer go to tierd.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
             engines = {"without": without, "attached": attached}
             speed: dict[str, list[float]] = {"without": [], "attached": []}
             for turn in range(TURNS + 1):
-                # Each goes first in half of the turns.
+                # Each engine goes first in half of the turns.
                 for kind in sorted(engines, reverse=bool(turn % 2)):
                     prompts = [
                         [source.randrange(10, 15990) for _ in range(PROMPT_TOKENS)]

@@ -1,25 +1,23 @@
-"""Warming 10,000 blocks from a file tier, against fio on the same disk, and what engines feel.
+"""Warming 10,000 blocks from a file tier, against fio on the same disk, and its cost for engines.
 
-Speed: a daemon has the blocks in its tier and none in host memory, and is told to warm them as
-`tierd warm` does: once just started, when it has to get its memory from the kernel too, and once
-after a flush of host memory, whose memory is still there. The raw limit is a bare loop of preadv(2)
-in turns with it: direct, by as many threads, runs of as many bytes, into shared memory of the same
-kind, fresh or there, and nothing verified. fio's best of psync and io_uring is told beside it: it
-reads into a few pages again and again.
+Speed: a daemon has the blocks in its tier and none in host memory, and warms them as `tierd warm`
+does: once just after its start, when it also has to get memory from the kernel, and once after a
+flush of host memory, when the memory is already there. The raw limit is a bare loop of preadv(2),
+in turns with the warm: direct I/O with the same number of threads and the same run size, into
+shared memory of the same kind, fresh or already there, without verification. The better of fio's
+psync and io_uring engines is reported as well: fio reads into the same few pages again and again.
 
-Engines: a client asks for prefixes as an engine does, half of them from host memory and half from
-the tier, and copies them out, with a pause between as for computing; in turns while nothing
-else happens and while blocks are being warmed. Told is the mean time of both kinds.
+Engines: a client requests prefixes as an engine does, half from host memory and half from the tier,
+and copies them out, with a pause that stands for computing; in turns on an idle daemon and while
+blocks are being warmed. The mean times of both kinds are reported.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import deque
@@ -28,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from bench.common import write_result
+from bench.common import FIO_ENGINES, fio_s, write_result
 from tests.support.daemon_process import DaemonProcess
 from tests.support.page_engine import chain, content, namespace, parents_of
 from tierd.cli.common.operator import Operator
@@ -42,19 +40,19 @@ BLOCKS = 10_000
 ROUNDS = 5
 THREADS = 4
 RUN_BYTES = 1 << 20
-"""Of one read of the tier, and of the raw loop."""
+"""Bytes of one read, of the tier and of the raw loop."""
 
 RAW_BYTES = 4 << 30
-"""What the raw loop reads: the daemon's memory is in use beside it."""
+"""Bytes that the raw loop reads: less than all blocks, since the daemon's memory is in use too."""
 
 PER_CALL = 256
 IN_FLIGHT = 4
 TARGET_RATIO, TARGET_SLOWER = 0.85, 1.05
 PREFIX = 16
-"""Blocks of one load of an engine: 16 MiB."""
+"""Blocks per load of an engine: 16 MiB."""
 
 PREFIXES = 40
-"""As many in each tier."""
+"""Prefixes in host memory, and again in the tier."""
 
 WINDOW_S = 4.0
 WINDOWS = 16
@@ -88,7 +86,7 @@ def _space(tag: str = "bench") -> Namespace:
 
 
 def _fill(daemon: DaemonProcess) -> None:
-    """Have all that is warmed or loaded in the tier."""
+    """Store all blocks that are warmed or loaded in the tier."""
     daemon.wait_tier("disk", "ready")
     client = daemon.client()
     for tag, chains in (("bench", ["warm"]), ("engine", _prefixes())):
@@ -160,7 +158,7 @@ def _shared_memory() -> Iterator[memoryview]:
 
 
 def _raw(folder: Path, view: memoryview) -> float:
-    """Seconds that the bare loop would take for all blocks; it reads RAW_BYTES."""
+    """Seconds that the bare loop would take for all blocks, extrapolated from RAW_BYTES."""
     fd = os.open(folder / "fio.data", os.O_RDONLY | os.O_DIRECT)
     starts = deque(range(0, RAW_BYTES, RUN_BYTES))
 
@@ -201,26 +199,21 @@ def _answer(operator: Operator, answers: dict[int, bytes]) -> None:
 
 
 def _fio(folder: Path) -> float:
-    """Seconds to read as many bytes; the better of its two engines."""
-    return min(_fio_run(folder, engine) for engine in ("psync", "io_uring"))
+    """Seconds to read the same number of bytes; the better of fio's two engines."""
+    return min(
+        fio_s(
+            folder / "fio.data",
+            "read",
+            engine,
+            block_bytes=BLOCK_BYTES,
+            size_bytes=BLOCKS * BLOCK_BYTES,
+            threads=THREADS,
+        )
+        for engine in FIO_ENGINES
+    )
 
 
-def _fio_run(folder: Path, engine: str) -> float:
-    jobs, depth = (THREADS, 1) if engine == "psync" else (1, 4 * THREADS)
-    size = BLOCKS * BLOCK_BYTES // jobs
-    command = [
-        *("fio", "--name=bench", f"--filename={folder / 'fio.data'}", "--rw=read"),
-        *(f"--ioengine={engine}", f"--bs={BLOCK_BYTES}", f"--size={size}"),
-        *(f"--offset_increment={size}", f"--numjobs={jobs}", f"--iodepth={depth}"),
-        *("--direct=1", "--thread", "--group_reporting", "--output-format=json"),
-    ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    [job] = json.loads(done.stdout)["jobs"]
-    assert job["read"]["io_bytes"] == BLOCKS * BLOCK_BYTES
-    return float(job["read"]["io_bytes"] / job["read"]["bw_bytes"])
-
-
-# --- what engines feel -----------------------------------------------------------------
+# --- the cost for engines --------------------------------------------------------------
 
 
 def _slower(daemon: DaemonProcess) -> dict[str, object]:
@@ -264,7 +257,7 @@ def _slower(daemon: DaemonProcess) -> dict[str, object]:
 
 
 def _load_for(client: Client, handle: Handle, times: dict[str, list[float]]) -> None:
-    """Load prefixes as an engine does, for a while: each first from the tier, then from memory."""
+    """Load prefixes as an engine does, for WINDOW_S: alternately from the tier and from memory."""
     names = _prefixes()
     random.shuffle(names)
     end = time.perf_counter() + WINDOW_S

@@ -1,8 +1,8 @@
-"""Many further simulated worlds, with everything in them that is out for the worst.
+"""Many further simulated worlds with every adverse condition enabled.
 
-Each seed makes one world: readers whose leases outlive the daemon, engines with block tables
-beside another connector and with errors in theirs, uploads that land late. A world that breaks a
-promise is told with its seed, which is all that is needed to run it again.
+Each seed makes one world: readers whose leases outlive the daemon, engines with block tables beside
+another connector and with errors in their own, uploads that land late. A world that breaks a
+guarantee is reported with its seed, which is enough to run it again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench.common import write_result
 from tests.support.simulation.tables import simulate_everything
 
 FIRST = 1000
-"""Those below are the test suite's."""
+"""Lower seeds are the test suite's."""
 
 WORLD_S_MAX = 300
-"""A world takes some two seconds, and longer on a busy machine."""
+"""Timeout of a world, which takes about two seconds, and longer on a busy machine."""
 
 TOLD = 100
-"""Worlds after which it says how far it is."""
+"""Worlds between two progress lines."""
 
 COUNTED = (
     "table_tokens",
@@ -51,7 +51,7 @@ COUNTED = (
     "promoted_blocks",
     "audited_blocks",
 )
-"""What is told of all worlds together, to see that they had it in them."""
+"""Counts that are reported for all worlds together, to show that each condition occurred."""
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def _run(seeds: range, jobs: int) -> Iterator[tuple[int, Counter[str], str]]:
 
 
 def _one(seed: int) -> tuple[int, Counter[str], str]:
-    # Threads that spin do not let a world's own clock go on.
+    # Virtual time does not advance while threads spin, so the timeout is of real time.
     signal.signal(signal.SIGALRM, _hangs)
     signal.alarm(WORLD_S_MAX)
     try:
@@ -110,7 +110,7 @@ def _one(seed: int) -> tuple[int, Counter[str], str]:
 
 
 def _hangs(*_: object) -> None:
-    raise TimeoutError(f"it has not ended after {WORLD_S_MAX} s")
+    raise TimeoutError(f"the world has not ended after {WORLD_S_MAX} s")
 
 
 if __name__ == "__main__":

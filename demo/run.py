@@ -1,8 +1,8 @@
-"""What tierd is for, on this machine: prefixes that outlive the engine, and tierd itself.
+"""Shows what tierd is for, on this machine: prefixes that survive a restart of engine and tierd.
 
-A real vLLM answers conversations about long documents. Then the engine is restarted, then
-engine and tierd both, and the same conversations are replayed: the prefixes come from
-tierd, the answers are the same tokens. Ends with `demo: ok` and status 0 only then.
+A real vLLM answers conversations about long documents. Then the engine is restarted, then both
+engine and tierd, and the same conversations are replayed: the prefixes come from tierd, and the
+answers are the same tokens. On success the last line is `demo: ok` and the exit status 0.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def show(scratch: Path, *, record: bool) -> int:
 
 
 def replay(result: Pass, scratch: Path, daemon: DaemonProcess, say: Callable[[str], None]) -> Pass:
-    """All conversations, turn by turn, with an engine that has just started."""
+    """Replay all conversations, turn by turn, with an engine that has just started."""
     say(f"{result.name}: starting vLLM")
     settings = {"model": str(scratch / "model"), "socket": daemon.socket, "kv_gib": 2}
     with EngineProcess(settings, scratch / "vllm.log") as engine:
-        # The first prompt of more than one chunk is slower in a process; it must not flatter
-        # the comparison.
+        # In a new process the first prompt of more than one chunk is slow; without this warm-up the
+        # comparison would favour tierd.
         engine.generate([tokens("warm-up " + result.name, 600)], tokens=1)
         before = (loaded(engine), storage_hits(daemon))
         talks = [
@@ -116,17 +116,18 @@ def replay(result: Pass, scratch: Path, daemon: DaemonProcess, say: Callable[[st
 
 
 def loaded(engine: EngineProcess) -> int:
-    """Tokens that this engine has loaded from tierd so far, by the engine's own metrics."""
+    """Tokens that this engine has loaded from tierd, by the engine's own metrics."""
     return int(engine.call("stats").get("loaded_tokens", 0))
 
 
 def storage_hits(daemon: DaemonProcess) -> int:
-    """Blocks that the file tier has given back so far, by tierd's status."""
+    """Blocks that the file tier has delivered, by tierd's status."""
     return int(daemon.status()["storage"][0]["counters"].get("get_hit_total", 0))
 
 
 def tokens(tag: str, count: int) -> list[int]:
-    """The same pseudo-random token ids for the same tag, below the model's vocabulary."""
+    """Pseudo-random token ids below the model's vocabulary size; a tag always gives the same
+    ones."""
     source = random.Random(tag)
     return [source.randrange(10, 15990) for _ in range(count)]
 
@@ -153,7 +154,7 @@ def print_table(passes: list[Pass]) -> None:
 
 
 def summary(entry: Pass) -> dict[str, float]:
-    """One replay as bench/results keeps it."""
+    """One replay, as recorded in bench/results."""
     return {
         "prompt_tokens": entry.prompt_tokens,
         "tokens_from_tierd": entry.from_tierd,
@@ -164,13 +165,13 @@ def summary(entry: Pass) -> dict[str, float]:
 
 
 def verdict(passes: list[Pass]) -> list[str]:
-    """What keeps the demo from being ok."""
+    """Reasons why the demo failed; empty if it is ok."""
     cold, engine, both = passes
     faults = []
     for entry in (engine, both):
         if entry.answers != cold.answers:
             faults.append(f"{entry.name}: answers differ from the cold ones")
-        # The shared system prompt is loaded once and then in the engine's own cache.
+        # The shared system prompt is loaded once, and is then in the engine's own cache.
         shared = (CONVERSATIONS - 1) * (SYSTEM_TOKENS // BLOCK_TOKENS)
         expected = (entry.first_turn_blocks - shared) * BLOCK_TOKENS
         if entry.from_tierd < SERVED_MIN * expected:

@@ -1,4 +1,4 @@
-"""Charts as SVG, from bench/results."""
+"""SVG charts of the measurements in bench/results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PASSES: Final = {
 
 
 def restart_chart() -> str:
-    """Time to the first token of a prompt of about 2,150 tokens: computed, and loaded."""
+    """Time to first token of a prompt of about 2,150 tokens: computed, and loaded from tierd."""
     found = [(label, results("demo")[name]) for name, label in _PASSES.items()]
     longest = max(entry["first_turn_ttft_s"] for _, entry in found)
     parts = [_text(20, 28, "Time to first token, 2,150-token prompts, vLLM on two CPU cores", 16)]

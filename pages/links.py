@@ -1,8 +1,8 @@
-"""What MkDocs does to a page besides: included files, and links to files of the repository.
+"""Extends MkDocs: included files, and links to files of the repository.
 
-The pages are read in two places. In the repository, links to files beside docs/ work as they are.
-The site has only pages, so there such a link becomes its text. A link to a file that is missing is
-a warning in both, and warnings fail the build.
+The pages are read in the repository, where links to files outside docs/ work, and on the site,
+which has only pages: there such a link becomes plain text. A link to a missing file is a warning in
+both, and warnings fail the build.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: _Page, **_: object) -> str:
 
 
 def _for_site(text: str, source: Path, folder: Path) -> str:
-    """A text of the folder `source` with its links as a page of `folder` needs them."""
+    """A text from the folder `source`, with its links rewritten for a page in `folder`."""
 
     def changed(found: re.Match[str]) -> str:
         label, target = found.groups()

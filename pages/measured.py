@@ -1,4 +1,4 @@
-"""Tables of what benchmarks measured, from bench/results."""
+"""Tables of benchmark results, from bench/results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Final
 RESULTS: Final = Path(__file__).parent.parent / "bench" / "results"
 
 Table = tuple[tuple[str, ...], list[tuple[object, ...]]]
-"""The head, and the rows below it."""
+"""The column titles, and the rows."""
 
 
 def report(name: str) -> dict[str, Any]:
-    """What one benchmark wrote, with its machine and commit."""
+    """The result file of one benchmark, with its machine and commit."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
@@ -26,7 +26,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def percent(share: float) -> str:
-    """A ratio for readers."""
+    """A ratio as a percentage."""
     return f"{share:.0%}"
 
 

@@ -1,7 +1,7 @@
-"""Tables and charts that pages have from the code and from bench/results.
+"""Generates the tables and charts of the pages, from the code and from bench/results.
 
-`make tables` writes them anew between their marks; a test compares. A mark is a line such as
-`<!-- table: metrics -->`, and the table ends at `<!-- /table -->`.
+`make tables` rewrites them between their marks; a test checks that they are up to date. A mark is a
+line such as `<!-- table: metrics -->`, and the table ends at `<!-- /table -->`.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ LABELS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def pages() -> list[Path]:
-    """Every page that may have a table."""
+    """Every page that may contain a table."""
     top = (ROOT / "README.md", ROOT / "ARCHITECTURE.md")
     return [*top, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def rows(head: Sequence[str], body: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table, a text a line."""
+    """A Markdown table, as lines."""
     ruler = ["---"] * len(head)
     return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ruler, *body)]
 
 
 def labels_of(metric: Metric) -> tuple[str, ...]:
-    """The labels of a metric's samples, in their order."""
+    """The labels of a metric's samples, in order."""
     if not isinstance(metric.read, Fields):
         return LABELS.get(metric.name, ())
     place = {"_tiers": ["tier"], "_devices": ["device"]}.get(metric.read.places.__name__, [])
@@ -94,7 +94,7 @@ def _commands() -> list[str]:
 
 
 def _layers() -> list[str]:
-    """The import contract of all packages in pyproject.toml, the top layer first."""
+    """The import contract of all packages in pyproject.toml, top layer first."""
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     [layers] = [
         contract["layers"]
@@ -121,7 +121,7 @@ TABLES: Final[Mapping[str, Callable[[], list[str]]]] = {
 
 
 def filled(text: str) -> str:
-    """A page's text with each of its tables as it is now."""
+    """A page's text with each of its tables regenerated."""
 
     def table(found: re.Match[str]) -> str:
         return found[1] + "\n" + "\n".join(TABLES[found[2]]()) + "\n\n" + found[3]
@@ -130,7 +130,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Write every table and chart anew."""
+    """Rewrite every table and chart."""
     for page in pages():
         page.write_text(filled(page.read_text()))
     for name, chart in CHARTS.items():

@@ -1,7 +1,7 @@
 """Budgets of the code's size and structure, so that a newcomer can find their way.
 
-Each budget has the exceptions of today with a reason. A new one is a new entry, which a review
-sees; an entry that is no exception any more fails as well, so the lists only shrink.
+Each budget lists its present exceptions with a reason. A new exception needs a new entry, which a
+review sees. An entry that is no longer an exception fails too, so the lists only shrink.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MODULE_IMPORTS_MAX = 15
 FOLDER_FILES_MAX = 15
 
 MESSAGES = ("tierd/wire/messages.py", "tierd/device/frames.py", "tierd/storage/worker/wire.py")
-"""Tables of messages: they may be long, and name a message as the other end does."""
+"""Tables of messages: files that name a message as the other end of the wire does."""
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Each module's path, as `PACKAGE/...`, and where it lies."""
+    """Each module as `PACKAGE/...`, and its path."""
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
             yield f"{package}/{path.relative_to(folder)}", path
@@ -77,7 +77,7 @@ def wide_classes() -> Mapping[str, int]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Of an instance: declared in the body, or set by a method."""
+    """Names of instance attributes: declared in the body, or set by a method."""
     declared = {
         entry.target.id
         for entry in node.body
@@ -131,7 +131,7 @@ def ambiguous_classes() -> Mapping[str, int]:
 
 
 def private_imports() -> Mapping[str, int]:
-    """Names with an underscore that another package's module uses."""
+    """Names with an underscore that a module of another package imports."""
     found: dict[str, int] = defaultdict(int)
     for name, path in files():
         folder = (
@@ -149,7 +149,7 @@ def private_imports() -> Mapping[str, int]:
 FILES: Final = {
     "tierd/wire/messages.py": "the table of messages",
     "tierd/daemon/http/metrics.py": "the table of metrics",
-    "tierd/device/cuda.py": "the calls of CUDA, not to be split before they have run on a GPU",
+    "tierd/device/cuda.py": "calls of CUDA; a split should wait until they have run on a GPU",
 }
 
 FUNCTIONS: Final = {
@@ -161,11 +161,11 @@ FUNCTIONS: Final = {
 CLASSES: Final = {
     "tierd/cli/top/sample.py:StatusSample": "a record: the fields of a status",
     "tierd/config/schema.py:StorageConfig": "a record: the keys of a table",
-    "tierd/types.py:Namespace": "a record: what decides what a block's bytes mean",
+    "tierd/types.py:Namespace": "a record: everything that decides the meaning of a block's bytes",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
-    "tierd/core/slots.py:Slots": "a table: a column each",
+    "tierd/core/slots.py:Slots": "a table: one attribute per column",
     "tierd/daemon/node.py:Node": "it composes the daemon",
-    "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
+    "tierd/testing/simulation/world.py:World": "the state of a running world",
     "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
 }
 
@@ -177,7 +177,7 @@ MODULES: Final = {
     "tierd_connectors/vllm/connector.py": "it composes the connector",
 }
 
-FOLDERS: Final = {"tierd/core": "one file for each idea of the core; no two are alike"}
+FOLDERS: Final = {"tierd/core": "one file for each idea of the core"}
 
 Budget = tuple[Callable[[], Mapping[str, int]], Mapping[str, str]]
 BUDGETS: Final[Mapping[str, Budget]] = {
@@ -186,17 +186,17 @@ BUDGETS: Final[Mapping[str, Budget]] = {
     f"classes with {CLASS_ATTRIBUTES_MAX} attributes": (wide_classes, CLASSES),
     f"modules with {MODULE_IMPORTS_MAX} imports of this project": (wide_modules, MODULES),
     f"folders of {FOLDER_FILES_MAX} files": (full_folders, FOLDERS),
-    "one meaning of a public class name": (ambiguous_classes, {}),
-    "no private name outside of its package": (private_imports, {}),
+    "public class names with two meanings": (ambiguous_classes, {}),
+    "private names outside of their package": (private_imports, {}),
 }
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_what_exceeds_a_budget_is_an_exception_with_a_reason(budget: str) -> None:
+def test_budgets_are_kept_except_for_listed_reasons(budget: str) -> None:
     find, exceptions = BUDGETS[budget]
     found = find()
     new = {name: size for name, size in found.items() if name not in exceptions}
-    assert not new, f"beyond the budget of {budget}"
+    assert not new, f"new exceptions to the budget: {budget}"
     over = sorted(set(exceptions) - set(found))
-    assert not over, f"no exception of {budget} any more: take them off the list"
-    assert all(exceptions.values()), "a reason each"
+    assert not over, f"no longer exceptions to the budget, remove them from the list: {budget}"
+    assert all(exceptions.values()), "an exception lacks its reason"

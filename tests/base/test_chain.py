@@ -26,7 +26,7 @@ def never_busy(item: int) -> bool:
 
 
 class ChainAgainstModel(RuleBasedStateMachine):
-    """An index that strays from LRU-among-leaves leaves holes in prefixes or loses slots for ever.
+    """An order other than LRU among leaves would leave holes in prefixes or lose slots forever.
 
     Block n has a lower-numbered parent or the root, so that chains are acyclic, but
     blocks come and go in any order: children before parents, parents from the middle,
@@ -143,7 +143,7 @@ class ChainAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def heap_is_bounded(self) -> None:
-        # However often numbers are reused.
+        # However often item numbers are reused.
         leaves = self.index.policy.leaves
         assert leaves.entries <= 2 * (policy.HEAP_SLACK + len(leaves.rank))
 
@@ -193,7 +193,7 @@ def test_a_block_stored_before_its_parent_still_protects_it() -> None:
 
 
 def test_a_parent_that_returns_finds_its_children_again() -> None:
-    """A block dropped as corrupt and stored anew would be evicted before its own tail."""
+    """A block dropped as corrupt and stored again would be evicted before its own tail."""
     index = ChainIndex()
     for number in range(3):
         index.insert(number, hash_at(number), hash_at(number - 1) if number else ROOT)
@@ -222,7 +222,7 @@ def test_eviction_among_many_dropped_entries_loses_no_block() -> None:
 
 
 def test_dropped_entries_do_not_pile_up() -> None:
-    """An index filled and flushed for weeks would grow its heap until memory ends."""
+    """An index filled and flushed for weeks would grow its heap until memory runs out."""
     index = ChainIndex()
     index.insert(0, hash_at(0), ROOT)
     for _ in range(1_000):
@@ -236,8 +236,8 @@ def test_dropped_entries_do_not_pile_up() -> None:
     index.check()
 
 
-def test_questions_about_an_absent_item_are_key_errors() -> None:
-    """The wrong block's hash would be answered for a slot that holds nothing."""
+def test_absent_item_raises_key_error() -> None:
+    """A slot that holds no block would be reported with another block's hash."""
     index = ChainIndex()
     index.insert(3, hash_at(3), ROOT)
     for absent in (0, 4, 1_000, -1):
@@ -253,7 +253,7 @@ def test_questions_about_an_absent_item_are_key_errors() -> None:
     assert len(index) == 0
 
 
-def test_inserting_twice_is_our_own_bug() -> None:
+def test_inserting_twice_fails_an_assert() -> None:
     """Two slots under one hash, or two hashes in one slot: one of them is a wrong byte."""
     index = ChainIndex()
     index.insert(0, hash_at(0), ROOT)
@@ -264,8 +264,8 @@ def test_inserting_twice_is_our_own_bug() -> None:
     index.check()
 
 
-def test_a_ring_can_still_be_evicted() -> None:
-    """A client that names blocks as each other's parents would fill slots for ever."""
+def test_ring_of_parents_can_be_evicted() -> None:
+    """A client that names blocks as each other's parents would fill slots forever."""
     index = ChainIndex()
     names = [bytes([i]) * 32 for i in range(4)]
     index.insert(0, names[0], names[0])
@@ -276,8 +276,8 @@ def test_a_ring_can_still_be_evicted() -> None:
     index.check()
 
 
-def test_a_moved_block_keeps_its_turn() -> None:
-    """A cold block that moved would outlive the blocks in use, or come up as somebody else."""
+def test_moved_block_keeps_its_place_in_the_order() -> None:
+    """A cold block that moved would outlive the blocks in use, or be evicted as another block."""
     index = ChainIndex()
     for number in range(3):
         index.insert(number, hash_at(number), ROOT)

@@ -1,4 +1,4 @@
-"""Block hashes: the published vectors, cbor2 as the reference, and what must be refused."""
+"""Block hashes: the published vectors, cbor2 as the reference, and refused input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierd.types import HASH_SCHEMES
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "hash_vectors.json").read_text())
 ROOT = root_hash("0")
 
-# Every width of a token's encoding, and both sides of every border between two.
+# Every width of a token's encoding, and both sides of every border between two widths.
 TOKENS = st.one_of(
     st.sampled_from([0, 23, 24, 255, 256, 65535, 65536, hashing.TOKEN_MAX]),
     st.integers(0, 300),
@@ -45,7 +45,7 @@ EXTRA = st.one_of(st.none(), st.tuples(KEYS), st.tuples(KEYS, KEYS))
 def reference(
     tokens: list[int], block_tokens: int, parent: bytes, extra: list[ExtraKeys | None] | None = None
 ) -> list[bytes]:
-    """One cbor2 call a block, as the engine does it."""
+    """One cbor2 call per block, as in the engine."""
     hashes = []
     for block in range(len(tokens) // block_tokens):
         ids = tuple(tokens[block * block_tokens : (block + 1) * block_tokens])
@@ -57,7 +57,7 @@ def reference(
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector["name"])
 def test_vectors(vector):
-    """A warm-up would fill the store with blocks that no engine ever asks for."""
+    """A warm-up would fill the store with blocks that no engine ever requests."""
     extras = RequestExtras(
         salt=vector["salt"], lora=Lora(*vector["lora"]) if vector["lora"] else None
     )
@@ -103,7 +103,7 @@ def test_prompts_longer_than_the_scratch(block_tokens):
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(TOKENS, min_size=8, max_size=60), st.integers(0, 8))
-def test_hashing_goes_on_from_any_block(tokens, first):
+def test_hashing_can_continue_from_any_block(tokens, first):
     """A prompt hashed in two parts would lose its prefix at the seam."""
     whole = hash_blocks(tokens, 4, parent=ROOT)
     first = min(first, len(whole))
@@ -112,15 +112,15 @@ def test_hashing_goes_on_from_any_block(tokens, first):
 
 
 @pytest.mark.parametrize("tokens", [[], (), [1, 2, 3], np.array([], np.int32)])
-def test_less_than_a_block_has_no_hash(tokens):
-    """A short prompt would be an error, or a block that no engine knows."""
+def test_partial_block_has_no_hash(tokens):
+    """A short prompt would be an error, or get a block that no engine knows."""
     assert hash_blocks(tokens, 4, parent=ROOT) == []
     assert hash_blocks(tokens, 4, parent=ROOT, extra=[]) == []
-    # Not even a huge block may cost anything.
+    # Even a huge block size must cost nothing.
     assert hash_blocks(tokens, 1 << 62, parent=ROOT) == []
 
 
-def test_what_separates_requests_separates_hashes():
+def test_separated_requests_have_different_hashes():
     """One tenant, adapter or image would be served the KV of another."""
     item = MultimodalItem("cat", 1, 4)
     requests = [
@@ -256,7 +256,7 @@ def test_wrong_parents_are_refused(parent, message):
     ],
 )
 def test_wrong_extra_keys_are_refused(extra, message):
-    """A tenant's or an adapter's blocks would lie under a hash that means something else."""
+    """A tenant's or an adapter's blocks would be stored under a hash that means something else."""
     with pytest.raises(HashInputError, match=message):
         hash_blocks([1, 2], 2, parent=ROOT, extra=extra)
 
@@ -299,13 +299,13 @@ def test_wrong_requests_are_refused(fields, message):
 
 @pytest.mark.parametrize("block_tokens", [0, -16, 16.0, True, "16", None, np.int64(16)])
 def test_wrong_block_sizes_are_refused(block_tokens):
-    """A block size from a config file would be taken for another."""
+    """A block size from a config file would be taken for another size."""
     with pytest.raises(HashInputError, match="block_tokens must be"):
         hash_blocks([1, 2], block_tokens, parent=ROOT)
 
 
 def test_seeds():
-    """Two engines that share no prefix would be taken for ones that do, or the reverse."""
+    """Two engines that share no prefix would be treated as sharing one, or the reverse."""
     assert root_hash() == root_hash("vllm-none-hash")
     assert root_hash("") != root_hash()
     for wrong in (0, b"0", True):

@@ -25,7 +25,7 @@ CASES = 400
 
 
 def make_case(rng: random.Random) -> dict:
-    """A random request; each of the extra keys stands in about a third of them."""
+    """A random request; each kind of extra key occurs in about a third of them."""
     case: dict = {
         "seed": rng.choice([None, "0", "42", "", "random", "tierd-\u00e9"]),
         "block_tokens": rng.choice([1, 5, 16, 32, 128]),
@@ -48,7 +48,7 @@ def make_case(rng: random.Random) -> dict:
             if offset + length > count:
                 break
             case["multimodal"].append([f"{item:064x}", offset, length])
-            # Overlapping ones (the sound of a video) have one hash only if no token follows.
+            # Overlapping items (the sound of a video) have one hash only if no token follows.
             if case["generated"] or rng.random() < 0.8:
                 offset += length
     if rng.random() < 0.25:
@@ -80,7 +80,7 @@ def ours(case: dict) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # importing vLLM alone takes 10 s, and 40 s beside other work
 def test_hashes_are_the_installed_engines():
-    """A warm-up, or an explanation of a miss, would speak of blocks that no engine asks for."""
+    """A warm-up, or an explanation of a miss, would name blocks that no engine requests."""
     rng = random.Random(20)
     cases = [make_case(rng) for _ in range(CASES)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Hot sets: what is in one, in which order, and the file that holds it."""
+"""Hot sets: their blocks, their order, and their file format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANKS = [namespace(tp_size=2, tp_rank=rank, block_bytes=4096 * (1 + rank)) for r
 
 
 class Block(NamedTuple):
-    """What is known of a block."""
+    """A block and its use."""
 
     hash: bytes
     parent: bytes
@@ -48,13 +48,13 @@ def name(number: int) -> bytes:
 
 
 def blocks_of(hashes: Sequence[bytes], uses: int, age_s: int, parent: bytes = ROOT) -> list[Block]:
-    """A chain of blocks that were used alike."""
+    """A chain of blocks with the same use."""
     parents = [parent, *hashes]
     return [Block(h, p, uses, age_s) for h, p in zip(hashes, parents, strict=False)]
 
 
 def runs_of(blocks: Iterable[Block], root: bytes) -> list[HotRun]:
-    """All runs of blocks."""
+    """All runs of the blocks."""
     forest = Forest(root)
     for block in blocks:
         forest.add([block.hash], [block.parent], [block.uses], [block.age_s])
@@ -77,8 +77,8 @@ def hot_in(raw: bytes) -> list[Hot]:
 # --- runs ---------------------------------------------------------------------------
 
 
-def test_what_many_use_comes_first_and_as_a_run_of_its_own() -> None:
-    """A warm that ends early would bring one user's conversation before the system prompt."""
+def test_shared_prefix_is_the_first_separate_run() -> None:
+    """A warm that ends early would load one user's conversation before the system prompt."""
     hashes, _ = chain(10)
     other, _ = chain(5, "other")
     blocks = blocks_of(hashes[:4], 9, 60) + blocks_of(hashes[4:], 1, 60, hashes[3])
@@ -93,7 +93,7 @@ def test_what_many_use_comes_first_and_as_a_run_of_its_own() -> None:
 
 
 def test_recent_uses_count_more_than_old_ones() -> None:
-    """A prefix of yesterday would be warmed before one of a minute ago."""
+    """A prefix used yesterday would be warmed before one used a minute ago."""
     old, _ = chain(3, "old")
     new, _ = chain(3, "new")
     runs = runs_of(blocks_of(old, 10, 86_400) + blocks_of(new, 2, 60), ROOT)
@@ -103,7 +103,7 @@ def test_recent_uses_count_more_than_old_ones() -> None:
 
 
 def test_a_run_ends_where_chains_fork_and_at_its_longest() -> None:
-    """A branch that nobody uses would be brought along with the one that all do."""
+    """A branch without uses would be warmed along with the trunk that all requests use."""
     hashes, _ = chain(6)
     fork, _ = chain(2, "fork")
     runs = runs_of(blocks_of(hashes, 1, 0) + blocks_of(fork, 1, 0, hashes[2]), ROOT)
@@ -121,7 +121,8 @@ BLOCKS = st.lists(
 
 
 def check_parents(runs: Sequence[HotRun], root: bytes) -> None:
-    """No parent is missing, none comes later, no block comes twice, and no depth is wrong."""
+    """Check that no parent is missing or comes later, no block comes twice, and depths are
+    right."""
     depths = {root: 0}
     seen: set[bytes] = set()
     for run in runs:
@@ -136,8 +137,8 @@ def check_parents(runs: Sequence[HotRun], root: bytes) -> None:
 
 
 @given(BLOCKS)
-def test_whatever_the_blocks_no_parent_is_missing(blocks: list[Block]) -> None:
-    """Rings, orphans and blocks that come twice would end an export, or leave holes."""
+def test_parents_are_complete_for_any_blocks(blocks: list[Block]) -> None:
+    """Rings, orphans and duplicate blocks would end an export, or leave holes."""
     root = name(0)
     runs = runs_of(blocks, root)
     check_parents(runs, root)
@@ -156,10 +157,8 @@ def test_whatever_the_blocks_no_parent_is_missing(blocks: list[Block]) -> None:
 
 @pytest.mark.slow
 @given(BLOCKS, st.integers(0, 15))
-def test_a_file_holds_what_was_written_and_a_cut_one_keeps_parents(
-    blocks: list[Block], room: int
-) -> None:
-    """A warm from a smaller hot set would bring blocks that nothing can be loaded through."""
+def test_file_round_trip_and_truncation_keep_parents(blocks: list[Block], room: int) -> None:
+    """A warm from a truncated hot set would load blocks whose parents are missing."""
     spaces = [namespace(hash_root=name(0), tp_size=2, tp_rank=rank) for rank in range(2)]
     runs = runs_of(blocks, name(0))
     found = hot_in(text(runs, spaces))
@@ -172,7 +171,7 @@ def test_a_file_holds_what_was_written_and_a_cut_one_keeps_parents(
 
 
 def test_runs_of_several_engines_are_merged_by_worth() -> None:
-    """A cut hot set would hold all of one model and nothing of the other."""
+    """A truncated hot set would hold all of one model and nothing of the other."""
     other = namespace(model="other")
     chains = [chain(2, tag)[0] for tag in range(4)]
     mine = runs_of(blocks_of(chains[0], 9, 0) + blocks_of(chains[1], 2, 0), ROOT)
@@ -184,7 +183,7 @@ def test_runs_of_several_engines_are_merged_by_worth() -> None:
     assert set(found.namespaces) == {SPACE.digest, other.digest}
 
 
-def test_ranks_of_an_engine_have_one_forest_and_nothing_else_does() -> None:
+def test_only_ranks_of_one_engine_share_a_forest() -> None:
     """A run would name ranks of two engines, or two layouts of one, and be warmed in neither."""
     gathered = Gathered()
     second = [namespace(tp_size=2, tp_rank=rank, layout="other") for rank in range(2)]
@@ -204,8 +203,8 @@ def test_ranks_of_an_engine_have_one_forest_and_nothing_else_does() -> None:
     ]
 
 
-def test_a_file_is_read_with_grep() -> None:
-    """An operator could not look for a hash or a model in it."""
+def test_file_can_be_searched_with_grep() -> None:
+    """An operator could not search it for a hash or a model."""
     hashes, _ = chain(3)
     lines = text(runs_of(blocks_of(hashes, 2, 7), ROOT), RANKS).splitlines()
     assert lines[0].startswith(b'{"tierd_hotset": 2, "written": 1000, "version": "1.2", "crc32": ')
@@ -282,10 +281,8 @@ WRONG: list[tuple[Callable[[list[bytes]], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_is_wrong_with_a_file_is_said_with_its_line(
-    change: Callable[[list[bytes]], None], message: str
-) -> None:
-    """An operator would have to guess which of 10,000 lines is at fault."""
+def test_file_errors_name_the_line(change: Callable[[list[bytes]], None], message: str) -> None:
+    """An operator would have to guess which of 10,000 lines is wrong."""
     hashes, _ = chain(3)
     lines = text(runs_of(blocks_of(hashes, 2, 7), ROOT)).splitlines()
     change(lines)
@@ -293,8 +290,8 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
         hot_in(b"\n".join(lines) + b"\n")
 
 
-def test_a_file_that_was_cut_anywhere_is_known_as_such() -> None:
-    """Half a hot set, of a disk that was full, would pass for a whole one."""
+def test_truncated_file_is_detected() -> None:
+    """Half a hot set, from a full disk, would pass for a whole one."""
     hashes, _ = chain(3)
     raw = text(runs_of(blocks_of(hashes, 2, 7), ROOT))
     for end in range(len(raw)):

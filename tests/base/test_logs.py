@@ -1,4 +1,4 @@
-"""The log: what the journal gets, what a flood is cut to, and that nobody waits for it."""
+"""The log: fields for the journal, a bound on floods, and writes that do not block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[socket.socket]:
-    """A journal's socket."""
+    """The journal's socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
         made.bind(str(tmp_path / "journal"))
         made.settimeout(WAIT_S)
@@ -32,7 +32,7 @@ def journal(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def fields(data: bytes) -> dict[str, str]:
-    """An entry of the journal's native protocol."""
+    """The fields of an entry in the journal's native protocol."""
     found = {}
     while data:
         name, equals, rest = data.partition(b"\n")[0].partition(b"=")
@@ -48,7 +48,7 @@ def fields(data: bytes) -> dict[str, str]:
 
 
 def logger(handler: logging.Handler) -> logging.Logger:
-    """A logger that only this test has."""
+    """A logger that only this test uses."""
     made = logging.Logger("tierd.test")
     made.addHandler(handler)
     return made
@@ -58,7 +58,7 @@ def logger(handler: logging.Handler) -> logging.Logger:
 
 
 def test_entries_have_fields(tmp_path: Path, journal: socket.socket) -> None:
-    """An operator could not ask the journal for errors, or for one tier's lines."""
+    """An operator could not filter the journal for errors, or for one tier's lines."""
     handler = Journal("worker", tmp_path / "journal")
     log = logger(handler)
     log.warning("tier %s fails", "s3", extra={"tierd": {"tier": "s3", "name-space": "ab\ncd"}})
@@ -77,7 +77,7 @@ def test_entries_have_fields(tmp_path: Path, journal: socket.socket) -> None:
 
 
 def test_a_traceback_is_one_entry(tmp_path: Path, journal: socket.socket) -> None:
-    """It would be torn into lines, between those of other processes."""
+    """A traceback would be split into lines, between those of other processes."""
     handler = Journal(path=tmp_path / "journal")
     try:
         raise ValueError("deep\ninside")
@@ -90,10 +90,8 @@ def test_a_traceback_is_one_entry(tmp_path: Path, journal: socket.socket) -> Non
     handler.close()
 
 
-def test_a_journal_that_does_not_read_is_not_waited_for(
-    tmp_path: Path, journal: socket.socket
-) -> None:
-    """journald is restarted or swapped out, and every engine on the node waits for it."""
+def test_unresponsive_journal_does_not_block(tmp_path: Path, journal: socket.socket) -> None:
+    """While journald is restarted or swapped out, every engine on the node would wait for it."""
     handler = Journal(path=tmp_path / "journal")
     log, count = logger(handler), 10_000
     for number in range(count):
@@ -117,7 +115,7 @@ def test_a_journal_that_does_not_read_is_not_waited_for(
 def test_without_a_journal_lines_go_to_stderr(
     tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """What happened would be told to nobody."""
+    """Log lines would be lost without a journal."""
     text = "x"
     if reason == "too long":
         request.getfixturevalue("journal")
@@ -132,7 +130,7 @@ def test_without_a_journal_lines_go_to_stderr(
 
 
 class Lines(logging.Handler):
-    """Keeps what it is given."""
+    """Keeps the lines that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,8 +140,8 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def test_a_flood_is_cut_and_counted() -> None:
-    """A tier's outage fills a disk with one line, or hides all others behind it."""
+def test_flood_is_limited_and_counted() -> None:
+    """During a tier's outage one repeated line would fill the disk, or hide all others."""
     output, now_s = Lines(), [100.0]
     calm = Calm(output, lambda: now_s[0])
     log = logger(calm)
@@ -164,15 +162,15 @@ def test_a_flood_is_cut_and_counted() -> None:
         f"failed: {REPEATS_MAX + 4311} (repeated 4,312 times in 10 s)",
         "failed: 0",
     ]
-    # Told at the end, too, with nothing new of that kind.
+    # The count is also logged at the end, without a new line of that kind.
     flood(REPEATS_MAX + 1)
     calm.close()
     assert output.lines[-1] == f"failed: {REPEATS_MAX} (repeated 2 times in 10 s)"
     assert calm._timer is None
 
 
-def test_what_is_held_back_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a flood, and how large it was, would be told with the next one, or never."""
+def test_suppressed_lines_are_reported_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end and the size of a flood would be logged with the next flood, or never."""
     monkeypatch.setattr(logs, "PERIOD_S", 0.05)
     output = Lines()
     calm = Calm(output)
@@ -186,7 +184,7 @@ def test_what_is_held_back_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     calm.close()
 
 
-# --- what is configured -----------------------------------------------------------------
+# --- configuration ----------------------------------------------------------------------
 
 
 PROGRAM = """
@@ -199,8 +197,8 @@ logging.getLogger("tierd").debug("details")
 """
 
 
-def said(setup: str, env: dict[str, str] | None = None) -> str:
-    """What a process writes to stderr."""
+def stderr_of(setup: str, env: dict[str, str] | None = None) -> str:
+    """The stderr of a process."""
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(setup=setup)],
         stderr=subprocess.PIPE,
@@ -211,7 +209,7 @@ def said(setup: str, env: dict[str, str] | None = None) -> str:
 
 
 def test_json_is_an_object_a_line() -> None:
-    """A log shipper would take a traceback for many lines, and guess at the rest."""
+    """A log shipper would split a traceback into lines, and guess their level."""
     log = logger(handler := logging.StreamHandler())
     handler.setFormatter(logs.Json("worker"))
     lines: list[str] = []
@@ -236,8 +234,8 @@ def test_json_is_an_object_a_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_child_logs_as_its_daemon_does() -> None:
-    """Half of the log would be in another format, or at another level."""
+def test_child_process_logs_like_its_daemon() -> None:
+    """Lines of child processes would have another format or level."""
     before = logging.getLogger().level, list(logging.getLogger().handlers)
     try:
         logs.configure(LogConfig(format=LogFormat.JSON, level=LogLevel.INFO))
@@ -251,17 +249,17 @@ def test_a_child_logs_as_its_daemon_does() -> None:
             handler.close()
         root.setLevel(before[0])
     child = "import os; logs.configure_child('worker', os.environ)"
-    first, second = map(json.loads, said(child, env).splitlines())
+    first, second = map(json.loads, stderr_of(child, env).splitlines())
     assert first["process"] == second["process"] == "worker"
     assert [first["message"], second["message"]] == ["some news", "details"]
-    plain = said(child)
+    plain = stderr_of(child)
     assert " INFO worker[" in plain
     assert "details" not in plain
 
 
 @pytest.mark.slow
-def test_a_daemon_logs_as_it_is_configured(tmp_path: Path) -> None:
-    """`log.format` would be checked and then forgotten, or not hold for a tier's process."""
+def test_daemon_uses_the_configured_format(tmp_path: Path) -> None:
+    """`log.format` would be checked and then ignored, or not apply to a tier's process."""
     with DaemonProcess(tmp_path, extra='[log]\nformat = "json"') as daemon:
         pass
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
@@ -269,8 +267,8 @@ def test_a_daemon_logs_as_it_is_configured(tmp_path: Path) -> None:
     assert any("serves on" in line["message"] for line in lines)
 
 
-def test_the_journal_is_known_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tierd that a service starts with its stderr in a file would leave that file empty."""
+def test_journal_is_detected_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service with its stderr in a file would leave that file empty."""
     found = os.fstat(2)
     monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
     assert logs.stderr_is_journal()
@@ -281,7 +279,7 @@ def test_the_journal_is_known_by_its_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_why_it_does_not_start_is_an_error_in_the_journal(tmp_path: Path) -> None:
+def test_start_failure_is_an_error_in_the_journal(tmp_path: Path) -> None:
     """`journalctl -p err` would not say why a service failed."""
     with (tmp_path / "stderr").open("w+b") as stderr:
         found = os.fstat(stderr.fileno())

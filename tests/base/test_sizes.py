@@ -24,7 +24,7 @@ from tierd.sizes import change, parse_size, parse_size_of
     ],
 )
 def test_parse_size(text, size_bytes):
-    """A capacity would be read as another one than the operator wrote."""
+    """A capacity would be read as another number than the operator wrote."""
     assert parse_size(text) == size_bytes
 
 
@@ -48,14 +48,14 @@ def test_parse_size(text, size_bytes):
     ],
 )
 def test_parse_size_refuses(text):
-    """A typing error would start a tier of some size or other."""
+    """With a typing error a tier would start with an unintended size."""
     with pytest.raises(ConfigError) as raised:
         parse_size(text)
     assert repr(text) in str(raised.value)
 
 
 def test_parse_size_of():
-    """A reserve in percent would be taken as bytes, or reach past the disk."""
+    """A reserve in percent would be taken as bytes, or exceed the disk."""
     assert parse_size_of("5%", 1000) == 50
     assert parse_size_of("0.5 %", 1000) == 5
     assert parse_size_of("100%", 1000) == 1000
@@ -66,8 +66,8 @@ def test_parse_size_of():
             parse_size_of(wrong, 1000)
 
 
-def test_what_one_letter_means():
-    """An operator would not know which of the two to write."""
+def test_ambiguous_unit_is_refused_with_both_spellings():
+    """An operator would not know which of the two units to write."""
     with pytest.raises(ConfigError) as raised:
         parse_size("1.5g")
     assert 'write "1.5GiB" for units of 1,073,741,824 bytes' in str(raised.value)
@@ -84,6 +84,6 @@ def test_what_one_letter_means():
         (5, 5, "from 5 B to 5 B"),
     ],
 )
-def test_a_change_is_seen(before, after, said):
+def test_small_change_stays_visible(before, after, said):
     """The log would say that memory shrinks from 0.50 to 0.50 GiB."""
     assert change(before, after) == said

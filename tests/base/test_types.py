@@ -7,7 +7,7 @@ import doctest
 import tierd.types
 
 
-def test_the_example_of_a_namespace_runs() -> None:
+def test_namespace_example_runs() -> None:
     result = doctest.testmod(tierd.types)
     assert result.attempted >= 4
     assert result.failed == 0

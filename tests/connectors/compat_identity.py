@@ -77,7 +77,7 @@ def run(overlay: Path, script: Path, *arguments: Path) -> dict[str, object]:
 def judged(found: dict[str, object]) -> dict[str, object]:
     """Return the errors in the fingerprints of engine_fingerprints.py, and what a version lacks."""
     texts = {name: str(value) for name, value in found.items()}
-    lacking = {name for name, value in texts.items() if value.startswith("not to be had")}
+    lacking = {name for name, value in texts.items() if value.startswith("unavailable")}
     wrong = [
         f"{name}: {texts[name]}"
         for name, why in REFUSED.items()

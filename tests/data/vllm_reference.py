@@ -1,7 +1,7 @@
-"""Run by the engine's python: vLLM's own block hashes of the cases on stdin, both as JSON.
+"""vLLM's own block hashes of the cases on stdin, both as JSON. Runs in the engine's Python.
 
-A case is a request as the engine sees it: its prompt, and the tokens that it then
-generates one at a time.
+A case is a request as the engine sees it: its prompt, and the tokens that it then generates one at
+a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 
 def request_of(case, hasher):
-    """The case as vLLM's request, all of its tokens hashed."""
+    """The case as a vLLM request with all of its tokens hashed."""
     embeds = None
     if case["embeds"] is not None:
         rows = bytearray.fromhex(case["embeds"])
@@ -52,7 +52,7 @@ def request_of(case, hasher):
 
 
 def untagged_hashes(request, block_tokens):
-    """As vLLM <= 0.30: its keys are those that vLLM still publishes in KV events."""
+    """Hashes of vLLM <= 0.30, whose keys vLLM still publishes in KV events."""
     hashes = []
     parent = None
     item = 0
@@ -82,6 +82,6 @@ def answer(case):
     return {"root": root, "hashes": [digest.hex() for digest in hashes]}
 
 
-# vLLM logs to stdout while it is imported: the answer is the last line.
+# vLLM logs to stdout while it is imported, so the answer is the last line.
 print()
 print(json.dumps([answer(case) for case in json.load(sys.stdin)]))

@@ -1,4 +1,4 @@
-"""What the documents claim about the code."""
+"""Claims that the documents make about the code."""
 
 from __future__ import annotations
 
@@ -41,21 +41,20 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_tables_are_what_they_are_made_from(page: Path) -> None:
-    """An operator would set keys that do not exist, or read numbers that nobody measured:
-    `make tables`."""
+def test_tables_are_up_to_date(page: Path) -> None:
+    """An operator would set keys that do not exist, or read outdated numbers: `make tables`."""
     found = page.read_text()
     assert filled(found) == found
 
 
 @pytest.mark.parametrize("name", CHARTS)
-def test_charts_are_what_was_measured(name: str) -> None:
-    """The README would show a gain of another day: `make tables`."""
+def test_charts_are_up_to_date(name: str) -> None:
+    """The README would show an outdated gain: `make tables`."""
     assert (ROOT / name).read_text() == CHARTS[name]()
 
 
 def test_every_table_is_on_a_page() -> None:
-    """The reference of the configuration would have been lost at a rewrite."""
+    """A rewrite could drop the configuration reference from the pages."""
     whole = "".join(page.read_text() for page in pages())
     for name in ("config", "metrics", "commands", "layers", "bench-restart", "bench-soak"):
         assert f"<!-- table: {name} -->" in whole
@@ -63,7 +62,7 @@ def test_every_table_is_on_a_page() -> None:
 
 @pytest.mark.slow
 def test_labels_in_the_reference_are_exposed(tmp_path: Path) -> None:
-    """A query would match nothing, since the metric has other labels."""
+    """A query would match nothing, because the metric has other labels."""
     file = {"path": str(tmp_path / "store"), "capacity": "64MiB", "reserve_free": "0"}
     with DaemonProcess(tmp_path, capacity="16MiB", storage=table("file", file) + ADMIN) as daemon:
         families = metrics(port_of(daemon))
@@ -77,7 +76,7 @@ def test_labels_in_the_reference_are_exposed(tmp_path: Path) -> None:
 
 
 def test_documents_are_short() -> None:
-    """A newcomer would not find the first screen."""
+    """A newcomer would not find the quick start on the first screen."""
     assert len(text("README.md").encode()) < 8000
     assert len(text("ARCHITECTURE.md").encode()) < 8000
     first = text("README.md")[:2000]
@@ -86,7 +85,7 @@ def test_documents_are_short() -> None:
 
 
 def test_code_has_a_language() -> None:
-    """A command could be shown that no test finds."""
+    """A command in an unmarked block would not be tested."""
     for page in PAGES:
         assert 2 * len(codes(page)) == len(re.findall(r"^```", text(page), re.MULTILINE)), page
         for code in codes(page):
@@ -101,13 +100,13 @@ PRIVATE = re.compile(
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_use_the_words_of_the_glossary(page: str) -> None:
-    """A reader would search for a word that only this page has."""
+    """A reader would search for a word that only this page uses."""
     plain = re.sub(r"`[^`]*`|\"[^\"]*\"", "", prose(page))
     assert not PRIVATE.search(" ".join(plain.split()))
 
 
 def test_example_configurations_are_accepted() -> None:
-    """An operator's first try, copied from the page, would be refused."""
+    """An operator's first attempt, copied from the page, would be refused."""
     examples = re.findall(r"^\[\[storage\]\]\n(?:\w+ = .+\n)+", text("docs/tiers.md"), re.MULTILINE)
     assert {"file", "redis", "s3"} == {tomllib.loads(e)["storage"][0]["type"] for e in examples}
     for example in examples:
@@ -117,12 +116,12 @@ def test_example_configurations_are_accepted() -> None:
 
 
 def test_connector_settings_are_documented() -> None:
-    """A setting of the connector that the page does not name is never found."""
+    """Operators would not find a connector setting that the page does not name."""
     for name in Options.__slots__:
         assert f"| `{name}` |" in text("docs/vllm.md")
 
 
-def test_the_readme_attaches_as_the_page_does() -> None:
+def test_readme_and_page_attach_alike() -> None:
     """One of the two commands would be of an older release."""
     both = [
         [code.text for code in codes(page) if "vllm serve" in code.text]
@@ -139,7 +138,7 @@ def test_the_readme_attaches_as_the_page_does() -> None:
 
 
 def test_protocol_numbers() -> None:
-    """An implementer would follow PROTOCOL.md and be refused."""
+    """An implementer who follows PROTOCOL.md would be refused."""
     protocol = text("tierd/wire/PROTOCOL.md")
     assert f"at most {FRAME_BYTES_MAX >> 20} MiB" in protocol
     assert f"at most {m.KEYS_PER_CALL_MAX:,} a call" in protocol
@@ -151,7 +150,7 @@ def test_protocol_numbers() -> None:
 
 
 def test_batches_of_the_contract() -> None:
-    """A third party's backend would be made for smaller batches than it gets."""
+    """A third party's backend would be written for smaller batches than it gets."""
     said = (
         f"{BATCH_BLOCKS_MAX} blocks or {BATCH_BYTES_MAX >> 20} MiB",
         f"{m.KEYS_PER_CALL_MAX:,}",
@@ -162,7 +161,7 @@ def test_batches_of_the_contract() -> None:
 
 
 def test_numbers_of_the_readme_were_measured() -> None:
-    """The first page would claim what no benchmark has shown, or an older one."""
+    """The first page would claim numbers that no benchmark has shown, or old ones."""
     soak, overhead = results("soak"), results("vllm_overhead")
     kills = soak["happened"]["kill"]
     others = sum(soak["happened"].values()) - kills
@@ -199,7 +198,7 @@ def test_a_stop_takes_as_long_as_documented() -> None:
 
 
 def test_numbers_of_the_comparison_were_measured() -> None:
-    """Another system would be compared with a tierd that there is not."""
+    """Another system would be compared with outdated numbers of tierd."""
     host, rpc = results("host"), results("rpc")
     cells = {row[0]: row[-1] for row in rows_of("docs/comparison.md", " | LMCache MP")}
     whole = "16 blocks of 2 MiB, of memcpy"
@@ -240,7 +239,7 @@ def test_sizes_of_models() -> None:
 
 
 def test_segments_and_descriptors() -> None:
-    """A container's limit of descriptors would be set too low."""
+    """A container's descriptor limit would be set too low."""
     for capacity, segment, count, descriptors in rows_of("docs/sizing.md", " `host.capacity`"):
         bytes_each = segment_bytes(parse_size(capacity))
         assert bytes_each == parse_size(segment)
@@ -249,13 +248,13 @@ def test_segments_and_descriptors() -> None:
 
 
 def test_break_even_speeds() -> None:
-    """A disk would be bought that is slower than the engine."""
+    """An operator would buy a disk that is slower than the engine."""
     for per_token, prefill, speed in rows_of("docs/sizing.md", " bytes per token"):
         assert f"{number(per_token) * number(prefill) / 1e9:.2f}" == speed
 
 
-def test_what_a_file_tier_adds() -> None:
-    """A disk would be full before the tier has its capacity's worth of blocks."""
+def test_file_tier_overhead() -> None:
+    """A disk would fill up before the tier holds its capacity in blocks."""
     for slot, added in ((2 << 20, 0.2), (128 << 10, 3.2)):
         whole = slab_bytes(64, slot) / (64 * slot) - 1
         assert round(100 * whole, 1) == pytest.approx(added, abs=0.1)

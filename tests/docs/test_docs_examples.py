@@ -1,4 +1,4 @@
-"""The backend and the connector that the pages show, run as they stand there."""
+"""Runs the backend and the connector that the pages show, unchanged."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.slow
 BACKEND, CONNECTOR = "docs/backend.md", "docs/connector.md"
 
 PATIENT = {"policy": "wait_complete"}
-"""A busy machine brings nothing in the time that an operator would grant."""
+"""A busy machine does not load blocks within an operator's usual deadline."""
 
 
 def extracted(page: str, directory: Path) -> Path:
-    """The files of a page, in `directory`."""
+    """The files that a page shows, written to `directory`."""
     for name, content in files(page).items():
         (directory / name).write_text(content)
     return directory
@@ -45,7 +45,7 @@ def ran(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
 
 
 def status(daemon: DaemonProcess) -> dict:
-    """The daemon's status, asked for more patiently than an operator does."""
+    """The daemon's status, with a longer timeout than the command's."""
     client = Client(daemon.socket, name="status", map_segments=False, call_timeout_ms=30_000)
     try:
         found: dict = client.status()
@@ -55,12 +55,12 @@ def status(daemon: DaemonProcess) -> dict:
 
 
 def written(daemon: DaemonProcess) -> None:
-    """Wait until its tier has what it is to get."""
+    """Wait until its tier has every block that it is to get."""
     wait_until(lambda: not status(daemon)["host"]["backlog_blocks"], 60, "not backed up")
 
 
 def restart(daemon: DaemonProcess) -> None:
-    """Stop and start it, and wait for its tier, which opens beside the start."""
+    """Stop and start the daemon, and wait for its tier, which opens after the start."""
     daemon.stop()
     daemon.start()
     wait_until(lambda: status(daemon)["storage"][0]["state"] == "ready", 60, "no tier")
@@ -68,7 +68,7 @@ def restart(daemon: DaemonProcess) -> None:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The backend's package, with it installed into its folder `site`."""
+    """The backend's package, installed into its folder `site`."""
     directory = extracted(BACKEND, tmp_path_factory.mktemp("sqlite"))
     pip = ("-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "--no-index")
     ran(*pip, "--target", "site", ".", cwd=directory)
@@ -76,7 +76,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_examples_are_typed(tmp_path: Path) -> None:
-    """Who copies them into a project that checks types would begin by mending them."""
+    """The examples would not pass a type checker in the reader's project."""
     for page in (BACKEND, CONNECTOR):
         extracted(page, tmp_path)
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "typings"))
@@ -99,7 +99,7 @@ def test_the_backend_passes_its_suite(package: Path) -> None:
 
 
 def test_a_daemon_uses_the_backend(package: Path, tmp_path: Path) -> None:
-    """A package that is installed beside tierd would not be found by its entry point."""
+    """A separately installed backend would not be found by its entry point."""
     storage = files(BACKEND)["storage"].replace("/var/lib/tierd/blocks.db", f"{tmp_path}/blocks.db")
     storage += "deadline_ms = 60_000\nslow_ms = 60_000\n"
     env = {"PYTHONPATH": str(package / "site")}
@@ -122,7 +122,7 @@ def test_a_daemon_uses_the_backend(package: Path, tmp_path: Path) -> None:
 
 
 def test_the_connector_over_a_restart(tmp_path: Path) -> None:
-    """Who attaches an engine would start from a connector that loses blocks, or gets wrong ones."""
+    """A reader would start from a connector that loses blocks or loads wrong ones."""
     engine = extracted(CONNECTOR, tmp_path) / "toy_engine.py"
     patient = {**PATIENT, "min_tokens": 256, "break_even": True}
     file = {"path": str(tmp_path / "store"), "capacity": "64MiB", "reserve_free": "0"}

@@ -1,5 +1,5 @@
-"""What the documents, the alert rules and the dashboard name, there is: log lines, metrics,
-counters, sections, variables, settings and files."""
+"""Names in the documents, the alert rules and the dashboard exist: log lines, metrics, counters,
+sections, variables, settings and files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def code() -> str:
 
 @cache
 def constants() -> str:
-    """All texts of the code, a line each, with a tab for what is filled in, and no line breaks."""
+    """All strings of the code, one per line; a tab stands for a placeholder."""
     found = []
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +55,7 @@ def constants() -> str:
 
 
 def pieces(quote: str) -> Iterator[str]:
-    """Parts of a quoted line without what differs each time: "...", numbers, capitals for names."""
+    """Constant parts of a quoted line: without "...", numbers, and words in capitals."""
     for part in re.split(r"\.\.\.|\b[A-Z]+\b|\b[\d.,]+\b(?: [kMGT]?i?B)?", " ".join(quote.split())):
         piece = part.strip(" ,:;()")
         if len(piece) > 3:
@@ -63,7 +63,7 @@ def pieces(quote: str) -> Iterator[str]:
 
 
 PROSE = frozenset({"You are a helpful...", "Time to first token", "none found"})
-"""Quotations that are no lines of tierd's."""
+"""Quotations that are not log lines of tierd."""
 
 QUOTING = tuple(
     page
@@ -72,11 +72,11 @@ QUOTING = tuple(
     and page not in ("docs/backend.md", "docs/benchmarks.md", "docs/comparison.md")
     and page != "docs/configuration.md"
 )
-"""Pages whose quotations are lines of tierd's. test_runbook.py runs the runbook's commands."""
+"""Pages that quote log lines of tierd. test_runbook.py runs the runbook's commands."""
 
 
 def quotes(page: str) -> list[str]:
-    """What a page quotes as said by tierd, outside of indented commands."""
+    """The log lines that a page quotes, outside of indented commands."""
     plain = re.sub(r"^    \S.*$", "", prose(page), flags=re.MULTILINE)
     quoted = re.findall(r'"([^"\n|`{}]+(?:\n[^"\n|`{}]+)?)"', plain)
     spans = [span for part in re.split(r"\n\n|\n[*|]", plain) for span in part.split("`")[1::2]]
@@ -86,20 +86,20 @@ def quotes(page: str) -> list[str]:
 
 
 def test_pages_quote() -> None:
-    """What the pages quote would not be found any more, and not be compared."""
+    """The quotations would no longer be found, and so not be compared."""
     assert sum(len(quotes(page)) for page in QUOTING) > 10
 
 
 @pytest.mark.parametrize("page", QUOTING)
-def test_lines_that_are_quoted_are_said(page: str) -> None:
-    """Somebody would look for a line that has not been written since it had other words."""
+def test_quoted_log_lines_exist(page: str) -> None:
+    """An operator would search the log for a line that tierd no longer writes."""
     for quote in quotes(page):
         for piece in pieces(quote):
             assert piece in constants(), quote
 
 
-def test_words_of_explain_are_said() -> None:
-    """The table that says what explain means would be of an older explain."""
+def test_quoted_words_of_explain_exist() -> None:
+    """The table that explains the output of `tierd explain` would be outdated."""
     table = re.search(r"\| it says \| it means \|\n\|.*\n((?:\|.*\n)+)", text("docs/diagnosis.md"))
     assert table is not None
     for row in table[1].splitlines():
@@ -118,14 +118,14 @@ PACKAGES = frozenset(
 
 
 @pytest.mark.parametrize("name", [*PAGES, RULES, BOARD])
-def test_metrics_that_are_named_exist(name: str) -> None:
-    """A panel, an alert, or somebody's own, would be made of a metric that nobody exposes."""
+def test_named_metrics_exist(name: str) -> None:
+    """A panel or an alert would use a metric that is not exposed."""
     named = set(re.findall(r"(?<![\w:])tierd_[a-z0-9_]*", text(name))) - PACKAGES
     assert named <= METRICS | recorded()
 
 
 def recorded() -> set[str]:
-    """What the rules record, under a name with colons, and what vLLM exposes for the connector."""
+    """Metrics that the rules record (names with colons) and that vLLM exposes for the connector."""
     return set(re.findall(r"record: (\S+)", text(RULES)))
 
 
@@ -134,8 +134,8 @@ FOREIGN = frozenset({"head_dim", "hidden_size", "num_hidden_layers", "num_key_va
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_counters_and_fields_that_are_named_exist(page: str) -> None:
-    """A status would be searched for a field that it does not have."""
+def test_named_counters_and_fields_exist(page: str) -> None:
+    """A reader would search a status for a field that it does not have."""
     benches = {path.stem for path in (ROOT / "bench" / "results").glob("*.json")}
     words = set(re.findall(r"\w+", code())) | FOREIGN | benches
     made = [
@@ -149,8 +149,8 @@ def test_counters_and_fields_that_are_named_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_and_sections_that_are_named_exist(page: str) -> None:
-    """A link would lead nowhere."""
+def test_named_files_and_sections_exist(page: str) -> None:
+    """A link would be dead."""
     plain = prose(page)
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
         if "://" not in target:
@@ -167,8 +167,8 @@ def test_files_and_sections_that_are_named_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PAGES, RULES, BOARD])
-def test_sections_that_are_quoted_exist(name: str) -> None:
-    """The alert that wakes somebody would name a section that there is not."""
+def test_quoted_sections_exist(name: str) -> None:
+    """An alert would name a section that does not exist."""
     found = re.findall(r'"([^"]+)" in ((?:\w+/)*\w+\.md)', text(name))
     for title, page in found:
         assert title in re.findall(r"^#+ (.+)$", text(page), re.MULTILINE), title
@@ -179,8 +179,8 @@ VARIABLE = re.compile(r"(?<![\w/])(?:TIERD|VLLM)_[A-Z0-9_]*[A-Z0-9]")
 
 
 @pytest.mark.parametrize("name", [*PAGES, RULES])
-def test_variables_that_are_named_exist(name: str) -> None:
-    """Somebody would set a variable that nobody reads."""
+def test_named_variables_exist(name: str) -> None:
+    """An operator would set a variable that has no effect."""
     tiers: dict[str, type[Backend]] = {"FILE": FileBackend, "REDIS": RedisBackend, "S3": S3Backend}
     known = {"TIERD_" + key.path.replace(".", "_").upper() for key in keys()}
     for tier, cls in tiers.items():
@@ -195,15 +195,15 @@ def test_variables_that_are_named_exist(name: str) -> None:
     assert set(VARIABLE.findall(text(name))) <= known
 
 
-def test_the_reset_of_the_cache_says_what_it_needs() -> None:
-    """A call that only a development server answers would be a 404."""
+def test_cache_reset_names_its_requirement() -> None:
+    """The documented call would be a 404, since only a development server answers it."""
     plain = " ".join(text("docs/vllm.md").split())
     assert "VLLM_SERVER_DEV_MODE=1" in plain[plain.index("/reset_prefix_cache") :][:300]
 
 
 @pytest.mark.slow
 def test_the_wheel_has_dashboard_rules_and_documents(tmp_path: Path) -> None:
-    """Who installs tierd from a package index would have alerts and pages only on the web."""
+    """An installation from a package index would lack alerts and pages."""
     with zipfile.ZipFile(build_wheel(tmp_path)) as wheel:
         names = {name.partition(".data/data/")[2]: name for name in wheel.namelist()}
         held = {name: wheel.read(whole).decode() for name, whole in names.items() if name}

@@ -1,4 +1,4 @@
-"""Rules and dashboard in ops/: they name what there is, and alerts come when they should."""
+"""Rules and dashboard in ops/: their metrics exist, and alerts fire when they should."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ALERTS = {rule["alert"]: rule for rule in EACH if "alert" in rule}
 RECORDED = {rule["record"]: rule["expr"] for rule in EACH if "record" in rule}
 
 TARGET = {"job": "tierd", "instance": "node:9464"}
-"""Labels that Prometheus gives to all that it scrapes."""
+"""Labels that Prometheus adds to all scraped samples."""
 
 DAY_S = 86_400.0
 
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
-    """What a daemon with a tier exposes once it has stored and loaded something."""
+    """The metrics of a daemon with a tier, after it has stored and loaded blocks."""
     directory = tmp_path_factory.mktemp("tierd")
     file = {"path": str(directory / "store"), "capacity": "64MiB", "reserve_free": "0"}
     with DaemonProcess(directory, capacity="16MiB", storage=table("file", file) + ADMIN) as daemon:
@@ -56,7 +56,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
 
 
 def changed(scrape: Scrape, changes: Mapping[str, float]) -> Scrape:
-    """With other values, by selectors such as `a{b="c"}`; all that are named must be there."""
+    """A copy with other values, by selectors such as `a{b="c"}`; every selector must match."""
     made = {name: dict(series) for name, series in scrape.items()}
     for text, value in changes.items():
         (selector,) = selectors(promql.parse(text))
@@ -75,7 +75,7 @@ HEALTHY = {
     'tierd_tier_written_blocks_total{outcome="stored"}': 90_000.0,
     "tierd_uptime_seconds": 1e6,
 }
-"""What has been counted within any range of an expression."""
+"""Increase of each counter within any range of an expression."""
 
 TROUBLE: dict[str, dict[str, float]] = {
     "TierdDown": {"up": 0},
@@ -107,7 +107,7 @@ TROUBLE: dict[str, dict[str, float]] = {
     "TierdCopiesRefused": {"tierd_copy_attach_refused_total": 1},
     "TierdAnswersLate": {"tierd_answers_late_total": 100},
 }
-"""What each alert is for."""
+"""The trouble that each alert reports."""
 
 
 def firing(world: World) -> dict[str, Vector]:
@@ -116,7 +116,7 @@ def firing(world: World) -> dict[str, Vector]:
 
 
 def world(exposed: Scrape, trouble: Mapping[str, float]) -> World:
-    """A day that was well, and then this."""
+    """A healthy day, then this trouble."""
     before, well = changed(exposed, BEFORE), changed(exposed, HEALTHY)
     now = changed(well, trouble)
     return World({0.0: now, 1.0: before, DAY_S: well, DAY_S + 1: before}, RECORDED)
@@ -124,7 +124,7 @@ def world(exposed: Scrape, trouble: Mapping[str, float]) -> World:
 
 @pytest.mark.slow
 def test_no_alert_fires_on_a_healthy_daemon(exposed: Scrape) -> None:
-    """Somebody would be woken for nothing, and not look next time."""
+    """A false alert would wake the on-call engineer, and the next alert would be ignored."""
     assert firing(world(exposed, {})) == {}
     idle = World({0.0: changed(exposed, BEFORE)}, RECORDED)
     assert firing(idle) == {}
@@ -133,14 +133,14 @@ def test_no_alert_fires_on_a_healthy_daemon(exposed: Scrape) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALERTS)
 def test_each_alert_fires(exposed: Scrape, name: str) -> None:
-    """Nobody would hear of it."""
+    """The trouble would go unreported."""
     if name == "TierdRestarts":
-        lives = {
+        snapshots = {
             age: changed(exposed, {"tierd_uptime_seconds": age}) for age in (0.0, 900.0, 1800.0)
         }
-        assert firing(World(lives, RECORDED)) == {}
-        lives[2700.0] = changed(exposed, {"tierd_uptime_seconds": 2700})
-        found = firing(World(lives, RECORDED))
+        assert firing(World(snapshots, RECORDED)) == {}
+        snapshots[2700.0] = changed(exposed, {"tierd_uptime_seconds": 2700})
+        found = firing(World(snapshots, RECORDED))
     else:
         found = firing(world(exposed, TROUBLE[name]))
     assert set(found) == {name}
@@ -195,7 +195,7 @@ def targets() -> list[dict]:
 
 
 def filled_in(text: str) -> str:
-    """An expression with the variables of Grafana that no parser knows filled in."""
+    """An expression in which Grafana's variables, which the parser does not know, are filled in."""
     return text.replace("$__rate_interval", "5m").replace("$__range", "3h")
 
 
@@ -203,8 +203,8 @@ def filled_in(text: str) -> str:
 @pytest.mark.parametrize(
     "text", [*(rule["expr"] for rule in EACH), *(target["expr"] for target in targets())]
 )
-def test_what_is_asked_for_exists(exposed: Scrape, text: str) -> None:
-    """A panel would stay empty, and an alert silent, after a metric has another name."""
+def test_queried_metrics_exist(exposed: Scrape, text: str) -> None:
+    """After a metric is renamed, a panel would stay empty and an alert silent."""
     expr = promql.parse(filled_in(text))
     labels: set[str] = set()
     for selector in selectors(expr):
@@ -223,7 +223,7 @@ def test_what_is_asked_for_exists(exposed: Scrape, text: str) -> None:
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """It would show another Prometheus, one node only, or panels over each other."""
+    """It would use another data source, show one node only, or overlay its panels."""
     assert [variable["name"] for variable in BOARD["templating"]["list"]] == [
         "datasource",
         "instance",
@@ -264,8 +264,8 @@ def series(**labels: str) -> Labels:
     return frozenset(labels.items())
 
 
-def test_the_evaluator() -> None:
-    """Alerts would be tested by something that always says yes."""
+def test_promql_evaluator() -> None:
+    """Alerts would be tested by an evaluator that is always true."""
     old: Scrape = {"a_total": {series(x="1"): 5.0, series(x="2"): 0.0}}
     now: Scrape = {
         "a_total": {series(x="1"): 65.0, series(x="2"): 0.0},

@@ -1,8 +1,8 @@
-"""The pages, tried as written: a newcomer gives every command that they show, in order.
+"""Runs every command of the pages in order, as a newcomer would.
 
-tierd is what the README starts. Other than on the pages are addresses, paths, sizes and digests.
-What needs a booted systemd, a package index, a GPU or a model is named in ELSEWHERE, with what
-tries it; a command that is in neither fails a test.
+tierd is started by the README's command. Addresses, paths, sizes and digests are replaced. A
+command that needs a booted systemd, a package index, a GPU or a model is listed in ELSEWHERE, with
+the test that covers it; a command that is neither run nor listed fails a test.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ELSEWHERE: Final = {
     "systemctl start tierd": "systemd; tests/e2e/test_systemd.py",
     "systemctl stop tierd": "systemd; tests/e2e/test_systemd.py",
 }
-"""Commands that are not tried here, and where they are."""
+"""Commands that are not run here, and what covers them."""
 
 STATUSES: Final = {
     "tierd doctor": {0, 1, 3},
@@ -52,18 +52,18 @@ STATUSES: Final = {
     "tierd bench --engine": {0, 2},
     "tierd fsck": {2},
 }
-"""Exit statuses that a command may have here, if not only 0: doctor and explain find something, a
-stand-in for an engine may be as fast with long prompts, and tierd is not stopped."""
+"""Exit statuses that a command may have here other than 0: doctor and explain have findings, the
+stand-in engine may be as fast with long prompts, and tierd is not stopped."""
 
 SAID: Final = {
     "tierd fsck": "stop tierd first",
     "tierd fsck --repair /var/lib/tierd/nvme": "stop tierd first",
 }
-"""What those that fail say."""
+"""What the commands that fail print."""
 
 
 def commands_of(page: str) -> list[str]:
-    """Its commands, a line each: without comments, and with what they read from the shell."""
+    """The commands of a page, one per line, without comments and the files that they write."""
     found = []
     for block in (code.text for code in codes(page) if code.language == "bash"):
         joined = re.sub(r"\\\n\s*", "", block)
@@ -78,7 +78,7 @@ def elsewhere(command: str) -> bool:
 
 @dataclass
 class Node:
-    """What the README starts, and what the pages' addresses stand for."""
+    """The README's daemon, and replacements for the pages' addresses."""
 
     directory: Path
     socket: str
@@ -96,7 +96,7 @@ class Node:
             client.close()
 
     def here(self, command: str) -> str:
-        """A command of a page, for this node."""
+        """A command of a page, adapted to this node."""
         digest = self.engine.space.digest.hex()
         for there, here in (
             ("http://127.0.0.1:8000", self.engine.url),
@@ -117,7 +117,7 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """The README's own lines, run by a shell, with its [admin] table."""
+    """The README's commands, run by a shell, with its [admin] table."""
     directory = tmp_path_factory.mktemp("node")
     listen = f"127.0.0.1:{free_port()}"
     [start] = [code.text for code in codes("README.md") if "tierd serve --config" in code.text]
@@ -144,7 +144,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         )
     engine = StandIn(None)  # type: ignore[arg-type]  # the machine is set below
     found = Node(directory, str(directory / "tierd.sock"), listen, engine)
-    engine._machine = found  # type: ignore[assignment]  # all that it asks of it is a client
+    engine._machine = found  # type: ignore[assignment]  # only its client is used
 
     def serves() -> bool:
         assert shell.poll() is None, (directory / "log").read_text()
@@ -176,7 +176,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 def tried() -> list[str]:
     found = [command for page in PAGES for command in commands_of(page) if not elsewhere(command)]
-    # What makes files for others comes first, and what leaves nothing for others last.
+    # Commands that write files for others come first; commands that delete everything come last.
     first, last = ("tierd hotset export",), ("tierd flush", "tierd fsck")
     return sorted(
         dict.fromkeys(found), key=lambda line: line.startswith(last) - line.startswith(first)
@@ -184,7 +184,7 @@ def tried() -> list[str]:
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """What a line comes to, and says; in this process if it needs no shell."""
+    """Exit status and output of a line; runs in this process if it needs no shell."""
     if "|" in line:
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout, done.stderr
@@ -200,18 +200,18 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
 def test_every_command_of_the_pages(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A newcomer's first command would be refused, or one of somebody who is in a hurry."""
+    """A command that a page shows would be refused."""
     monkeypatch.chdir(node.directory)
     monkeypatch.setenv("TIERD_SOCKET", node.socket)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    # Little data: what is measured is not looked at.
+    # Little data: the measured values do not matter here.
     monkeypatch.setattr(tier_speed, "ROUNDS", 1)
     monkeypatch.setattr(tier_speed, "ROUND_BYTES", 4 << 20)
     monkeypatch.setattr(tier_speed, "ALONE", 1)
     wrong = []
     for command in tried():
         if command == "tierd serve --config tierd.toml":
-            continue  # It is what the node is.
+            continue  # The fixture has run it.
         line = node.here(command)
         if re.match(r"tierd (config (check|show)|doctor|bench|fsck$)", line):
             line += " --config tierd.toml"
@@ -223,8 +223,8 @@ def test_every_command_of_the_pages(
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_command_is_tried_or_named() -> None:
-    """A command could be added to a page that nobody has ever given."""
+def test_every_command_is_run_or_listed() -> None:
+    """A page could gain a command that no test runs."""
     for page in PAGES:
         for command in commands_of(page):
             words = shlex.split(command)
@@ -236,7 +236,7 @@ def test_every_command_is_tried_or_named() -> None:
 
 
 def spans() -> list[str]:
-    """Commands of tierd's within a sentence of a page."""
+    """Commands of tierd within a sentence of a page."""
     found = []
     for page in PAGES:
         for part in re.split(r"\n\n|\n[*|]", prose(page)):
@@ -246,7 +246,7 @@ def spans() -> list[str]:
 
 @pytest.mark.parametrize("span", spans())
 def test_commands_within_sentences_exist(span: str) -> None:
-    """A command, or an option of it, would have another name by now."""
+    """A command or an option would have been renamed."""
     words = span.split()[1:]
     assert words[0] in COMMANDS
     help_of = helps(words[0])
@@ -256,7 +256,7 @@ def test_commands_within_sentences_exist(span: str) -> None:
 
 
 def helps(command: str) -> str:
-    """What a command says of itself, with its own commands'."""
+    """The help of a command and of its subcommands."""
     parser = parser_of([command])
     found = [parser]
     text = ""

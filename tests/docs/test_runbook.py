@@ -1,7 +1,7 @@
-"""The runbook, tried as written: on a booted systemd, in the situations that it is for.
+"""Runs the runbook on a booted systemd, in the situations that it is for.
 
-Each indented line of it is run by a shell and must end and say as it promises. Other than there are
-the addresses and digests, and what a pip would fetch.
+A shell runs each indented line, which must exit and print as the page says. Addresses, digests and
+the package that pip would fetch are replaced.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "runbook.md"
 NEW = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SEED, model="next")
 STORE = "/var/lib/tierd/kv"
 
-EVERYBODYS = "a system prompt that everybody has. " * 10
+SHARED = "a system prompt that everybody has. " * 10
 OFTEN = "another document, asked about often. " * 10
-NOBODYS = "one that nobody has asked for yet. " * 10
+UNSEEN = "one that nobody has asked for yet. " * 10
 MISSED = "a request that should have been a hit. " * 10
 
-# What `pip install --upgrade` does to it: there is another version afterwards.
+# Stands for `pip install --upgrade`: afterwards another version is installed.
 PIP = f"""#!/bin/sh -e
 [ "$*" = "install --upgrade tierd[daemon]" ]
 sed -i 's/^__version__ = .*/__version__ = "99.0"/' {SITE}/tierd/__init__.py
@@ -43,7 +43,7 @@ sed -i 's/^__version__ = .*/__version__ = "99.0"/' {SITE}/tierd/__init__.py
 
 
 class Line(NamedTuple):
-    """A command, its exit status, and what it says somewhere."""
+    """A command, its exit status, and a text that its output contains."""
 
     command: str
     status: int
@@ -69,7 +69,7 @@ def _line(row: str) -> Line:
 
 @dataclass
 class Node:
-    """A machine with tierd as the page installs it, an engine, and the page's variables."""
+    """A machine with tierd installed as the page says, an engine, and the page's variables."""
 
     machine: Machine
     engine: StandIn
@@ -91,8 +91,8 @@ class Node:
                 self.wait_ready()
 
     def status(self) -> dict:
-        """The daemon's."""
-        # More patient than an engine.
+        """The daemon's status."""
+        # With a longer timeout than an engine's.
         client = Client(self.machine.socket, name="status", call_timeout_ms=20_000)
         try:
             status: dict = client.status()
@@ -107,7 +107,7 @@ class Node:
         return found
 
     def ask_until(self, condition: Callable[[], object]) -> None:
-        """Have new prompts computed until it holds."""
+        """Send new prompts until `condition` holds."""
         asked = itertools.count()
 
         def met() -> object:
@@ -115,22 +115,22 @@ class Node:
             return condition()
 
         try:
-            wait_until(met, 20, "nobody notices")
+            wait_until(met, 20, "the condition does not hold")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.status()['storage']}") from None
 
     def wait_written(self) -> None:
-        """Until the tiers have what they are to get."""
-        wait_until(lambda: not self.status()["host"]["backlog_blocks"], 20, "tiers do not get it")
+        """Wait until the tiers have every block that they are to get."""
+        wait_until(lambda: not self.status()["host"]["backlog_blocks"], 20, "backups do not finish")
 
     def restart(self) -> None:
-        """Start tierd anew, with nothing in host memory."""
+        """Restart tierd with empty host memory."""
         self.machine.run("systemctl", "stop", "tierd")
         self.machine.run("systemctl", "start", "tierd")
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Until all tiers are open, and the engine is attached again."""
+        """Wait until all tiers are open and the engine is attached again."""
         wait_until(
             lambda: {tier["state"] for tier in self.status()["storage"]} == {"ready"},
             20,
@@ -140,7 +140,7 @@ class Node:
 
 
 def configuration(machine: Machine, redis: RedisServer) -> str:
-    """The file that install-units writes, with this node's users, sizes and a second tier."""
+    """The file that install-units writes, with this node's users and sizes and a second tier."""
     text = Path(f"{machine.root}/etc/tierd/tierd.toml").read_text()
     uid = machine.run("id", "--user", "tierd").stdout.strip()
     for default, own in (
@@ -175,7 +175,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         machine.run("sh", "-ec", users)
         machine.write("/etc/tierd/tierd.toml", configuration(machine, redis))
         machine.write("/opt/tierd/bin/pip", PIP, 0o755)
-        prompts = (EVERYBODYS, OFTEN, NOBODYS)
+        prompts = (SHARED, OFTEN, UNSEEN)
         rows = [json.dumps({"model": "base", "prompt": prompt}) for prompt in prompts]
         machine.write("/etc/tierd/warm.jsonl", "\n".join(rows))
         machine.write("/etc/tierd/request.json", json.dumps({"model": "base", "prompt": MISSED}))
@@ -189,15 +189,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 
 def cold_start(node: Node) -> None:
-    """Two prompts were asked for before host memory was lost."""
-    for prompt in (EVERYBODYS, OFTEN):
+    """Two prompts were sent before host memory was lost."""
+    for prompt in (SHARED, OFTEN):
         node.engine.ask(prompt)
     node.wait_written()
     node.restart()
 
 
 def hits_are_few(node: Node) -> None:
-    """An engine runs with another PYTHONHASHSEED than it has told tierd."""
+    """An engine runs with another PYTHONHASHSEED than the one in its namespace."""
     node.engine.seed = root_hash("42")
     node.engine.ask(MISSED)
 
@@ -207,11 +207,11 @@ def same_seed(node: Node) -> None:
 
 
 def tier_is_down(node: Node) -> None:
-    """Redis has gone, and blocks are to be written."""
+    """Redis has stopped, and blocks are waiting to be written."""
     node.redis.kill()
     node.ask_until(lambda: node.tier("redis")["state"] == "failing")
     wait_until(
-        lambda: "failing" in node.machine.show("tierd", "StatusText")[0], 20, "it is not told"
+        lambda: "failing" in node.machine.show("tierd", "StatusText")[0], 20, "no failing tier"
     )
 
 
@@ -221,8 +221,8 @@ def tier_is_back(node: Node) -> None:
 
 
 def disk_is_full(node: Node) -> None:
-    """Somebody else has filled the disk, a small one for this."""
-    # What it brings would be written before the disk is full.
+    """Another program has filled the disk, which is a small one here."""
+    # Pending blocks would otherwise be written before the disk is full.
     node.machine.run("systemctl", "disable", "tierd-warm")
     node.machine.run("systemctl", "stop", "tierd")
     small = "size=64m,mode=700,uid=tierd"
@@ -238,14 +238,14 @@ def disk_has_room(node: Node) -> None:
 
 
 def another_model(node: Node) -> None:
-    """An engine of another model is there."""
+    """An engine of another model runs."""
     node.engine.space = NEW
     node.engine.attach()
     node.names |= {"OLD": OLD.digest.hex(), "NEW": NEW.digest.hex()}
 
 
 def nothing(node: Node) -> None:
-    """It is as the block before has left it."""
+    """The situation of the previous block is unchanged."""
 
 
 SCENES: dict[str, list[Callable[[Node], None]]] = {
@@ -256,11 +256,11 @@ SCENES: dict[str, list[Callable[[Node], None]]] = {
     "A disk is full": [disk_is_full, disk_has_room],
     "Upgrade": [nothing],
 }
-"""What makes a situation real, and what the operator has done before each further block."""
+"""Sets up each situation, and does what the operator has done before each further block."""
 
 
-def test_every_line_has_a_scene(node: Node) -> None:
-    """A situation would be described that nobody has tried."""
+def test_every_section_has_a_situation(node: Node) -> None:
+    """The runbook could describe a situation that no test covers."""
     page = runbook()
     [head] = page.pop("Runbook")
     assert head[0].command == f"export PATH={node.names['PATH']}"
@@ -272,7 +272,7 @@ def test_every_line_has_a_scene(node: Node) -> None:
 
 @pytest.mark.parametrize("title", SCENES)
 def test_the_runbook(node: Node, title: str) -> None:
-    """Who is woken at night would type lines that fail, or look for what is never said."""
+    """An on-call engineer would type lines that fail, or wait for output that never comes."""
     for make, lines in zip(SCENES[title], runbook()[title], strict=True):
         make(node)
         node.follow(lines)

@@ -1,4 +1,4 @@
-"""The site is built without the network, and a link that leads nowhere fails it."""
+"""The site is built without the network, and a dead link fails the build."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What a build reads, to be changed."""
+    """The files that a build reads, in a copy that a test may change."""
     for folder in ("docs", "pages", "bench/results"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for name in ("mkdocs.yml", "ARCHITECTURE.md", "bench/policies.md", "tierd/wire/PROTOCOL.md"):
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_the_site_needs_no_network(checkout: Path) -> None:
-    """On a node without the Internet pages would have no styles, scripts or fonts."""
+    """On a node without Internet access pages would have no styles, scripts or fonts."""
     site = checkout / "site"
     done = build(checkout, site)
     assert done.returncode == 0, done.stderr
@@ -63,8 +63,8 @@ def test_the_site_needs_no_network(checkout: Path) -> None:
         "<!-- include: nowhere.md -->",
     ],
 )
-def test_a_link_that_leads_nowhere_fails_the_build(checkout: Path, line: str) -> None:
-    """A reader would find a dead link, and nobody else before."""
+def test_dead_link_fails_the_build(checkout: Path, line: str) -> None:
+    """Only a reader would find a dead link."""
     page = checkout / "docs" / "index.md"
     page.write_text(f"{page.read_text()}\n{line}\n")
     done = build(checkout, checkout / "site")

@@ -1,4 +1,4 @@
-"""The lists of calls in docs/architecture/walk.md are what a real session causes."""
+"""The call lists in docs/architecture/walk.md match a real session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def listed() -> dict[str, list[list[str]]]:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """The calls into the package that this thread makes meanwhile."""
+    """Records the calls into the package that this thread makes in the block."""
     calls: list[str] = []
     prefix = f"{ROOT}/"
 
@@ -54,8 +54,8 @@ def assert_in_order(expected: list[str], calls: list[str]) -> None:
         at = calls.index(call, at) + 1
 
 
-def test_a_store_and_a_hit_go_the_documented_way() -> None:
-    """The map that a newcomer follows would lead into a house that has been rebuilt."""
+def test_store_and_hit_make_the_documented_calls() -> None:
+    """The page would lead a newcomer to code that no longer exists."""
     page = listed()
     [reserve], [commit, backup] = page["RESERVE"], page["COMMIT"]
     resident, stored = page["ACQUIRE"]

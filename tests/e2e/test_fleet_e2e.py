@@ -1,7 +1,7 @@
-"""Real vLLM engines on two nodes that share storage: the same tokens, whichever node computed.
+"""Real vLLM engines on two nodes that share storage: equal tokens, whichever node computed them.
 
-Then one of them under load while its tiers hang, die, lie and come back: the same tokens, and
-no request waits longer than it may. Each engine is started once, because that takes long.
+Then one of them under load while its tiers hang, die, return wrong data and recover: equal tokens,
+and no request waits longer than allowed. Each engine is started once, because that takes long.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ PREFETCH_MS = 800
 """How long a request may wait for its prefix."""
 
 SLACK_S = 1.0
-"""A request may take so much longer than computing it did, beside the deadline: the connector's
-grace, and what else runs on the machine."""
+"""Allowed time of a request beyond computing and the deadline: the connector's grace, and other
+load on the machine."""
 
 TIER_MS = {
     "redis": {"deadline_ms": 500, "slow_ms": 400, "probe_ms": 300},
     "s3": {"deadline_ms": 1200, "slow_ms": 1000, "probe_ms": 300},
 }
-"""Less than a request may wait, and more: one leaves time to ask the next tier, at the other the
-request gives up first."""
+"""Tier deadlines below and above a request's wait: the first leaves time to ask the next tier, with
+the second the request gives up first."""
 
 TOKENS = 12
 BACK_S = 30.0
-"""A tier that is well again is used before this: after the next probe and one call on trial, each
-of which a busy machine may hold up for long enough to count as a failure."""
+"""A recovered tier is used within this time: after the next probe and one trial call, each of which
+can fail on a busy machine because it is too slow."""
 
 PATIENT_MS = {"deadline_ms": 20_000, "slow_ms": 20_000, "timeout_ms": 20_000}
-"""Where all blocks must get into a tier: a busy machine's S3 server takes its time."""
+"""Deadline while all blocks are written to a tier: the S3 server is slow on a busy machine."""
 
 LENGTHS = (330, 331, 352, 500)
 PROMPTS = [prompt(length, length) for length in LENGTHS]
 FULL = [whole_blocks(length) for length in LENGTHS]
 STORED = sum((length + TOKENS - 1) // BLOCK_TOKENS for length in LENGTHS)
-"""Blocks that prompts and answers fill; of the last token there is no KV."""
+"""Blocks filled by prompts and answers; the last token has no KV."""
 
 NEW = prompt(450, "new")
 """A prompt that is stored for the first time during a fault."""
@@ -68,7 +68,7 @@ LARGE, SMALL = "128MiB", "4MiB"
 
 
 class Node:
-    """A daemon and an engine that stay on one socket, while the daemon's tiers change."""
+    """A daemon and an engine on one socket, while the daemon's tiers change."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -79,7 +79,7 @@ class Node:
         )
 
     def serve(self, storage: str, capacity: str) -> None:
-        """Start the daemon again with other tiers, and the engine with nothing cached."""
+        """Restart the daemon with other tiers; the engine's own cache is emptied."""
         self.daemon.stop()
         self.daemon = DaemonProcess(self._directory, capacity=capacity, storage=storage)
         self.daemon.start()
@@ -91,13 +91,13 @@ class Node:
         return self.engine.generate(PROMPTS, tokens=TOKENS)
 
     def close(self) -> None:
-        """End both."""
+        """End the daemon and the engine."""
         self.engine.kill_if_running()
         self.daemon.stop()
 
 
 class Gold:
-    """What is right: computed, with nothing to load from; and how long each prompt took."""
+    """The right answers, computed without anything to load, and the time of each prompt."""
 
     def __init__(self, node: Node) -> None:
         node.engine.wait_connected(node.daemon)
@@ -128,10 +128,10 @@ def gold(nodes: list[Node]) -> Gold:
     return Gold(nodes[0])
 
 
-def test_a_node_loads_what_another_computed(
+def test_node_loads_blocks_computed_by_another(
     nodes: list[Node], gold: Gold, redis_server: RedisServer, weed: SeaweedFS
 ) -> None:
-    """A fleet would compute the same prefix on every node, or give other answers on one."""
+    """Each node of a fleet would compute the same prefix, or one would give other answers."""
     s3 = weed.options(weed.make_bucket())
     storage = table("redis", {**redis_server.options(), **PATIENT_MS})
     storage += table("s3", {**s3, **PATIENT_MS})
@@ -149,13 +149,13 @@ def test_a_node_loads_what_another_computed(
     with redis_server.client() as client:
         client.flushall()
     _loads_from(1, second, gold, storage)
-    # What S3 had has filled Redis again, for whoever comes next.
+    # Blocks read from S3 have filled Redis again, for the next request.
     second.daemon.wait_backed_up()
     _loads_from(0, first, gold, storage)
 
 
 def _loads_from(number: int, node: Node, gold: Gold, storage: str) -> None:
-    """With nothing cached on the node, every block comes from this tier of it."""
+    """With empty caches on the node, every block comes from this one of its tiers."""
     node.serve(storage, LARGE)
     before = node.engine.settled()["loaded_tokens"]
     loaded = node.run()
@@ -174,9 +174,9 @@ Fault = Callable[[], AbstractContextManager[None]]
 
 
 class World:
-    """An engine whose daemon has little memory, and tiers that have all blocks.
+    """An engine whose daemon has little memory, with tiers that hold all blocks.
 
-    The tiers' clients have `pools` of connections together.
+    The tiers' clients have `pools` connection pools in total.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class World:
         self._connections_max = pools * CONNECTIONS
 
     def fill(self) -> None:
-        """Have all blocks in all tiers, and none in memory."""
+        """Store all blocks in all tiers, and none in memory."""
         self._serve(LARGE, {"redis": PATIENT_MS, "s3": PATIENT_MS})
         self.node.run()
         self.node.engine.wait_stored(self.node.daemon, STORED)
@@ -206,7 +206,8 @@ class World:
         self.node.serve("".join(tables), capacity)
 
     def ask(self, why: str) -> int:
-        """Every prompt, one after the other: right and in time. The tokens that were loaded."""
+        """Ask every prompt in turn: answers must be right and in time. Returns the loaded
+        tokens."""
         self.node.engine.reset()
         loaded = 0
         for tokens, right, seconds in zip(
@@ -216,8 +217,8 @@ class World:
             assert result["tokens"] == [right], why
             assert result["seconds"] <= seconds + PREFETCH_MS / 1000 + SLACK_S, why
             loaded += result["cached"][0]
-        # None was answered 100 ms after its deadline: by the clock of the engine, which gives
-        # up then, and by the daemon's.
+        # No answer came more than 100 ms after its deadline: by the clock of the engine, which
+        # gives up then, and by the daemon's.
         assert self.node.engine.settled()["lookup_timeouts"] == self._timeouts, why
         status = self.node.daemon.status()
         assert status["counters"].get("answers_late_total", 0) == 0, why
@@ -225,14 +226,14 @@ class World:
         return loaded
 
     def _held(self) -> Footprint:
-        """What the daemon and its workers hold when nothing is under way."""
+        """Resources of the daemon and its workers when idle."""
         daemon = self.node.daemon
-        wait_until(lambda: is_idle(daemon.status()), 20.0, "something stays under way")
+        wait_until(lambda: is_idle(daemon.status()), 20.0, "the daemon does not become idle")
         assert daemon.process is not None
         return footprint(daemon.process.pid)
 
     def counters(self, at: int) -> dict[str, int]:
-        """What tier number `at` has counted since its daemon was started."""
+        """Counters of tier number `at` since its daemon was started."""
         counters: dict[str, int] = self.node.daemon.status()["storage"][at]["counters"]
         return counters
 
@@ -244,9 +245,10 @@ class World:
         below: bool = False,
         ask_below: Callable[[], None] = lambda: None,
     ) -> None:
-        """A fault comes and goes; if it is one of the first tier, `below` has all the same.
+        """A fault comes and goes. `below`: it is one of the first tier, and the second has all
+        blocks.
 
-        `ask_below` has the tiers after the first read, which a circuit needs to close.
+        `ask_below` makes the tiers below the first be read, which a circuit needs to close.
         """
         hits = self.counters(1)["get_hit_total"]
         self.node.engine.reset()
@@ -257,20 +259,20 @@ class World:
             for turn in ("first", "second"):
                 loaded = self.ask(f"{name}, {turn} time")
         if below:
-            assert loaded == sum(FULL), f"{name}: what is in the second tier is not used"
+            assert loaded == sum(FULL), f"{name}: blocks of the second tier are not used"
             assert self.counters(1)["get_hit_total"] > hits, name
         self.wait_well(ask_below)
         self.ask(f"after: {name}")
         check_returned(self._first, self._held(), self._connections_max)
 
     def wait_well(self, ask_below: Callable[[], None]) -> None:
-        """Until all tiers take and give again: a request decides, once a probe has passed."""
+        """Wait until all tiers are read and written again: after a probe, a request decides."""
 
         def shut() -> list[object]:
             ask_below()
             self.node.engine.reset()
             self.node.run()
-            # What has not been there is what is written.
+            # Only missing blocks are written.
             self.node.engine.generate([prompt(450, time.monotonic())], tokens=TOKENS)
             return [
                 circuit
@@ -281,26 +283,26 @@ class World:
 
         end = time.monotonic() + BACK_S
         while still := shut():
-            assert time.monotonic() < end, f"a tier stays shut: {still}"
+            assert time.monotonic() < end, f"a tier's circuit stays open: {still}"
 
     def loads_again(self) -> None:
-        """After faults that lost blocks: what engines compute is stored and found again."""
-        wait_until(lambda: self.ask("in the end") > 0, 20.0, "nothing is loaded any more")
+        """After faults that lost blocks, new blocks can be stored and loaded."""
+        wait_until(lambda: self.ask("in the end") > 0, 20.0, "blocks are no longer loaded")
 
 
 def empty(server: RedisServer) -> None:
-    """Have a Redis server without values."""
+    """Delete all values of a Redis server."""
     with server.client() as client:
         client.flushall()
 
 
-def test_no_fault_of_a_tier_reaches_a_user(
+def test_tier_faults_do_not_affect_answers(
     tmp_path: Path, nodes: list[Node], gold: Gold, weed: SeaweedFS
 ) -> None:
-    """A tier that hangs, dies, lies or is emptied would change, delay or fail answers.
+    """A tier that hangs, dies, returns wrong data or is emptied would change, delay or fail
+    answers.
 
-    What else a server can do to the daemon is in test_tier_faults; no engine could tell it from
-    these.
+    Other server faults are in test_tier_faults; an engine could not tell them from these.
     """
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(tmp_path / "redis"))
@@ -370,11 +372,11 @@ def _of_redis(redis: RedisServer) -> dict[str, Fault]:
     return {"redis hangs": hangs, "redis dies": dies, "redis is empty": is_empty}
 
 
-def test_a_cluster_that_loses_a_node_and_a_bucket_that_goes(
+def test_lost_cluster_node_and_deleted_bucket(
     tmp_path: Path, nodes: list[Node], gold: Gold
 ) -> None:
-    """What half of a cluster has, or a bucket had, would be waited for, or computed wrongly."""
-    # SeaweedFS makes a bucket that is missing; this server does not.
+    """Blocks of a lost node or bucket would be waited for, or computed wrongly."""
+    # SeaweedFS would create a missing bucket; this server does not.
     with RedisCluster(tmp_path / "cluster") as cluster, Rclone(tmp_path / "rclone") as rclone:
         bucket = rclone.make_bucket()
         tiers = ("redis", cluster.options()), ("s3", rclone.options(bucket))
@@ -403,8 +405,8 @@ def test_a_cluster_that_loses_a_node_and_a_bucket_that_goes(
         world.loads_again()
 
 
-def test_a_storm_of_refusals_and_a_full_disk(tmp_path: Path, nodes: list[Node], gold: Gold) -> None:
-    """A store that says no would be asked again and again, or lose those who read, too."""
+def test_refusal_storm_and_full_disk(tmp_path: Path, nodes: list[Node], gold: Gold) -> None:
+    """A store that refuses writes would be asked without end, or its readers would be lost too."""
     kind = SmallDisk if SmallDisk.can_run() else SeaweedFS
     with FakeS3() as fake, kind(tmp_path / "weed") as second_server:
         first = {"name": "stormy", **fake.options()}
@@ -420,7 +422,7 @@ def test_a_storm_of_refusals_and_a_full_disk(tmp_path: Path, nodes: list[Node], 
 
         world.survives("503 storm", storm, below=True)
         if not isinstance(second_server, SmallDisk):
-            pytest.skip("this user cannot mount a disk to fill; the storm was survived")
+            pytest.skip("this user cannot mount a disk to fill; the storm part passed")
         small = second_server
 
         @contextmanager

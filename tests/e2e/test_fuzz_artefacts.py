@@ -1,9 +1,8 @@
-"""Nothing is trusted that is not sealed: whatever becomes of the bytes of an artefact that tierd
-reads, nothing raises, no wrong byte is served, what is not in it is served as before, and the
-damage is told.
+"""Every artefact that tierd reads is verified: whatever happens to its bytes, no exception escapes,
+no wrong byte is served, undamaged parts are served as before, and the damage is reported.
 
-ARTEFACTS lists them all with who reads them. Those that are read by what runs the daemon are
-damaged in every byte here, or where the table says.
+ARTEFACTS lists all of them with their readers. The daemon's own artefacts are damaged here in every
+byte, or in the file that the table names.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ ARTEFACTS = {
 
 HIT, PRESENT, STORED = Outcome.HIT, Outcome.PRESENT, Outcome.STORED
 HEAD_SEALED = HEAD_BYTES
-"""Of an index file's head; then it is padded to ENTRIES_AT."""
+"""Size of an index file's head; padding follows up to ENTRIES_AT."""
 
 
 # --- the file tier ----------------------------------------------------------------------
@@ -81,7 +80,7 @@ def fsck(path: Path, *, repair: bool) -> CheckReport:
 
 
 class Disk:
-    """A closed tier whose slabs are full, each of `records` blocks of a chain."""
+    """A closed tier whose slabs are full; each holds `records` blocks of a chain."""
 
     def __init__(self, path: Path, slabs: int, records: int, length: int) -> None:
         self.path = path
@@ -106,7 +105,7 @@ class Disk:
             await tier._shelves._save_uses()
 
     async def serve(self) -> tuple[list[Outcome], Counter[str]]:
-        """An incarnation on what is there: how blocks fared at first, and what was counted."""
+        """An incarnation on these files: the first read of each block, and the counters."""
         async with suite.running(self.tier()) as tier:
             outcomes = await get(tier, self.blocks)
             counted = Counter(tier.counters)
@@ -129,8 +128,8 @@ INDEX_EDGES = [ENTRIES_AT, entry_at(1), uses_at(RECORDS), USED_BYTES - 8, USED_B
 
 @pytest.mark.slow
 def test_index_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flipped bit in an index file would end the tier, for good, or cost more than its block;
-    or fsck would call it clean, or its repair leave it so."""
+    """A flipped bit in an index file would disable the tier permanently, or cost more than its
+    block; or fsck would miss it, or leave it after a repair."""
     monkeypatch.setattr(backend_module, "EXAMPLES_MAX", 1 << 20)
     every = damages.all_of(index_bytes(RECORDS), INDEX_EDGES, USED_BYTES)
     disk = Disk(tmp_path / "tier", len(every), RECORDS, 100)
@@ -166,9 +165,9 @@ def test_index_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", ["tier", "fsck"])
 def test_record(tmp_path: Path, judge: str) -> None:
-    """A wrong byte of a record would be served, or one damaged block take others along."""
+    """A wrong byte of a record would be served, or one damaged block would take others along."""
     length = 100
-    # A flip in the padding between header and payload, or behind the payload, is no damage.
+    # A flip in the padding between header and payload, or behind the payload, does no damage.
     places = [*range(HEADER_BYTES), *range(PAGE_BYTES, PAGE_BYTES + length)]
     every = [d for d in damages.all_of(PAGE_BYTES + length) if d.at in places]
     every += damages.fills(HEADER_BYTES)
@@ -189,7 +188,7 @@ def test_record(tmp_path: Path, judge: str) -> None:
 
 @pytest.mark.slow
 def test_directory_files(tmp_path: Path) -> None:
-    """A tier would take another format for its own, or end for a torn LOCK file."""
+    """A tier would accept another format as its own, or stop because of a torn LOCK file."""
     disk = Disk(tmp_path / "tier", 1, 3, 100)
     for name in ("LOCK", "FORMAT"):
         file = disk.path / name
@@ -202,7 +201,7 @@ def test_directory_files(tmp_path: Path) -> None:
             with refused if name == "FORMAT" and spoilt != raw else contextlib.nullcontext():
                 directory.open()
             directory.close()
-            assert name == "LOCK" or file.read_bytes() == spoilt, "another tierd's file is changed"
+            assert name == "LOCK" or file.read_bytes() == spoilt, "another format was changed"
         file.write_bytes(raw)
     assert set(asyncio.run(disk.serve())[0]) == {HIT}
 
@@ -216,7 +215,7 @@ VALUE_BYTES = HEADER_BYTES + LENGTH
 async def spoilt_values(
     tier: Backend, damage_all: Callable[[dict[str, Callable[[bytes], bytes]]], None]
 ) -> None:
-    """Each damage of a value, of a block of its own: none is served, and it can be stored again."""
+    """Each damage, applied to a separate block: none is served, and each can be stored again."""
     every = damages.all_of(VALUE_BYTES, [HEADER_BYTES])
     blocks = make_chain("fuzz", len(every) + 1, LENGTH)
     assert set(await put(tier, blocks)) == {STORED}
@@ -233,7 +232,7 @@ async def spoilt_values(
 
 @pytest.mark.slow
 async def test_redis_value(redis_server) -> None:
-    """A damaged value would be served, fail its neighbours, or bar its key for ever."""
+    """A damaged value would be served, fail its neighbours, or block its key permanently."""
     with redis_server.client() as client:
 
         def damage_all(spoils: dict[str, Callable[[bytes], bytes]]) -> None:
@@ -248,7 +247,7 @@ async def test_redis_value(redis_server) -> None:
 
 @pytest.mark.slow
 async def test_s3_object() -> None:
-    """A damaged object would be served, fail its neighbours, or bar its name for ever."""
+    """A damaged object would be served, fail its neighbours, or block its name permanently."""
     with FakeS3() as fake:
 
         def damage_all(spoils: dict[str, Callable[[bytes], bytes]]) -> None:
@@ -264,14 +263,14 @@ async def test_s3_object() -> None:
 
 
 class Kept:
-    """What an incarnation left, with other bytes in its ledger or its segment."""
+    """The memory that an incarnation left, with damaged bytes in its ledger or its segment."""
 
     def __init__(self) -> None:
         self._keeper = Keeper()
-        life = OneLife(self._keeper)
+        incarnation = OneLife(self._keeper)
         self.hashes = chain("fuzz", 3)
-        life.store(life.space(), self.hashes)
-        life.end()
+        incarnation.store(incarnation.space(), self.hashes)
+        incarnation.end()
         named = self._keeper.take_kept()
         [self._arena] = {name for name, _ in named if "-" not in name}
         pair = [fd for name, fd in named if name == self._arena]
@@ -281,8 +280,8 @@ class Kept:
         self.ledger = os.pread(self._ledger, os.fstat(self._ledger).st_size, 0)
         self.segment = os.pread(self._segment, os.fstat(self._segment).st_size, 0)
 
-    def live(self, ledger: bytes, segment: bytes) -> tuple[int, Counter[str]]:
-        """Blocks of it that an incarnation serves, all bytes compared, and what it counted."""
+    def serve(self, ledger: bytes, segment: bytes) -> tuple[int, Counter[str]]:
+        """Number of blocks that a new incarnation serves, all bytes compared, and its counters."""
         keeper = Keeper()
         os.pwrite(self._segment, segment, 0)
         fd = os.memfd_create("ledger")
@@ -291,21 +290,21 @@ class Kept:
         os.close(fd)
         for name, other in self._others:
             keeper.keep(name, [other])
-        life = OneLife(keeper)
-        life.prove()
-        space = life.space()
+        incarnation = OneLife(keeper)
+        incarnation.prove()
+        space = incarnation.space()
         served = [h for h in self.hashes if h in space.items]
         for block_hash in served:
             slot = space.items[block_hash]
             assert slot not in space.unverified
-            assert life.memory.payload(space, slot) == content(block_hash)
-            assert space.tiers.of(slot) == 0, "a tier is said to have a block that it has not"
-        # Nothing of it hinders what comes.
-        life.lives.tick()
+            assert incarnation.memory.payload(space, slot) == content(block_hash)
+            assert space.tiers.of(slot) == 0, "a tier is credited with a block"
+        # The next incarnation is not affected.
+        incarnation.lives.tick()
         more = chain("more", 5)
-        assert len(life.store(space, more)) == len(more)
-        counted = Counter(life.counters)
-        life.end()
+        assert len(incarnation.store(space, more)) == len(more)
+        counted = Counter(incarnation.counters)
+        incarnation.end()
         keeper.close()
         return len(served), counted
 
@@ -324,18 +323,18 @@ def kept() -> Iterator[Kept]:
 
 @pytest.mark.slow
 def test_ledger(kept: Kept) -> None:
-    """A damaged ledger would end the start, or have other bytes served."""
+    """A damaged ledger would abort the start, or cause other bytes to be served."""
     records_at = len(kept.ledger) - 4 * RECORD_BYTES
     life_at = records_at - INCARNATION_BYTES  # Padding lies before it.
     head_end = len(kept.ledger[:life_at].rstrip(b"\0"))
-    assert kept.live(kept.ledger, kept.segment)[0] == 3
-    tail = RECORD_BYTES - 28  # The tiers, which are a hint, and behind seal and padding the state.
+    assert kept.serve(kept.ledger, kept.segment)[0] == 3
+    tail = RECORD_BYTES - 28  # The tiers, which are a hint; behind seal and padding, the state.
     free_at = records_at + 3 * RECORD_BYTES
     # All records are alike; one holds a block here, and one does not.
     some = damages.all_of(len(kept.ledger), [records_at, free_at], records_at + RECORD_BYTES)
     some += [d for d in damages.flips(len(kept.ledger)) if d.at is not None and d.at >= free_at]
     for damage in some:
-        served, counted = kept.live(damage.spoil(kept.ledger), kept.segment)
+        served, counted = kept.serve(damage.spoil(kept.ledger), kept.segment)
         lost = counted["rotten_blocks_total"] + counted["adoption_dropped_segments_total"]
         if damage.at is None or damage.at >= free_at:
             assert served == 3 or damage.at is None, damage.what
@@ -351,8 +350,8 @@ def test_ledger(kept: Kept) -> None:
             assert (served, lost) == (2, 1), damage.what
 
 
-def test_a_forgotten_record_stays_forgotten() -> None:
-    """One flipped bit would bring a block back that was evicted, or flushed."""
+def test_cleared_ledger_record_stays_cleared() -> None:
+    """One flipped bit would bring back an evicted or flushed block."""
     ledger = ledger_with(RECORDS_OF_A_LEDGER)
     ledger.forget([0])
     state_at = ledger._at(0) + RECORD_BYTES - 8
@@ -369,7 +368,7 @@ def test_segment(kept: Kept) -> None:
     length = len(content(kept.hashes[0]))
     for at in range(0, 3 * length, 4099):
         spoilt = kept.segment[:at] + bytes([kept.segment[at] ^ 1]) + kept.segment[at + 1 :]
-        served, counted = kept.live(kept.ledger, spoilt)
+        served, counted = kept.serve(kept.ledger, spoilt)
         assert (served, counted["rotten_blocks_total"]) == (2, 1), at
 
 
@@ -384,7 +383,7 @@ def hot_set() -> bytes:
 
 @pytest.mark.slow
 def test_hot_set() -> None:
-    """Damage in a hot set would teach, or warm, something else."""
+    """A damaged hot set would teach, or warm, other blocks."""
     raw = hot_set()
     whole = list(HotSet(io.BytesIO(raw), "a file"))
     for damage in damages.all_of(len(raw), [raw.index(b"\n"), raw.rindex(b"\n", 0, -1)]):
@@ -399,24 +398,24 @@ def test_hot_set() -> None:
 
 @pytest.mark.slow
 def test_snapshot(tmp_path: Path) -> None:
-    """A damaged snapshot would end the start, teach half of itself, or keep new ones out."""
+    """A damaged snapshot would abort the start, be taught in part, or block new snapshots."""
     raw = hot_set()
     for number, damage in enumerate(damages.all_of(len(raw))[::17]):
         spoilt = damage.spoil(raw)
         state = tmp_path / str(number)
         state.mkdir()
         (state / FILE).write_bytes(spoilt)
-        life = HotLife(state)
-        asyncio.run(life.snapshots.load())
-        assert life.counters["hotset_failed_total"] == (spoilt != raw)
-        life.write()
-        assert life.snapshots.status()["why"] == ""
-        life.close()
+        incarnation = HotLife(state)
+        asyncio.run(incarnation.snapshots.load())
+        assert incarnation.counters["hotset_failed_total"] == (spoilt != raw)
+        incarnation.write()
+        assert incarnation.snapshots.status()["why"] == ""
+        incarnation.close()
 
 
 @pytest.mark.slow
 def test_journal(tmp_path: Path) -> None:
-    """A damaged journal would have a warm leave out what was never warmed."""
+    """A damaged journal would make a warm skip blocks that were never warmed."""
     path = tmp_path / "journal"
     journal = WarmJournal(str(path), "host memory")
     for number in range(3):

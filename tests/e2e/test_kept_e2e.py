@@ -1,4 +1,4 @@
-"""After a restart, what was used more is found no less: the daemon, and tiers that turn over."""
+"""After a restart, prefixes with more uses are found at least as often: with tiers that evict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SPACE = namespace(16 << 10)
 HOST = "2MiB"
-"""128 blocks, of which an eighth may be leaving; each tier has about twice as many."""
+"""128 blocks, of which an eighth may be evicting; each tier holds about twice as many."""
 
 TIER_MIB = 4
 REQUESTS = 240
@@ -30,29 +30,29 @@ DOCUMENT = 8
 """Blocks of a prefix."""
 
 ALWAYS = 6
-"""Every so many requests one has the same prefix."""
+"""One of this number of requests has the same prefix."""
 
 PATIENT = {"deadline_ms": 20_000, "slow_ms": 20_000}
-"""However busy the machine is, what is there is found."""
+"""Deadline at which resident blocks are found, however busy the machine is."""
 
 FEW = (1, 2, 8)
-"""Numbers of uses from which on prefixes are counted together."""
+"""Numbers of uses that separate the groups of prefixes."""
 
 
 class Work:
-    """Requests to a daemon, some of whose prefixes are far more popular than others."""
+    """Requests to a daemon; some prefixes are far more popular than others."""
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.uses: Counter[int] = Counter()
         self._daemon = daemon
 
     def play(self) -> None:
-        """Requests, one after the other, each of which finds its blocks or stores them."""
+        """Make requests one after the other; each finds its blocks or stores them."""
         random = Random(1)
         with closing(self._daemon.client()) as client:
             handle = client.register(SPACE)
             for number in range(REQUESTS):
-                # The chance of each is as one to its rank, of as many as there are requests.
+                # The probability of a prefix is proportional to 1 / rank.
                 document = int(REQUESTS ** random.random()) if number % ALWAYS else 0
                 hashes, parents = chain(DOCUMENT, document)
                 found = len(client.get(handle, hashes, 10_000))
@@ -62,11 +62,11 @@ class Work:
                 wait_until(lambda: is_idle(client.status()), 60, "blocks are not written")
 
     def hit_ratios(self) -> list[float]:
-        """The share of blocks that is found, and is right; of prefixes with few uses first."""
+        """The share of blocks that is found and right, by number of uses, fewest first."""
         found, asked = Counter[int](), Counter[int]()
         with closing(self._daemon.client()) as client:
             handle = client.register(SPACE)
-            # What is used most first: bringing the others evicts it again.
+            # The most used first: loading the others evicts them again.
             for document, uses in self.uses.most_common():
                 hashes, _ = chain(DOCUMENT, document)
                 got = client.get(handle, hashes, 10_000)
@@ -87,8 +87,8 @@ class EvictingTier:
 
 @pytest.fixture(params=["file", "redis"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EvictingTier]:
-    """S3 is none: a full bucket refuses blocks, so a prefix that becomes popular once it is full
-    has no place in it."""
+    """A tier that evicts when it is full. S3 is not one: a full bucket refuses blocks, so a prefix
+    that becomes popular later is never stored."""
     if request.param == "file":
         options: dict[str, object] = {
             "type": "file",
@@ -99,9 +99,9 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EvictingTie
         }
         yield EvictingTier(options, lambda: None)
         return
-    # A test's seconds are to its LRU what hours are to a server: it must look at more keys.
+    # To its LRU clock a test lasts as long as hours on a server: it must sample more keys.
     limits = ("--maxmemory", f"{TIER_MIB + 6}mb", "--maxmemory-samples", "64")
-    # Marks of flushes, which a few seconds make old here as well, have no TTL and stay.
+    # Marks of flushes, which become old within seconds here too, have no TTL and stay.
     server = RedisServer(tmp_path / "redis", *limits, "--maxmemory-policy", "volatile-lru")
     with server, closing(server.client()) as admin:
         options = {**server.options(), "type": "redis", "timeout_ms": 20_000, "ttl_s": 86_400}
@@ -110,11 +110,10 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EvictingTie
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-def test_what_is_used_more_is_found_no_less_after_a_restart(
+def test_popular_prefixes_are_found_more_often_after_a_restart(
     tmp_path: Path, tier: EvictingTier, policy: WritePolicy
 ) -> None:
-    """The hottest prefixes of a node would be gone with its host memory, and one-off documents
-    be found."""
+    """A node's hottest prefixes would be lost with its host memory, and one-off documents kept."""
     kind = str(tier.options["type"])
     storage = table(kind, {**tier.options, **PATIENT, "write_policy": policy.value})
     prefetch = {"policy": "wait_complete"}
@@ -130,4 +129,4 @@ def test_what_is_used_more_is_found_no_less_after_a_restart(
         ratios = work.hit_ratios()
     assert ratios == sorted(ratios)
     assert ratios[-1] == 1.0
-    assert ratios[0] < 0.9, "the tier has not turned over"
+    assert ratios[0] < 0.9, "the tier has not evicted enough"

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments while blocks are stored: nothing wrong comes back, nothing leaks."""
+"""SIGKILL at random moments during stores: no wrong block is served, and no resource leaks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.daemon_process import DaemonProcess
 ROUNDS = 100
 CHAIN_BLOCKS = 24
 BLOCK_BYTES = 20_000
-"""Not a multiple of the page, so that padding is on disk too."""
+"""Not a multiple of the page size, so that the disk has padding too."""
 
 TIER_BYTES = 64 << 20
 
 
 def storm(daemon: DaemonProcess, tag: int, stop: threading.Event, stored: list[int]) -> None:
-    """Store chain after chain until the daemon is gone."""
+    """Store one chain after the other until the daemon is gone."""
     space = namespace(BLOCK_BYTES)
     client = daemon.client("storm")
     handle = client.register(space)
@@ -39,7 +39,7 @@ def storm(daemon: DaemonProcess, tag: int, stop: threading.Event, stored: list[i
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    """A daemon killed in the middle of writing would serve torn blocks, or fill its disk."""
+    """A daemon killed during a write would serve torn blocks, or fill its disk."""
     rng = random.Random(5)
     storage = (
         f'[[storage]]\ntype = "file"\npath = "{tmp_path / "store"}"\ncapacity = "64MiB"\n'
@@ -55,7 +55,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
         stored: list[int] = []
         thread = threading.Thread(target=storm, args=(daemon, number, stop, stored))
         thread.start()
-        # The moment of the kill is what varies; no result depends on how long this is.
+        # The delay varies the moment of the kill; no result depends on its length.
         stop.wait(rng.uniform(0.0, 0.12))
         daemon.kill()
         stop.set()
@@ -70,7 +70,7 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
 
 
 def check_everything(daemon: DaemonProcess, space: object, rounds: int) -> int:
-    """Every block of the last rounds that the daemon still has must be the right one."""
+    """Check that every block of the last rounds that the daemon still has is right."""
     ns = namespace(BLOCK_BYTES)
     client = daemon.client("check")
     handle = client.register(ns)
@@ -90,8 +90,8 @@ def check_everything(daemon: DaemonProcess, space: object, rounds: int) -> int:
     return found
 
 
-def test_counts_open_files_of_a_killed_client(l2_daemon: DaemonProcess) -> None:
-    """Clients that die would leave descriptors and slots behind, until the daemon has none."""
+def test_killed_clients_leak_no_descriptors(l2_daemon: DaemonProcess) -> None:
+    """Killed clients would leave descriptors and slots behind, until the daemon runs out."""
     space = namespace(4096)
     process = l2_daemon.process
     assert process is not None

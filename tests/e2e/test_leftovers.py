@@ -1,4 +1,4 @@
-"""What engines leave behind that die: nothing, in whatever state they were."""
+"""Killed engines leave nothing behind, whatever they were doing."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.support.traffic import Footprint, children, footprint, wait_until
 
 ENGINES = 200
 BEFORE = 50
-"""Engines until a daemon has what it keeps: pools, and the allocator's arenas."""
+"""Engines until a daemon's pools and allocator arenas have reached their size."""
 
 AT_ONCE = 4
 CAPACITY = 8 << 20
 POOLED = 8
-"""Threads that pools may still start: they have as many as were busy at once."""
+"""Threads that pools may still start: they grow to the number of concurrent tasks."""
 
 GROWTH_BYTES_MAX = 8 << 20
-"""Of the daemon's anonymous memory: 200 sessions with all that they held are several times that."""
+"""Bound on the daemon's anonymous memory: 200 leaked sessions would be several times that."""
 
 
 def greets_halfway(path: str) -> None:
@@ -111,7 +111,7 @@ STATES: list[Callable[[str], None]] = [
 
 
 def die_by_the_dozen(path: str, count: int) -> None:
-    """Fork engines that each get into a state and die in it."""
+    """Fork engines; each gets into one of the states and is killed."""
     alive: set[int] = set()
     failed = 0
     for number in range(count + AT_ONCE):
@@ -134,8 +134,8 @@ def threads(pid: int) -> int:
 
 
 def memory_files(pid: int) -> int:
-    """What a daemon and its children have open that came from engines, exports and gates; of the
-    arena's a worker opens as many as it needs."""
+    """Open memory files from engines in a daemon and its children: exports and gates. The arena's
+    are not counted, since a worker opens as many as it needs."""
     count = 0
     for each in [pid, *children(pid)]:
         for fd in Path(f"/proc/{each}/fd").iterdir():
@@ -146,7 +146,7 @@ def memory_files(pid: int) -> int:
 
 @pytest.mark.slow
 def test_two_hundred_engines_leave_nothing_behind(tmp_path: Path) -> None:
-    """Each crash of an engine would take descriptors, slots or memory, until tierd has none."""
+    """Each engine crash would cost descriptors, slots or memory, until tierd runs out."""
     store = f'type = "file"\npath = "{tmp_path}/store"\ncapacity = {CAPACITY // 2}\n'
     policy = 'reserve_free = "0"\nwrite_policy = "write_through"\n'
     storage = f"lease_ttl_ms = 1000\n[[storage]]\n{store}{policy}"
@@ -167,7 +167,7 @@ def test_two_hundred_engines_leave_nothing_behind(tmp_path: Path) -> None:
             return not any(held)
 
         def settled() -> tuple[Footprint, int, int]:
-            wait_until(is_idle, 30, "something of a dead engine stays")
+            wait_until(is_idle, 30, "state of a killed engine remains")
             return footprint(daemon.pid), memory_files(daemon.pid), threads(daemon.pid)
 
         def engines(count: int) -> None:
@@ -175,7 +175,7 @@ def test_two_hundred_engines_leave_nothing_behind(tmp_path: Path) -> None:
             done = subprocess.run(words, capture_output=True, text=True, timeout=120)
             assert done.stdout == "0\n", done.stderr[-4000:]
 
-        # L2 and the tier are full, so that they make no segments and slabs meanwhile.
+        # L2 and the tier are full, so no segments or slabs are created meanwhile.
         with PageEngine(daemon.socket, blocks=8) as first:
             first.wait_attached()
             for number in range(CAPACITY // BLOCK_BYTES // 8):

@@ -30,13 +30,13 @@ WAIT_S = 20.0
 SHORT = 130
 SHORT_FULL = whole_blocks(SHORT)
 SHORT_BLOCKS = SHORT_FULL // BLOCK_TOKENS
-"""Few enough for write_back, which lets an eighth of host memory wait until it is written."""
+"""Few enough for write_back, which lets an eighth of host memory wait for its backup."""
 
 MEDIUM = 330
 LONG = 1600
 LONG_FULL = whole_blocks(LONG)
 BATCH_FULL = BATCH_BLOCKS_MAX * BLOCK_TOKENS
-assert BATCH_FULL < LONG_FULL < 2 * BATCH_FULL, "a tier is read twice for it"
+assert BATCH_FULL < LONG_FULL < 2 * BATCH_FULL, "a load needs exactly two reads of the tier"
 
 
 def memory(blocks: int) -> str:
@@ -48,11 +48,11 @@ LARGE = memory(512)
 
 CAP_MS = 10_000
 TIER_MS = {"deadline_ms": 20_000, "slow_ms": 20_000, "timeout_ms": 20_000}
-"""No wait is ended by the tier's own deadline."""
+"""The tier's own deadline ends no wait."""
 
 
 class Node:
-    """A daemon and an engine on one socket; the daemon's policies change beneath the engine."""
+    """A daemon and an engine on one socket; the daemon's policies change, the engine stays."""
 
     def __init__(self, directory: Path, server: RedisServer, proxy: Proxy) -> None:
         self._directory, self.server, self.proxy = directory, server, proxy
@@ -63,7 +63,7 @@ class Node:
         self.right: dict[str, list[int]] = {}
 
     def serve(self, capacity: str, prefetch: dict[str, object], **keys: object) -> None:
-        """Start the daemon again with these policies and host memory empty."""
+        """Restart the daemon with these policies and empty host memory."""
         self.daemon.stop()
         storage = table("redis", {**self.server.options(port=self.proxy.port), **TIER_MS, **keys})
         self.daemon = DaemonProcess(
@@ -72,7 +72,7 @@ class Node:
         self._begin()
 
     def crash(self) -> None:
-        """Kill the daemon and start it again: what is left is what the tier has."""
+        """Kill and restart the daemon: only the tier's blocks are left."""
         self.daemon.kill()
         self._begin()
 
@@ -81,9 +81,9 @@ class Node:
         self.engine.wait_connected(self.daemon)
 
     def ask(self, length: int, tag: str) -> int:
-        """One request, with the engine's own cache empty; the tokens that were loaded for it.
+        """Make a request with the engine's own cache empty; returns the tokens loaded for it.
 
-        Its answer is the same each time.
+        Its answer must be the same each time.
         """
         self.engine.reset()
         result = self.engine.generate([prompt(length, tag)], tokens=TOKENS)
@@ -93,7 +93,8 @@ class Node:
         return int(cached)
 
     def store(self, length: int, tag: str) -> None:
-        """A request for what nobody has; returns when it is stored and no tier is busy with it."""
+        """Make a request for a new prompt; returns once it is stored and no tier is busy with
+        it."""
         before = self._stored_blocks()
         assert self.ask(length, tag) == 0
         blocks = whole_blocks(length) // BLOCK_TOKENS
@@ -106,13 +107,13 @@ class Node:
         return int(self.daemon.wait_backed_up()["counters"].get("stored_blocks_total", 0))
 
     def counters(self) -> Counter[str]:
-        """The daemon's, and its tier's, by the command that an operator uses."""
+        """Counters of the daemon and its tier, from the command that an operator uses."""
         status = self.daemon.status()
         (tier,) = status["storage"]
         return Counter({**tier["counters"], **status["counters"]})
 
     def close(self) -> None:
-        """End both."""
+        """End the daemon and the engine."""
         self.engine.kill_if_running()
         self.daemon.stop()
 
@@ -132,8 +133,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def node(shared: Node) -> Iterator[Node]:
-    """The node, with an empty tier; what a test leaves behind must be in order."""
-    # It may still write what the test before has stored.
+    """The node, with an empty tier; checks its state after the test."""
+    # It may still be writing blocks of the previous test.
     shared.daemon.stop()
     with shared.server.client() as client:
         client.flushall()
@@ -157,27 +158,27 @@ def test_write_through_writes_at_once(node: Node) -> None:
     assert [node.ask(SHORT, f"{number}") for number in range(3)] == [SHORT_FULL] * 3
 
 
-def test_write_back_writes_what_is_evicted(node: Node) -> None:
-    """Every block would be written, or what has no room in memory would be lost."""
+def test_write_back_writes_evicted_blocks(node: Node) -> None:
+    """Every block would be written, or blocks without room in memory would be lost."""
     room = 64
     node.serve(memory(room), {}, write_policy="write_back")
     asked = 3 * room // SHORT_BLOCKS // 2
     for number in range(asked):
         node.store(SHORT, f"{number}")
         if number == 2:
-            assert not node.counters()["put_stored_total"], "there is room for these"
+            assert not node.counters()["put_stored_total"], "written without an eviction"
     status, counters = node.daemon.status(), node.counters()
     assert not counters["backup_dropped_total"]
     assert counters["put_stored_total"] == counters["evicted_blocks_total"] > room // 4
     assert counters["put_stored_total"] + status["host"]["blocks"] == asked * SHORT_BLOCKS
     for number in range(asked):
-        assert node.ask(SHORT, f"{number}") == SHORT_FULL, "it is in memory, or comes back"
+        assert node.ask(SHORT, f"{number}") == SHORT_FULL, "a block was lost"
         node.daemon.wait_backed_up()
     assert node.counters()["get_hit_total"] > 0
 
 
-def test_selective_writes_what_is_asked_for_again(node: Node) -> None:
-    """Prompts that come once would use up the budget, or those that come again not be kept."""
+def test_selective_writes_blocks_requested_again(node: Node) -> None:
+    """One-off prompts would use up the budget, or repeated prompts would not be kept."""
     room = 64
     node.serve(memory(room), {}, write_policy="write_through_selective", write_share=0.2)
     often = [f"often {number}" for number in range(4)]
@@ -200,19 +201,19 @@ def test_selective_writes_what_is_asked_for_again(node: Node) -> None:
     assert kept / len(often) > 2 * kept_once / len(once)
 
 
-def test_what_the_budget_refused_is_counted_when_it_is_asked_for(node: Node) -> None:
-    """An operator could not see what refusing cost."""
+def test_hits_lost_to_the_budget_are_counted(node: Node) -> None:
+    """An operator could not see the cost of refused writes."""
     node.serve(memory(64), {}, write_policy="write_through_selective", write_share=0.2)
     once: list[str] = []
     while node.counters()["backup_refused_total"] < 2 * SHORT_BLOCKS:
         once.append(f"once {len(once)}")
         node.store(SHORT, once[-1])
-        assert len(once) < 100, "the budget is not in use"
+        assert len(once) < 100, "the budget refuses nothing"
     assert not node.counters()["refused_hits_total"]
     for tag in once:
         node.ask(SHORT, tag)
     wait_until(
-        lambda: node.counters()["refused_hits_total"], WAIT_S, "what refusing cost is not counted"
+        lambda: node.counters()["refused_hits_total"], WAIT_S, "the cost of refusals is not counted"
     )
 
 
@@ -220,7 +221,7 @@ def test_what_the_budget_refused_is_counted_when_it_is_asked_for(node: Node) -> 
 
 
 def loaded_slowly(node: Node, prefetch: dict[str, object], down: Flow) -> tuple[int, Counter[str]]:
-    """Tokens that are loaded from a spoiled tier by a policy, and the counters then."""
+    """Tokens that a policy loads from a disturbed tier, and the counters afterwards."""
     node.serve(LARGE, {}, write_policy="write_through")
     node.store(LONG, "long")
     node.serve(LARGE, {"timeout_max_ms": CAP_MS, **prefetch}, connections=1, read_batches=1)
@@ -231,8 +232,8 @@ def loaded_slowly(node: Node, prefetch: dict[str, object], down: Flow) -> tuple[
     return loaded, counters
 
 
-def test_wait_complete_waits_for_all(node: Node) -> None:
-    """A hit would be cut short by a tier that needs its time."""
+def test_wait_complete_waits_for_all_blocks(node: Node) -> None:
+    """A hit would be cut short by a slow tier."""
     prefetch = {"policy": "wait_complete", "timeout_base_ms": 100, "timeout_per_ki_ms": 0}
     bytes_per_s = 4e6
     loaded, counters = loaded_slowly(node, prefetch, Flow(bytes_per_s=bytes_per_s))
@@ -242,9 +243,9 @@ def test_wait_complete_waits_for_all(node: Node) -> None:
     assert not counters["deadline_missed_total"]
 
 
-def test_timeout_takes_what_has_come_in_time(node: Node) -> None:
-    """A tier that hangs would keep a request longer than the operator allows, or what it gave
-    before would be thrown away."""
+def test_timeout_uses_blocks_that_arrived_in_time(node: Node) -> None:
+    """A tier that hangs would delay a request longer than the operator allows, or the blocks that
+    it delivered before would be discarded."""
     prefetch = {"policy": "timeout", "timeout_base_ms": 2000, "timeout_per_ki_ms": 0}
     # All of the first batch, and a part of the second.
     passes = Flow(good_bytes=(BATCH_BLOCKS_MAX + 8) * BLOCK_BYTES)
@@ -254,8 +255,8 @@ def test_timeout_takes_what_has_come_in_time(node: Node) -> None:
     assert 1.5e6 < counters["waited_us_total"] < 0.8e3 * CAP_MS
 
 
-def test_best_effort_waits_for_nothing(node: Node) -> None:
-    """An engine that has nothing else to do would wait for a disk."""
+def test_best_effort_does_not_wait(node: Node) -> None:
+    """An otherwise idle engine would wait for a disk."""
     loaded, counters = loaded_slowly(node, {"policy": "best_effort"}, Flow(bytes_per_s=0.7e6))
     assert loaded < BATCH_FULL
     assert counters["best_effort_ended_total"] == 1
@@ -273,7 +274,7 @@ def test_a_load_slower_than_computing_is_refused(node: Node) -> None:
     # About 150 tokens a second.
     node.proxy.spoil(down=Flow(bytes_per_s=0.6e6))
     assert node.ask(MEDIUM, "measures") == whole_blocks(MEDIUM)
-    assert not node.counters()["loads_refused_total"], "nothing is known of the tier's speed"
+    assert not node.counters()["loads_refused_total"], "refused before the tier was measured"
     assert node.ask(MEDIUM, "is refused") == 0
     counters = node.counters()
     assert counters["loads_refused_total"] == 1

@@ -1,4 +1,4 @@
-"""tierd as a service of a real systemd: what an operator does to it, with engines attached."""
+"""tierd as a service of a real systemd: an operator's actions, with engines attached."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ENGINE_UID = 54321
 BLOCKS = 600
 KEPT = 0.99
 ANSWER_S = 5.0
-"""Longest that an engine's call may take: its timeout is 2 s, and the machine may be busy."""
+"""Longest allowed call of an engine: its timeout is 2 s, and the machine may be busy."""
 
-# Stops all threads of a process that have given way to others, as I/O calls that never return
-# would. They stop as long as this program runs.
+# Stops all niced threads of a process, like I/O calls that never return. They are stopped as long
+# as this program runs.
 STOP_THREADS = """
 import ctypes, os, sys, time
 ptrace = ctypes.CDLL(None).ptrace
@@ -74,7 +74,7 @@ def config(redis_url: str, tierd_uid: str) -> str:
 
 @dataclass
 class Service:
-    """The tierd of a machine, which is running when a test begins."""
+    """The tierd of a machine; it is running when a test begins."""
 
     machine: Machine
     good: str
@@ -99,16 +99,16 @@ class Service:
         return status
 
     def logged(self, text: str) -> bool:
-        """Whether there is such a line in the journal."""
+        """Whether the journal has a line that matches."""
         found = self.machine.run("journalctl", "--quiet", f"--grep={text}", check=False)
         return found.returncode == 0
 
     def wait_for_tiers(self) -> None:
-        """Until all are ready: the sandbox lets a disk and a network be used."""
+        """Wait until all tiers are ready: the sandbox allows a disk and a network."""
         wait_until(
             lambda: {tier["state"] for tier in self.status()["storage"]} == {"ready"},
             30,
-            "a tier cannot be opened",
+            "a tier does not open",
         )
 
     def main_pid(self) -> int:
@@ -127,7 +127,7 @@ class Service:
         assert self.status()["host"]["blocks"] >= BLOCKS
 
     def proven(self) -> int:
-        """How many of the blocks are there, every byte compared."""
+        """Number of blocks that are found, every byte compared."""
         client = self.machine.client("prove")
         try:
             handle = client.register(self.space)
@@ -149,7 +149,7 @@ class Service:
         return sum(tier["counters"].get("read_bytes_total", 0) for tier in tiers)
 
     def check_kept(self, traffic: Traffic) -> None:
-        """L2 has the blocks, and they do not come from storage."""
+        """Check that L2 has the blocks, and that they do not come from storage."""
         traffic.pause()
         try:
             reads = self.reads()
@@ -185,7 +185,7 @@ def service(machine: Machine, redis_server: RedisServer) -> Service:
 
 @pytest.fixture
 def traffic(service: Service) -> Iterator[Traffic]:
-    """Engines that load and store all the while: none waits, none gets a wrong byte."""
+    """Engines that load and store continuously: none waits too long or gets a wrong byte."""
     with Traffic(service.machine) as traffic:
         wait_until(lambda: any(s.blocks for s in traffic.since(0)), 20, "engines get nothing")
         yield traffic
@@ -199,20 +199,20 @@ def traffic(service: Service) -> Iterator[Traffic]:
 
 
 def test_units_are_well_formed(machine: Machine) -> None:
-    """An operator's systemd complains of our units, or they expose the node to the daemon."""
+    """systemd would complain about the units, or they would expose the node to the daemon."""
     for _ in ("with", "without"):
         told = machine.run("systemd-analyze", "verify", *UNITS)
         assert told.stdout + told.stderr == ""
         unit = "/etc/systemd/system/tierd.service"
         machine.run("systemd-analyze", "security", "--offline=true", "--threshold=25", unit)
-        # What it exposes with GPUs was seen; the other tests are of a node without.
+        # Exposure with GPUs was checked above; the other tests use a node without GPUs.
         gpu = Path(f"{machine.root}{unit}.d/gpu.conf")
         gpu.unlink(missing_ok=True)
     machine.run("systemctl", "daemon-reload")
 
 
 def test_start_waits_until_engines_are_served(service: Service) -> None:
-    """`systemctl start` returns before the daemon serves, so what is ordered after it fails."""
+    """`systemctl start` would return too early, and units ordered after tierd would fail."""
     service.systemctl("stop", "tierd.service")
     service.systemctl("start", "tierd.service")
     status_text, state = service.show("StatusText", "SubState")
@@ -222,18 +222,18 @@ def test_start_waits_until_engines_are_served(service: Service) -> None:
 
 
 def test_limits_reach_the_process(service: Service) -> None:
-    """A crash writes terabytes of KV to the disk, or the kernel kills the daemon to free memory
-    that it would not free."""
+    """A crash would write terabytes of KV to the disk, or the kernel would kill the daemon for
+    memory that the kill does not free."""
     pid = service.machine.host_pid(service.main_pid())
     filter_bits = int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16)
     assert filter_bits == 1 << 0 | 1 << 4, "private anonymous memory and ELF headers"
     assert os.stat(f"/proc/{pid}").st_uid != 0
-    # In a container systemd may lower neither, and says nothing.
+    # In a container systemd cannot lower these two limits, and does not say so.
     assert service.show("LimitMEMLOCK", "OOMScoreAdjust") == ["infinity", "-900"]
 
 
 def test_engines_of_other_users_are_served(service: Service) -> None:
-    """An engine that is not root's gets nothing, or every user of the node gets KV."""
+    """An engine of another user would get no blocks, or every user of the node would get KV."""
 
     def status_as(uid: int) -> int:
         user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
@@ -244,9 +244,9 @@ def test_engines_of_other_users_are_served(service: Service) -> None:
 
 
 def test_kill_keeps_l2(service: Service, traffic: Traffic) -> None:
-    """A crash of the daemon costs the engines their whole host tier."""
+    """A crash of the daemon would cost the engines their whole host tier."""
     service.fill()
-    # What was stored in the last moments has no checksum yet, and is lost in a crash.
+    # Blocks stored in the last moments have no checksum yet, and are lost in a crash.
     wait_until(lambda: not service.status()["host"]["backlog_blocks"], 20, "no checksums")
     [restarts] = service.show("NRestarts")
     service.systemctl("kill", "--signal=KILL", "--kill-whom=main", "tierd.service")
@@ -255,14 +255,14 @@ def test_kill_keeps_l2(service: Service, traffic: Traffic) -> None:
 
 
 def test_restart_keeps_l2(service: Service, traffic: Traffic) -> None:
-    """An operator who restarts the daemon costs the engines their whole host tier."""
+    """A restart of the daemon would cost the engines their whole host tier."""
     service.fill()
     service.systemctl("restart", "tierd.service")
     service.check_kept(traffic)
 
 
 def test_upgrade_keeps_l2(service: Service, traffic: Traffic) -> None:
-    """Each new version of the daemon starts with an empty host tier."""
+    """Each new version of the daemon would start with an empty host tier."""
     service.fill()
     source = f"{service.machine.root}{SITE}/tierd"
     subprocess.run(["cp", "-r", source, f"{service.machine.root}/opt/next-tierd"], check=True)
@@ -282,7 +282,7 @@ def test_upgrade_keeps_l2(service: Service, traffic: Traffic) -> None:
 
 
 def test_reload_takes_a_good_file_and_refuses_a_bad_one(service: Service) -> None:
-    """A reload is without effect, or a typing error in the file takes the daemon down."""
+    """A reload would have no effect, or a typing error in the file would stop the daemon."""
     pid = service.main_pid()
     service.configure(service.good.replace("[host]", "[host]\npin_max_s = 1234"))
     service.systemctl("reload", "tierd.service")
@@ -292,7 +292,7 @@ def test_reload_takes_a_good_file_and_refuses_a_bad_one(service: Service) -> Non
     refused = service.systemctl("reload", "tierd.service", check=False)
     assert refused.returncode != 0
     assert "capacity" in service.machine.journal()
-    # Who sends the signal by hand does not get the file checked first.
+    # A signal sent by hand bypasses the check of the file.
     service.systemctl("kill", "--signal=HUP", "--kill-whom=main", "tierd.service")
     wait_until(lambda: "capacity" in service.show("StatusText")[0], 10, "no refusal in the status")
     assert service.main_pid() == pid
@@ -300,8 +300,8 @@ def test_reload_takes_a_good_file_and_refuses_a_bad_one(service: Service) -> Non
     assert service.status()["host"]["capacity_bytes"] == 128 << 20
 
 
-def test_a_hung_thread_trips_the_watchdog(service: Service, traffic: Traffic) -> None:
-    """An I/O call that never returns leaves a daemon that answers and does nothing, for ever."""
+def test_hung_thread_trips_the_watchdog(service: Service, traffic: Traffic) -> None:
+    """An I/O call that never returns would leave a daemon that answers and does nothing."""
     service.machine.drop_in("tierd.service", "watchdog", "[Service]\nWatchdogSec=3s\nNice=0\n")
     try:
         service.systemctl("restart", "tierd.service")
@@ -320,7 +320,7 @@ def test_a_hung_thread_trips_the_watchdog(service: Service, traffic: Traffic) ->
 
 
 def test_stop_drains(service: Service) -> None:
-    """A stop loses what only host memory had, or engines start the daemon again."""
+    """A stop would lose blocks that only host memory had, or engines would start it again."""
     service.systemctl("restart", "tierd.service")
     service.fill()
     service.systemctl("stop", "tierd.service")
@@ -336,7 +336,7 @@ def test_stop_drains(service: Service) -> None:
 
 @pytest.mark.parametrize("shared", ["socket", "directory"])
 def test_a_second_daemon_is_refused(service: Service, shared: str) -> None:
-    """Two daemons write into one directory, or systemd starts the refused one for ever."""
+    """Two daemons would write to one directory, or systemd would restart the second forever."""
     text = service.good if shared == "directory" else service.good.replace("/srv/kv", "/srv/k2")
     if shared == "directory":
         text = f'socket = "/run/tierd/second.sock"\n{text}'
@@ -358,8 +358,8 @@ def test_a_second_daemon_is_refused(service: Service, shared: str) -> None:
     assert {tier["state"] for tier in service.status()["storage"]} == {"ready"}
 
 
-def test_a_bad_file_ends_the_start(service: Service, traffic: Traffic) -> None:
-    """With a wrong file, systemd and the engines that connect start the daemon in a loop."""
+def test_bad_file_aborts_the_start(service: Service, traffic: Traffic) -> None:
+    """With a wrong file, systemd and connecting engines would start the daemon in a loop."""
     service.systemctl("stop", "tierd.service")
     service.configure(service.good.replace("128MiB", "much"))
     assert service.systemctl("start", "tierd.service", check=False).returncode != 0
@@ -368,11 +368,11 @@ def test_a_bad_file_ends_the_start(service: Service, traffic: Traffic) -> None:
     service.systemctl("start", "tierd.service")
 
 
-def test_a_boot_finds_what_was_hot(service: Service) -> None:
-    """The first users after a boot pay for an empty host memory, though the disks have it all."""
+def test_boot_restores_the_hot_set(service: Service) -> None:
+    """After a boot the first users would find empty host memory, although the disks have blocks."""
     service.fill()
     assert service.proven() == BLOCKS
-    service.systemctl("stop", "tierd.service")  # It drains, and nothing is kept, as at a boot.
+    service.systemctl("stop", "tierd.service")  # It drains and keeps nothing, as at a boot.
     service.systemctl("start", "tierd.service")
     service.wait_for_tiers()
     assert service.status()["host"]["blocks"] == 0
@@ -380,11 +380,11 @@ def test_a_boot_finds_what_was_hot(service: Service) -> None:
     reads = service.reads()
     assert reads >= BLOCKS * BLOCK_BYTES
     assert service.proven() == BLOCKS
-    assert service.reads() == reads, "not all of it was in host memory"
+    assert service.reads() == reads, "some blocks were not in host memory"
 
 
 def test_warm_runs_after_a_start(service: Service) -> None:
-    """Prefixes that were to be in host memory are not, or a node without a list cannot start."""
+    """Listed prefixes would not be warmed, or a node without a list could not start."""
     service.machine.run("rm", "--force", "/var/lib/tierd/hotset.jsonl")
     service.systemctl("start", "tierd-warm.service")
     assert service.logged("tierd-warm.service .* skipped because no trigger condition checks")
@@ -405,9 +405,9 @@ def test_warm_runs_after_a_start(service: Service) -> None:
 
 
 def test_journal_has_fields(service: Service) -> None:
-    """Logs cannot be filtered by what they are about."""
+    """Logs could not be filtered by tier or namespace."""
     told = service.machine.run("journalctl", "-u", "tierd", "-o", "json", "--no-pager").stdout
     entries = [json.loads(line) for line in told.splitlines()]
     own = [entry for entry in entries if entry.get("SYSLOG_IDENTIFIER") == "tierd"]
-    assert any(entry["PRIORITY"] != "6" for entry in own), "all lines weigh the same"
+    assert any(entry["PRIORITY"] != "6" for entry in own), "all lines have one priority"
     assert any("CODE_FILE" in entry for entry in own)

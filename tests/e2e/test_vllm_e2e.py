@@ -1,10 +1,10 @@
-"""A real vLLM and a real tierd: the same tokens wherever KV comes from, and whatever breaks.
+"""A real vLLM and a real tierd: equal tokens wherever KV comes from, and whatever fails.
 
-All of it with the engine's worker as the one that copies, and with the daemon.
+Every test runs with copies by the engine's worker and with copies by the daemon.
 
-Greedy tokens of a float32 model with random weights are compared: they change when one
-element of the KV is wrong. Engines are shared, because each takes long to start: one without
-tierd says what is right, and one for each way of copying stays while daemons come and go.
+Greedy tokens of a float32 model with random weights are compared: they change when one element of
+the KV is wrong. Engines are shared, because each takes long to start: one without tierd gives the
+right answers, and one per way of copying stays while daemons come and go.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def block_hashes(tokens: list[int]) -> list[bytes]:
-    """What vLLM hashes, under PYTHONHASHSEED=0, written out here once more."""
+    """vLLM's block hashes under PYTHONHASHSEED=0, computed independently."""
     parent = hashlib.sha256(cbor2.dumps("0")).digest()
     hashes = []
     for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
@@ -42,14 +42,14 @@ def block_hashes(tokens: list[int]) -> list[bytes]:
 
 
 ENGINE_BLOCKS = 180
-"""Room in an engine for what the tests but one ask at once; `CROWD` needs twice as much."""
+"""Room in an engine for the concurrent requests of every test but one; `CROWD` needs twice that."""
 
 LENGTHS = (330, 331, 352, 500)
 PROMPTS = [prompt(length, length) for length in LENGTHS]
 EIGHT = [prompt(400 + 40 * i, i) for i in range(8)]
 LONG = [prompt(700 + 40 * i, i) for i in range(6)]
 OWN, THEIRS = prompt(300, "own"), [777, *prompt(480, "theirs")]
-"""The second one is what `second_connector` loads."""
+"""The second one is loaded by `second_connector`."""
 TURN = prompt(150, "turn")
 TURN_TOKENS = 100
 CROWD = [prompt(40 + 9 * i, i) for i in range(32)]
@@ -57,7 +57,7 @@ CROWD_TOKENS = 120
 
 
 class Node:
-    """An engine, and the directory of whatever daemon it meets on its socket."""
+    """An engine, and the directory of the daemon on its socket."""
 
     def __init__(self, directory: Path, **extra: object) -> None:
         self.directory = directory
@@ -72,12 +72,12 @@ class Node:
     def daemon(
         self, storage: str | None = "", manager: ServiceManager | None = None
     ) -> DaemonProcess:
-        """A daemon on the engine's socket, not started; the last one must have ended."""
+        """A daemon on the engine's socket, not started; the previous one must have ended."""
         return DaemonProcess(self.directory, storage=storage, manager=manager)
 
 
 class Gold:
-    """What an engine without tierd answers."""
+    """Answers of an engine without tierd."""
 
     def __init__(self, directory: Path) -> None:
         with Engine(directory, "") as engine:
@@ -169,7 +169,7 @@ def test_tokens_are_the_same_from_every_tier(node: Node, gold: Gold) -> None:
         assert stats["store_blocks"] >= stored
         assert stats["load_failures"] == 0
         copied = daemon.status()["counters"].get("copy_load_blocks_total", 0) * BLOCK_TOKENS
-        assert copied == (sum(full) if node.transfer == "host_ipc" else 0), "who copies"
+        assert copied == (sum(full) if node.transfer == "host_ipc" else 0), "wrong side copies"
         engine.call("fail_loads", count=3)
         assert run()[0] == gold.prompts, "after failed loads"
         assert engine.settled()["load_failures"] == 3
@@ -204,13 +204,13 @@ def test_tokens_are_the_same_from_every_tier(node: Node, gold: Gold) -> None:
 
 
 def proven(daemon: DaemonProcess) -> int:
-    """Blocks that the daemon's next life can take over."""
+    """Blocks that the daemon's next incarnation can take over."""
     count: int = daemon.status()["host"]["proven_blocks"]
     return count
 
 
-def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold: Gold) -> None:
-    """tierd absent, killed in a load or a store, or restarted would lose or change answers."""
+def test_daemon_deaths_do_not_affect_answers(tmp_path: Path, node: Node, gold: Gold) -> None:
+    """Killing or restarting the daemon during a load or a store would lose or change answers."""
     manager = ServiceManager(tmp_path / "manager")
     daemon, engine = node.daemon(manager=manager), node.engine
     full = [whole_blocks(len(tokens)) for tokens in EIGHT]
@@ -227,8 +227,8 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold:
             engine.wait_connected(daemon)
             source = random.Random(7)
             for turn in range(10):
-                # Empty at first, so these are stores; from the second half on loads of what
-                # the life before had.
+                # Empty at first, so these are stores; from the second half on, loads of blocks of
+                # the previous incarnation.
                 engine.reset()
                 engine.call("start", prompts=EIGHT, tokens=16)
                 time.sleep(source.random() * 0.4)
@@ -242,7 +242,7 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold:
                 if turn % 2:
                     engine.wait_connected(daemon)
                     assert run()[0] == gold.eight
-            # Connected, and silent: requests wait for one deadline at most.
+            # Connected but silent: requests wait for one deadline at most.
             assert daemon.process is not None
             daemon.process.send_signal(signal.SIGSTOP)
             for _ in range(3):
@@ -266,7 +266,7 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold:
             assert run() == (gold.eight, full), "memory outlives the daemon"
             assert engine.call("reset", external=True)["reset"]
             fresh = engine.generate(EIGHT)
-            assert (fresh["tokens"], fresh["cached"]) == (gold.eight, [0] * 8), "a reset is a reset"
+            assert (fresh["tokens"], fresh["cached"]) == (gold.eight, [0] * 8), "blocks kept"
             engine.settled()
             assert daemon.status()["host"]["leases"] == 0
     finally:
@@ -274,9 +274,10 @@ def test_no_death_of_the_daemon_reaches_a_user(tmp_path: Path, node: Node, gold:
 
 
 def crowd(node: Node, gold: Gold, turns: int) -> dict[str, int]:
-    """Twice as many blocks as the engine has room for; what its counters rose by.
+    """Requests for twice as many blocks as the engine has room for; returns the rise of its
+    counters.
 
-    A daemon must be there.
+    A daemon must be running.
     """
     before = node.engine.settled()
     for _ in range(turns):
@@ -294,7 +295,7 @@ class Savings:
         self._engine, self._daemon = engine, daemon
 
     def now(self) -> Counter[str]:
-        # A request more, so that the counters of the last step are in.
+        # One more request, so that the counters of the last step are included.
         self._engine.generate([prompt(8, "after all")], tokens=2)
         status, stats = self._daemon.status(), self._engine.call("stats")
         (tier,) = status["storage"]
@@ -312,7 +313,7 @@ class Savings:
         )
 
     def of(self, prompts: list[list[int]], *, failed: int = 0) -> Counter[str]:
-        """How the counters rise with these requests; the engine's and the daemon's must agree."""
+        """The rise of the counters for these requests; engine and daemon must agree."""
         before = self.now()
         cached = sum(self._engine.generate(prompts, tokens=4)["cached"])
         now = self.now()
@@ -321,7 +322,7 @@ class Savings:
         if not failed:
             assert rise["hits"] == rise["saved"]
             assert cached == rise["saved"] + rise["own"]
-            # vLLM counts the rest of the last block, too, and the daemon nothing of it.
+            # vLLM also counts the rest of the last block, the daemon does not.
             assert 0 <= rise["queries"] - rise["wanted"] <= (len(prompts) + 1) * BLOCK_TOKENS
         return rise
 
@@ -331,8 +332,9 @@ HALVES = [tokens[: len(tokens) // 2] for tokens in SAVED]
 
 
 @pytest.mark.long
-def test_savings_are_what_the_engine_did_not_compute(node: Node, tmp_path: Path) -> None:
-    """tierd would be said to save what the engine had itself, and tiers be read for it."""
+def test_savings_equal_tokens_the_engine_did_not_compute(node: Node, tmp_path: Path) -> None:
+    """Tokens that the engine had in its own cache would count as saved, and tiers be read for
+    them."""
     engine, full = node.engine, sum(whole_blocks(len(tokens)) for tokens in SAVED)
     halves = sum(whole_blocks(len(tokens)) for tokens in HALVES)
     engine.reset()
@@ -361,7 +363,7 @@ def test_savings_are_what_the_engine_did_not_compute(node: Node, tmp_path: Path)
         again()
         rise = savings.of(SAVED)
         assert (rise["saved"], rise["own"], rise["read"]) == (0, full, 0), "no tier is read for it"
-        # Now host memory has it again, from the engine.
+        # Now the engine has stored it in host memory again.
         again()
         engine.reset()
         rise = savings.of(SAVED)
@@ -371,12 +373,12 @@ def test_savings_are_what_the_engine_did_not_compute(node: Node, tmp_path: Path)
         assert savings.of(HALVES)["tier"] == halves
         rise = savings.of(SAVED)
         assert (rise["own"], rise["tier"]) == (halves, full - halves)
-        assert rise["read"] == full - halves, "of the engine's own nothing is read"
+        assert rise["read"] == full - halves, "blocks in the engine's own cache were read"
 
         engine.reset()
         engine.call("fail_loads", count=2)
         rise = savings.of(SAVED, failed=2)
-        assert rise["hits"] == full, "vLLM counts what it was offered"
+        assert rise["hits"] == full, "vLLM counts offered tokens"
         assert rise["saved"] in {whole_blocks(len(tokens)) for tokens in SAVED}
         engine.reset()
         before = savings.now()
@@ -395,7 +397,7 @@ def test_savings_are_what_the_engine_did_not_compute(node: Node, tmp_path: Path)
 
 
 def test_preemption_under_pressure(node: Node, gold: Gold) -> None:
-    """Blocks that change owner while they are stored would be published with others' KV."""
+    """Blocks that change owner during a store would be published with another request's KV."""
     node.engine.reset()
     with node.daemon() as daemon:
         node.engine.wait_connected(daemon)
@@ -407,8 +409,8 @@ def test_preemption_under_pressure(node: Node, gold: Gold) -> None:
 
 
 def test_layer_by_layer(tmp_path: Path, gold: Gold) -> None:
-    """Layers that compute while later ones load would read KV that is not there, or leave it in
-    the engine's cache, above all when the daemon dies then or the request's blocks are taken."""
+    """Layers that compute while later ones load would read missing KV, or leave it in the engine's
+    cache, above all when the daemon dies or the request's blocks are reused."""
     full = [whole_blocks(len(tokens)) for tokens in LONG]
     node = Node(tmp_path, transfer="host_ipc", layerwise=True)
     engine, daemon = node.engine, node.daemon()
@@ -424,7 +426,7 @@ def test_layer_by_layer(tmp_path: Path, gold: Gold) -> None:
             time.sleep(source.random() * 0.06)
             daemon.kill()
             assert engine.call("join")["tokens"] == gold.long, f"killed in turn {turn}"
-            # What is left of the loads in the engine's own cache.
+            # Blocks that the loads left in the engine's own cache.
             assert engine.generate(LONG, tokens=8)["tokens"] == gold.long
             daemon.start()
         engine.wait_connected(daemon)
@@ -468,9 +470,9 @@ def test_two_ranks(l2_daemon: DaemonProcess, tmp_path: Path) -> None:
 SECOND = Path(__file__).parents[1] / "support" / "engines" / "second_connector.py"
 
 
-def test_another_connector_and_an_error_cost_no_right_token(tmp_path: Path, gold: Gold) -> None:
-    """What another connector loads would be stored for the blocks' former owner, or as if it
-    were right; and after one contained error blocks would be stored under others' hashes."""
+def test_another_connector_and_an_error_do_not_change_answers(tmp_path: Path, gold: Gold) -> None:
+    """Blocks loaded by another connector would be stored for their former owner, or as if they were
+    right; and after one contained error blocks would be stored under other blocks' hashes."""
     few = {"num_gpu_blocks_override": 18, "max_model_len": 512, "max_num_seqs": 4}
     with DaemonProcess(tmp_path / "tierd", storage="") as daemon:
         socket = str(daemon.socket)
@@ -495,7 +497,7 @@ def test_another_connector_and_an_error_cost_no_right_token(tmp_path: Path, gold
 
 
 def another_connector(engine: Engine, gold: Gold) -> None:
-    """It fills blocks whose former owner is still to be stored."""
+    """It fills blocks whose former owner has not been stored yet."""
     engine.call("hold_stores", held=True)
     before = engine.call("stats")
     assert engine.generate([OWN], tokens=8)["tokens"] == gold.two[:1]

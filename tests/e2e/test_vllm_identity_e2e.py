@@ -1,7 +1,7 @@
 """Real vLLM engines that must not share KV, and some that must, on one daemon.
 
-A prompt's first answer in an engine whose caches hold nothing of it is computed: that is what is
-right. Each engine is asked again with its own cache emptied, so that the answer comes from tierd.
+The first answer to a prompt in an engine with empty caches is computed, and so is right. Each
+engine is asked again with its own cache emptied, so that the answer comes from tierd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long, pytest.mar
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a draft of it, a LoRA adapter, and other weights for the model."""
+    """A folder with a model, a draft model, a LoRA adapter, and other weights for the model."""
     folder = tmp_path_factory.mktemp("models")
     make(folder / "model")
     shutil.copytree(folder / "model", folder / "draft")
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A running tierd without storage tiers."""
+    """A running daemon without storage tiers."""
     with DaemonProcess(tmp_path / "tierd", storage="", capacity="128MiB") as process:
         yield process
 
@@ -76,7 +76,7 @@ def test_engines_that_differ_in_a_setting_do_not_share(
     *,
     lora: bool,
 ) -> None:
-    """One would answer from KV that the other's setting has made."""
+    """One engine would answer from KV that depends on the other's setting."""
     more: dict[str, object] = {}
     if lora:
         more = {"lora": str(models / "adapter"), "extra": {"loras": {"a": "rev1"}}}
@@ -85,13 +85,13 @@ def test_engines_that_differ_in_a_setting_do_not_share(
         with Real(models / "model", daemon, tmp_path / "vllm.log", settings, **more) as engine:
             answers.append(compute_and_load(engine, daemon).computed)
             engine.settled()
-    assert answers[0] != answers[1], "the setting changes nothing, so this shows nothing"
+    assert answers[0] != answers[1], "the setting changes no answer, so the test shows nothing"
 
 
-def test_an_engine_with_a_draft_finds_its_blocks_after_a_restart(
+def test_engine_with_draft_model_finds_its_blocks_after_a_restart(
     models: Path, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """A function's address would make every start another namespace."""
+    """A function's address in the fingerprint would make every start another namespace."""
     speculative = {"method": "draft_model", "model": str(models / "draft")}
     settings = {"speculative_config": {**speculative, "num_speculative_tokens": 2}}
     with Real(models / "model", daemon, tmp_path / "vllm.log", settings) as engine:
@@ -103,7 +103,7 @@ def test_an_engine_with_a_draft_finds_its_blocks_after_a_restart(
         assert tokens == first.cached
 
 
-def test_weights_that_are_replaced_while_an_engine_starts_or_runs(
+def test_weights_replaced_while_an_engine_starts_or_runs(
     models: Path, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """The old weights' KV would be stored, and served, under the new weights' name."""
@@ -121,14 +121,14 @@ def test_weights_that_are_replaced_while_an_engine_starts_or_runs(
         shutil.copy(old, weights)
         engine.call("reload_weights")
         engine.reset()
-        # The scheduler hears of it with the first step's output; until then nothing is stored.
+        # The scheduler learns of it with the first step's output; until then nothing is stored.
         engine.generate([prompt(8, "after")], tokens=4)
-        assert compute_and_load(engine, daemon).computed == of_old, "in a namespace of its own"
+        assert compute_and_load(engine, daemon).computed == of_old, "KV in another namespace"
         engine.settled()
     shutil.copy(models / "other.safetensors", weights)
     with Real(model, daemon, tmp_path / "vllm.log") as engine:
         engine.wait_connected(daemon)
-        # The files are others by their times; their KV is not what the last engine left.
+        # The files have other times; their KV is not that of the previous engine.
         assert engine.ask() == (of_new, [0, 0, 0])
 
 
@@ -136,7 +136,7 @@ def test_weights_that_are_replaced_while_an_engine_starts_or_runs(
 
 
 def fingerprints(models: Path, home: Path, *cases: str) -> dict[str, str]:
-    """What the settings of engine_fingerprints.py come to, in a process of its own."""
+    """The fingerprints of the cases in engine_fingerprints.py, from a separate process."""
     script = ROOT / "tests" / "support" / "engines" / "engine_fingerprints.py"
     path = os.pathsep.join(str(ROOT / part) for part in ("", "backends", "connectors"))
     done = subprocess.run(
@@ -151,8 +151,8 @@ def fingerprints(models: Path, home: Path, *cases: str) -> dict[str, str]:
     return found
 
 
-def test_each_setting_s_fingerprint(models: Path, tmp_path: Path) -> None:
-    """A setting that changes KV would be left out, or one that does not cost all reuse."""
+def test_fingerprint_of_each_setting(models: Path, tmp_path: Path) -> None:
+    """A setting that changes KV would be left out, or one that does not would prevent reuse."""
     found = fingerprints(models, tmp_path)
     for name, why in REFUSED.items():
         assert found[name].startswith("refused: "), name

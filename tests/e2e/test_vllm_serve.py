@@ -1,7 +1,7 @@
-"""`vllm serve` as the README says, with a model from files: what a user's server does.
+"""`vllm serve` as in the README, with a model from files, as on a user's server.
 
-The engine runs in three processes here, is attached by name alone, hashes with no seed
-given, and identifies its weights by their files.
+The engine runs in three processes, is attached by name alone, hashes without a given seed, and
+identifies its weights by their files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[str, str], Server]]:
-    """Starts servers, and ends what a failed test left of them."""
+    """Starts servers, and ends servers that a failed test has left."""
     started: list[Server] = []
     model = write_model(tmp_path / "model")
 
@@ -36,24 +36,24 @@ def serve(tmp_path: Path) -> Iterator[Callable[[str, str], Server]]:
         server.kill()
 
 
-def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str, str], Server]) -> None:
-    """Who follows the README would get no hits, other answers, or no server without tierd.
+def test_readme_command(tmp_path: Path, serve: Callable[[str, str], Server]) -> None:
+    """A user of the README would get no hits, other answers, or no server without tierd.
 
-    What the daemon has copied for one server the next one copies for itself.
+    The next server loads the blocks that the daemon has copied for the previous one.
     """
     source = random.Random(0)
     one = [source.randrange(10, 15990) for _ in range(200)]
     other = one[:130] + [source.randrange(10, 15990) for _ in range(100)]
-    # A busy machine brings no prefix in the time that a user would grant.
+    # A busy machine does not load a prefix within a user's usual deadline.
     daemon = DaemonProcess(tmp_path / "tierd", prefetch={"policy": "wait_complete"})
     try:
         server = serve(daemon.socket, "host_ipc")
         gold = [server.complete(one), server.complete(other)]
-        assert [cached for _, cached in gold] == [0, 128], "without tierd: the engine's own"
+        assert [cached for _, cached in gold] == [0, 128], "without tierd, the engine's own cache"
 
         daemon.start()
         server.wait_until(lambda: DAEMON_COPIES in server.log.read_text())
-        # With their answers' tokens six and seven whole blocks, of which they share four.
+        # With their answers' tokens, six and seven whole blocks, of which they share four.
         server.wait_until(
             lambda: (
                 [server.complete(tokens)[0] for tokens in (one, other)]
@@ -71,7 +71,7 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str, str], Server
         again = [server.complete(one), server.complete(other)]
         assert [tokens for tokens, _ in again] == [tokens for tokens, _ in gold]
         assert [cached for _, cached in again] == [192, 224]
-        # Of the other prompt's blocks the first four are the engine's own by then.
+        # By then the first four of the other prompt's blocks are in the engine's own cache.
         loaded = 192 + 224 - 128
         assert server.metric("vllm:tierd_loaded_tokens_total") == loaded
         assert server.metric("vllm:external_prefix_cache_hits_total") == loaded
@@ -82,7 +82,7 @@ def test_the_readme_s_command(tmp_path: Path, serve: Callable[[str, str], Server
         server.wait_until(lambda: daemon.status()["host"]["pinned_bytes"] > 0)
         assert daemon.status()["counters"]["pins_granted_blocks_total"] == 6
 
-        # A reset with weights that stay, as vLLM has for each pause: nothing is lost.
+        # A reset with unchanged weights, as vLLM does for each pause: no block is lost.
         server.get("/reset_prefix_cache?reset_external=true", b"")
         assert server.complete(one) == (gold[0][0], 192)
         # Weights may be replaced after the reset, and before the next request.

@@ -1,6 +1,6 @@
-"""Warming with a real vLLM: what was warmed is what its next requests ask for.
+"""Warming with a real vLLM: the engine's next requests find the warmed blocks.
 
-One daemon and three engines, one after the other: what they did is looked at by many tests.
+One daemon and three engines, one after the other; many tests check the results of one sequence.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BLOCK_TOKENS = 32
 STORED_S = 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 REVISIONS = {"sql": "1"}
-"""Of the adapters that are offloaded; the other one, poet, is not."""
+"""The adapter that is offloaded; the other one, poet, is not."""
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def words(count: int, tag: str) -> str:
-    """Text of so many tokens, the same for the same tag."""
+    """Text of this number of tokens; a tag always gives the same text."""
     source = random.Random(tag)
-    # A word that begins as a special token, w0 to w2, would be cut there.
+    # A word that begins like a special token, w0 to w2, would be split there.
     return " ".join(f"w{source.randrange(3000, 9990)}" for _ in range(count))
 
 
@@ -42,7 +42,7 @@ def ids(text: str) -> list[int]:
 
 
 SYSTEM = words(900, "system")
-"""What the prompts of the workload have in common."""
+"""The common beginning of the workload's prompts."""
 
 WORKLOAD: dict[str, tuple[str, dict[str, object]]] = {
     "one": (COMPLETIONS, {"prompt": ids(SYSTEM + " " + words(200, "one")), "cache_salt": "a"}),
@@ -61,20 +61,20 @@ PROMPTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "sql": (COMPLETIONS, {"prompt": ids(words(600, "adapter")), "model": "sql"}),
 }
-"""Requests whose prefixes are computed because somebody warms them."""
+"""Requests whose prefixes are computed for a warm."""
 
 
 class First(NamedTuple):
-    """What the first request of its kind got, and one that can have nothing from anywhere."""
+    """The first request of its kind, and a request that nothing can be cached for."""
 
     warm: Streamed
     cold: Streamed
     loaded_tokens: int
-    """Of the prompt, by the engine's connector."""
+    """Tokens of the prompt that the engine's connector loaded."""
 
     @property
     def prefix_tokens(self) -> int:
-        """What can come from a cache: whole blocks that leave a token to compute."""
+        """Tokens that a cache can supply: whole blocks that leave a token to compute."""
         return (self.warm.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -86,10 +86,10 @@ class Site:
         store = directory / "store"
         self.daemon = DaemonProcess(
             directory / "tierd",
-            # Else what was asked for once only is not written.
+            # Otherwise prompts that were requested once would not be written.
             storage=f'[[storage]]\ntype = "file"\npath = "{store}"\ncapacity = "2GiB"\n'
             'reserve_free = "0"\nwrite_policy = "write_through"\n',
-            # A busy machine brings no prefix in the time that a user would grant.
+            # A busy machine does not load a prefix within a user's usual deadline.
             prefetch={"policy": "wait_complete"},
         )
         self.model = write_model(directory / "model")
@@ -115,7 +115,7 @@ class Site:
         return self._server
 
     def start_engine(self, transfer: str) -> None:
-        """In place of the last one, whose own cache is gone."""
+        """Start an engine in place of the previous one, whose own cache is lost."""
         self.stop_engine()
         self._started += 1
         self._server = Server(
@@ -134,13 +134,13 @@ class Site:
             self._server = None
 
     def close(self) -> None:
-        """End what a failed test left."""
+        """End servers that a failed test has left."""
         if self._server is not None:
             self._server.kill()
         self.daemon.stop()
 
     def run(self, *words: str, statuses: Sequence[int] = (0,)) -> str:
-        """What a command of `tierd` prints."""
+        """The output of a `tierd` command."""
         done = subprocess.run(
             [sys.executable, "-m", "tierd.cli.main", *words, "--socket", self.daemon.socket],
             capture_output=True,
@@ -150,25 +150,25 @@ class Site:
         return done.stdout
 
     def write(self, name: str, *requests: Mapping[str, object]) -> str:
-        """A file with requests, one a line; its path."""
+        """Write a file with requests, one per line; returns its path."""
         file = self.directory / name
         file.write_text("".join(json.dumps(request) + "\n" for request in requests))
         return str(file)
 
     @property
     def lora(self) -> list[str]:
-        """What a command needs to hash an adapter's requests."""
+        """Options that a command needs to hash an adapter's requests."""
         return ["--lora", f"sql={self.adapters['sql']}"]
 
     def explain(self, request: Mapping[str, object]) -> dict:
-        """What `tierd explain` says of a request, whose blocks are all there."""
+        """The output of `tierd explain` for a request whose blocks are all present."""
         file = self.write("asked.json", request)
         lora = self.lora if request.get("model") == "sql" else []
         explained: dict = json.loads(self.run("explain", file, *lora, "--json"))
         return explained
 
     def compute(self, prompts: str) -> list[dict]:
-        """What `tierd warm` reports of a file's prompts, each time until all of it is there.
+        """The reports of `tierd warm` on a file's prompts, repeated until all of it is stored.
 
         A busy machine's daemon may be too late for a store, which an engine then drops.
         """
@@ -181,7 +181,7 @@ class Site:
         return reports
 
     def serve(self, asked: Collection[tuple[str, Mapping[str, object]]]) -> None:
-        """Requests, again until all of their blocks are stored, which is after the answer."""
+        """Make requests, again until all of their blocks are stored, which is after the answer."""
         file = self.write("served.jsonl", *(request for _, request in asked))
         command = ["warm", *self.lora, "--dry-run", "--json", file]
         end = time.monotonic() + STORED_S
@@ -194,7 +194,7 @@ class Site:
             assert time.monotonic() < end, found
 
     def first(self, path: str, request: Mapping[str, object]) -> First:
-        """A request, and then the same one of a tenant whom nobody has seen."""
+        """A request, and then the same request of a new tenant."""
         before = self.server.metric("vllm:tierd_loaded_tokens_total")
         warm = self.server.stream(path, request)
         after = self.server.metric("vllm:tierd_loaded_tokens_total")
@@ -209,10 +209,10 @@ class Site:
 
 
 class Story:
-    """All that happens, in order."""
+    """The whole sequence, in order."""
 
     def __init__(self, site: Site) -> None:
-        # Nothing is stored anywhere, and an engine computes what is to be warm.
+        # Storage is empty, and an engine computes the blocks to warm.
         site.daemon.start()
         site.start_engine("host_ipc")
         prompts = site.write("prompts.jsonl", *(request for _, request in PROMPTS.values()))
@@ -227,7 +227,7 @@ class Story:
         self.unnamed = site.first(path, {**request, "model": "poet"})
         self.unnamed_lookups = site.server.metric("vllm:tierd_lookups_total") - lookups
 
-        # A workload is served, and all is stopped; what is in storage stays.
+        # A workload is served, then everything is stopped; storage keeps its blocks.
         site.serve(WORKLOAD.values())
         site.daemon.wait_backed_up()
         hotset = str(site.directory / "hotset")
@@ -244,7 +244,7 @@ class Story:
         self.after_wipe = {name: site.first(*asked) for name, asked in WORKLOAD.items()}
         self.reads = site.storage_reads() - reads
         config = str(site.daemon.config)
-        # Warnings may be of this machine, faults are of tierd or the engine.
+        # Warnings may concern this machine, errors concern tierd or the engine.
         self.findings = json.loads(
             site.run(
                 *("doctor", "--config", config, "--engine", site.server.url, "--json"),
@@ -264,8 +264,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         site.close()
 
 
-def test_what_an_engine_was_made_to_compute_is_there_after_its_restart(story: Story) -> None:
-    """The first users after a deploy would pay, though chats, text and adapters were warmed."""
+def test_warmed_prefixes_survive_an_engine_restart(story: Story) -> None:
+    """After a deploy the first users would wait, although chats, text and adapters were warmed."""
     report = story.computed[-1]
     assert (report["missing"], report["reasons"]) == (0, [])
     blocks = sum(first.prefix_tokens for first in story.after_restart.values()) // BLOCK_TOKENS
@@ -276,14 +276,14 @@ def test_what_an_engine_was_made_to_compute_is_there_after_its_restart(story: St
         assert first.warm.tokens == first.cold.tokens
 
 
-def test_one_tenant_s_warm_never_serves_another(story: Story) -> None:
-    """A tenant could tell from its first answer's time what another had asked."""
+def test_warm_of_one_tenant_never_serves_another(story: Story) -> None:
+    """A tenant could tell from the time of its first answer what another tenant had asked."""
     assert story.tenant.cached_tokens == 0
     assert story.tenant.tokens == story.after_restart["text"].cold.tokens
 
 
-def test_an_adapter_s_warm_is_for_that_adapter(story: Story) -> None:
-    """The same tokens would get another adapter's KV, and a wrong answer."""
+def test_warm_of_an_adapter_serves_only_that_adapter(story: Story) -> None:
+    """Equal tokens would get another adapter's KV, and a wrong answer."""
     assert story.base.cached_tokens == 0
     assert story.unnamed.warm.cached_tokens == story.unnamed.loaded_tokens == 0
     assert story.unnamed_lookups == 0, "an adapter without a revision is offloaded"
@@ -291,20 +291,18 @@ def test_an_adapter_s_warm_is_for_that_adapter(story: Story) -> None:
     assert story.after_restart["sql"].warm.tokens not in answers
 
 
-def test_a_hot_set_brings_back_what_was_served(
-    story: Story, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hot_set_restores_served_prefixes(story: Story, capsys: pytest.CaptureFixture[str]) -> None:
     """After a reboot the first users would wait for storage, or for the prompt's computation."""
     assert story.host_blocks == 0
     assert (story.brought["missing"], story.brought["reasons"]) == (0, [])
     for first in story.after_wipe.values():
         assert first.warm.cached_tokens >= 0.95 * first.prefix_tokens
         assert first.warm.tokens == first.cold.tokens
-    # The second prompt has its beginning from the first one, by then in the engine's own cache.
+    # The beginning of the second prompt is by then in the engine's own cache.
     for name in ("one", "tenant", "sql"):
         first = story.after_wipe[name]
         assert first.loaded_tokens == first.warm.cached_tokens
-    assert story.reads == 0, "something was read for a request, not by the warm"
+    assert story.reads == 0, "a request read the tier after the warm"
     with capsys.disabled():
         for name, first in [*story.after_restart.items(), *story.after_wipe.items()]:
             cold_s, warm_s = first.cold.first_token_s, first.warm.first_token_s
@@ -312,14 +310,14 @@ def test_a_hot_set_brings_back_what_was_served(
             print(f"\n{name}: first token after {cold_s:.3f} s cold, {warm_s:.3f} s warm", end="")
 
 
-def test_explain_and_doctor_see_it(story: Story) -> None:
-    """An operator would be told of misses, or of faults, where there are none."""
+def test_explain_and_doctor_report_warmed_blocks(story: Story) -> None:
+    """An operator would be told of misses, or of faults, that do not exist."""
     for explained, (_, request) in zip(story.explained, WORKLOAD.values(), strict=True):
         prompt = request["prompt"]
         assert isinstance(prompt, list)
         assert explained["tokens_there"] == len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
         states = {rank["host"] for block in explained["blocks"] for rank in block["ranks"]}
-        assert states == {"ready"}, "it is in storage only"
+        assert states == {"ready"}, "a block is in storage only"
     assert story.findings["counts"]["fault"] == 0
     said = [finding["what"] for finding in story.findings["findings"]]
     assert any("stored under the hash" in what for what in said)

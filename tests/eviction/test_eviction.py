@@ -1,4 +1,4 @@
-"""The eviction policies: what none may ever do, and each against a model that is plainly right."""
+"""The eviction policies: invariants that hold for all, and each against a simple model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierd.types import NEVER
 ROOT = b"R" * 32
 CAPACITY = 60
 FLOOR = 0.002
-"""Share of all references by which LRU may be ahead."""
+"""Share of all references by which LRU may be ahead of the policy."""
 EVENTS = ["serve", "serve", "remove", "move", "evict", "touch", "resize"]
 
 
@@ -34,7 +34,7 @@ def generated(seed: int, requests: int = 400) -> Trace:
 
 
 class Cache:
-    """An index and its free items, filled as the daemon fills it."""
+    """An index and its free items, filled in the same order as by the daemon."""
 
     def __init__(self, capacity: int, name: str, reuse: Reuse | None = None) -> None:
         self.reuse = reuse or Reuse()
@@ -44,7 +44,7 @@ class Cache:
         self.hits = 0
 
     def serve(self, request: PrefixRequest) -> list[int]:
-        """Use and store one request's blocks; the items that were evicted for it."""
+        """Use and store one request's blocks; returns the items that were evicted for it."""
         items, hashes = self.index.items, request.hashes
         self.reuse.use(request)
         found = self.index.use(request)
@@ -59,8 +59,8 @@ class Cache:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_prefix_never_has_a_hole(name: str) -> None:
-    """Blocks behind a hole are dead weight: they hit nothing and fill the cache."""
+def test_prefixes_never_have_holes(name: str) -> None:
+    """Blocks behind a hole would fill the cache and could never be served."""
     cache = Cache(CAPACITY, name)
     for number, request in enumerate(generated(1).requests):
         cache.serve(request)
@@ -77,8 +77,8 @@ def test_a_prefix_never_has_a_hole(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_any_order_of_events_keeps_the_books(name: str, data: st.DataObject) -> None:
-    """A slot that is lost, or given out twice, is a wrong byte or a cache that shrinks."""
+def test_accounting_holds_for_any_order_of_events(name: str, data: st.DataObject) -> None:
+    """A lost slot would shrink the cache; a slot given out twice would serve a wrong byte."""
     capacity = 8
     cache = Cache(capacity, name)
     now_s = 0.0
@@ -97,7 +97,7 @@ def test_any_order_of_events_keeps_the_books(name: str, data: st.DataObject) -> 
         elif event == "touch":
             cache.index.touch(items[:3])
         elif event == "resize":
-            # What was lent is taken back: that many have left, the others may stay.
+            # As when lent memory is taken back: the policy may keep the other items.
             cache.policy.resize(data.draw(st.integers(1, 2 * capacity)))
         elif event == "evict":
             busy = set(items[::2])
@@ -118,7 +118,7 @@ def test_any_order_of_events_keeps_the_books(name: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_everything_goes_when_everything_must(name: str) -> None:
+def test_all_blocks_can_be_evicted(name: str) -> None:
     """A namespace whose blocks cannot all be evicted would never lend its memory."""
     cache = Cache(CAPACITY, name)
     for request in generated(2, 100).requests:
@@ -130,8 +130,9 @@ def test_everything_goes_when_everything_must(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_busy_blocks_stay_and_come_back_into_play(name: str) -> None:
-    """A leased slot that is reused under its reader is a wrong byte; one never freed is lost."""
+def test_busy_blocks_are_evicted_only_after_release(name: str) -> None:
+    """A leased slot reused under its reader would be a wrong byte; one never freed would be
+    lost."""
     cache = Cache(10, name)
     cache.serve(PrefixRequest([block(i) for i in range(5)], 0.0))
     cache.serve(PrefixRequest([block(100 + i) for i in range(5)], 1.0))
@@ -142,7 +143,7 @@ def test_busy_blocks_stay_and_come_back_into_play(name: str) -> None:
     assert len(cache.index.evict(20, lambda item: False)) == 5
 
 
-# --- each against a model -----------------------------------------------------------
+# --- each policy against a model ----------------------------------------------------
 
 
 class Model:
@@ -191,8 +192,8 @@ MODELS: dict[str, Callable[[Model, bytes], tuple[float, ...]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_reference_is_what_its_name_says(name: str, seed: int) -> None:
-    """A floor that is not LRU would make any policy look good."""
+def test_reference_policies_match_their_models(name: str, seed: int) -> None:
+    """A baseline that is not really LRU would make any policy look good."""
     cache = Cache(CAPACITY, name)
     model = Model(CAPACITY, MODELS[name])
     for request in generated(seed, 200).requests:
@@ -202,8 +203,8 @@ def test_a_reference_is_what_its_name_says(name: str, seed: int) -> None:
     assert cache.hits == model.hits > 0
 
 
-def test_s3fifo_keeps_what_was_used_twice_from_a_scan() -> None:
-    """Without its small queue it is a plain FIFO, and a scan empties it."""
+def test_s3fifo_keeps_blocks_used_twice_during_a_scan() -> None:
+    """Without its small queue it would be a plain FIFO, and a scan would empty it."""
     cache = Cache(20, "s3fifo")
     hot = [block(i) for i in range(5)]
     cache.serve(PrefixRequest(hot, 0.0))
@@ -213,8 +214,8 @@ def test_s3fifo_keeps_what_was_used_twice_from_a_scan() -> None:
     assert all(block_hash in cache.index for block_hash in hot)
 
 
-def test_arc_moves_its_target_towards_what_was_missed() -> None:
-    """A target that never moves is a cache of fixed halves."""
+def test_arc_target_moves_towards_ghost_hits() -> None:
+    """With a fixed target the cache would be two fixed halves."""
     cache = Cache(4, "arc")
     cache.serve(PrefixRequest([block(0)], 0.0))
     cache.serve(PrefixRequest([block(0)], 0.0))
@@ -226,8 +227,8 @@ def test_arc_moves_its_target_towards_what_was_missed() -> None:
     assert cache.policy._target > before  # type: ignore[attr-defined]
 
 
-def test_a_credit_is_worth_a_turnover() -> None:
-    """Without it a scan of one capacity pushes out what is used all the time."""
+def test_credit_lasts_one_turnover() -> None:
+    """A scan of one capacity would push out blocks that are used all the time."""
     cache = Cache(20, "credit")
     hot = [block(i) for i in range(5)]
     for _ in range(4):
@@ -240,8 +241,8 @@ def test_a_credit_is_worth_a_turnover() -> None:
     assert not any(block_hash in cache.index for block_hash in hot)
 
 
-def test_a_credit_given_at_a_larger_size_delays_nobody_for_ever() -> None:
-    """After memory was taken back, blocks would be evicted out of turn, or none be found."""
+def test_credit_from_a_larger_size_expires() -> None:
+    """After memory was taken back, blocks would be evicted in the wrong order, or not at all."""
     cache = Cache(2000, "credit")
     for _ in range(8):
         cache.serve(PrefixRequest([block(i) for i in range(5)], 0.0))
@@ -255,8 +256,8 @@ def test_a_credit_given_at_a_larger_size_delays_nobody_for_ever() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_smaller_index_remembers_less(name: str) -> None:
-    """Memory that was taken back would go on costing a ghost for each block of it."""
+def test_smaller_index_keeps_fewer_ghosts(name: str) -> None:
+    """After memory was taken back, the index would keep a ghost for each block of it."""
     cache = Cache(2000, name)
     for number in range(60):
         cache.serve(PrefixRequest([block(100 * number + i) for i in range(100)], float(number)))
@@ -295,15 +296,15 @@ def zipf_and_scans(seed: int, requests: int) -> list[PrefixRequest]:
 
 @pytest.mark.slow
 def test_hazard_resists_scans() -> None:
-    """A nightly batch job would empty the cache of everybody else's prefixes."""
+    """A nightly batch job would evict every other client's prefixes."""
     stream = zipf_and_scans(1, 2000)
     assert hits_on(stream, 300, "hazard") > 1.1 * hits_on(stream, 300, "lru")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_hazard_takes_the_least_worth_of_the_oldest(seed: int) -> None:
-    """What it remembers between two victims would be wrong, and with it the order."""
+def test_hazard_evicts_the_least_valuable_of_the_oldest(seed: int) -> None:
+    """State kept between two evictions would be wrong, and so would the order."""
     reuse = Reuse()
     cache = Cache(CAPACITY, "hazard", reuse)
     checked = 0
@@ -330,8 +331,8 @@ def test_hazard_takes_the_least_worth_of_the_oldest(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [100, 400, 1000])
-def test_hazard_does_not_fall_below_lru_when_the_workload_changes(capacity: int) -> None:
-    """An operator who turned it on would lose hits after every deployment."""
+def test_hazard_is_not_worse_than_lru_when_the_workload_changes(capacity: int) -> None:
+    """After every deployment an operator would lose hits compared with LRU."""
     first, then = generated(5, 1500).requests, zipf_and_scans(2, 1500)
     offset_s = first[-1].now_s
     stream = first + [r._replace(now_s=r.now_s + offset_s) for r in then]
@@ -341,7 +342,7 @@ def test_hazard_does_not_fall_below_lru_when_the_workload_changes(capacity: int)
 
 
 def chats(seed: int, shared: int, added: tuple[int, int], think_s: float) -> list[PrefixRequest]:
-    """Chats of several turns, each of which comes back with all it had and a little more."""
+    """Chats of several turns; each turn repeats the whole chat and adds a little."""
     rng = random.Random(seed)
     stream, start_s = [], 0.0
     for chat in range(200):
@@ -380,18 +381,18 @@ STREAMS: dict[str, Callable[[], list[PrefixRequest]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STREAMS)
-def test_hazard_is_no_worse_than_lru_on_what_it_was_not_made_for(name: str) -> None:
-    """An operator with another workload than ours would be better off without it."""
+def test_hazard_is_not_worse_than_lru_on_other_workloads(name: str) -> None:
+    """An operator with a different workload would be better off without it."""
     stream = STREAMS[name]()
     references = sum(len(request.hashes) for request in stream)
     for capacity in (100, 600, 1800):
         loss = hits_on(stream, capacity, "lru") - hits_on(stream, capacity, "hazard")
-        # Where all blocks are equal, so are all policies, but for chance.
+        # Where all blocks are equal, policies differ only by chance.
         assert loss / references < (0.015 if name == "uniform" else FLOOR)
 
 
-def test_the_book_remembers_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of what has left would grow until the node's ends."""
+def test_reuse_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of evicted blocks would grow as long as the daemon runs."""
     monkeypatch.setattr(survival, "SAMPLES_MAX", 50)
     reuse = Reuse(100)
     cache = Cache(200, "hazard", reuse)
@@ -404,8 +405,8 @@ def test_the_book_remembers_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch
     assert reuse.uses(block(2999)) == 1
 
 
-def test_hazard_goes_on_when_its_clock_stands_still_or_jumps() -> None:
-    """A node that was suspended for a month must not divide by zero or forget how to evict."""
+def test_hazard_survives_a_stopped_or_jumping_clock() -> None:
+    """After a node was suspended for a month it would divide by zero or stop evicting."""
     cache = Cache(30, "hazard")
     for number, request in enumerate(generated(3, 150).requests):
         cache.serve(request._replace(now_s=[0.0, 3e6, 2.0][number % 3]))
@@ -414,7 +415,7 @@ def test_hazard_goes_on_when_its_clock_stands_still_or_jumps() -> None:
 
 
 def test_chance_of_reuse_grows_with_the_horizon() -> None:
-    """A storage tier would be offered its blocks in the wrong order."""
+    """A storage tier would be offered blocks in the wrong order."""
     reuse = Reuse()
     for number in range(50):
         reuse.use(PrefixRequest([block(0), block(number + 1)], number * 10.0))
@@ -424,8 +425,8 @@ def test_chance_of_reuse_grows_with_the_horizon() -> None:
     assert reuse.chance(block(0), 100) > reuse.chance(block(7), 100)
 
 
-def test_a_block_of_no_request_may_come_back() -> None:
-    """What an engine has just generated would never reach a storage tier."""
+def test_unrequested_block_may_be_reused() -> None:
+    """Blocks that an engine has just generated would never reach a storage tier."""
     reuse = Reuse()
     reuse.use(PrefixRequest([block(0)], 0.0))
     assert reuse.uses(block(999)) == 0
@@ -433,15 +434,15 @@ def test_a_block_of_no_request_may_come_back() -> None:
 
 
 def test_uses_are_counted_up_to_a_bound() -> None:
-    """A record has so many bits: one more use would change a block's class."""
+    """The use count has a fixed number of bits: an overflow would change a block's class."""
     reuse = Reuse()
     for number in range(USES_MAX + 5):
         assert reuse.uses(block(0)) == min(number, USES_MAX)
         reuse.use(PrefixRequest([block(0)], float(number)))
 
 
-def test_what_is_taught_counts_where_it_is_more() -> None:
-    """A snapshot of an hour ago would make what is hot now look cold, or be of no use."""
+def test_teaching_only_raises_counts() -> None:
+    """A snapshot of an hour ago would make a hot block look cold, or have no effect."""
     reuse = Reuse()
     reuse.use(PrefixRequest([block(0), block(1)], 100.0))
     reuse.teach([block(i) for i in range(4)], [1, 9, 3, 99], [500, 20, 300, NEVER], 110_000)
@@ -449,7 +450,7 @@ def test_what_is_taught_counts_where_it_is_more() -> None:
     assert [use and use[1] for use in map(reuse.last_use, map(block, range(4)))] == [
         100_000,
         100_000,
-        -190_000,  # Before the machine was booted.
+        -190_000,  # Before the machine booted.
         None,
     ]
     assert reuse.worth(block(0)) > reuse.worth(block(2)) > reuse.worth(block(3)) == 0
@@ -462,8 +463,8 @@ def test_what_is_taught_counts_where_it_is_more() -> None:
     reuse.check()
 
 
-def test_the_book_is_taught_no_more_than_it_holds() -> None:
-    """A client that teaches endless hashes would take the node's memory."""
+def test_teaching_is_bounded() -> None:
+    """A client that teaches hashes without end would use up the node's memory."""
     reuse = Reuse(100)
     for at in range(0, 1000, 50):
         hashes = [block(at + i) for i in range(50)]
@@ -474,8 +475,8 @@ def test_the_book_is_taught_no_more_than_it_holds() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("hot_first", [False, True])
-def test_what_is_taught_decides_who_goes_first(again: bool, hot_first: bool) -> None:
-    """After a restart what was hot before it would go as soon as what was not."""
+def test_teaching_decides_the_eviction_order(again: bool, hot_first: bool) -> None:
+    """After a restart, hot blocks would be evicted as early as cold ones."""
     cache = Cache(40, "hazard")
     cache.reuse.pass_time(50.0)
     hot, cold = ([block(base + i) for i in range(20)] for base in (0, 100))
@@ -483,7 +484,7 @@ def test_what_is_taught_decides_who_goes_first(again: bool, hot_first: bool) -> 
         for at, block_hash in enumerate(chain):
             cache.index.insert(cache.free.pop(), block_hash, chain[at - 1] if at else ROOT)
     if again:
-        # They have a place among the leaves by then.
+        # By then they have a place among the leaves.
         cache.policy.victim()
         cache.index.evict(0, bool)
     cache.reuse.teach(cold + hot, [1] * 20 + [9] * 20, [9000] * 20 + [3600] * 20, 50_000)
@@ -495,8 +496,8 @@ def test_what_is_taught_decides_who_goes_first(again: bool, hot_first: bool) -> 
     cache.index.check()
 
 
-def test_teaching_at_any_time_keeps_the_books() -> None:
-    """A leaf would never come up again, or be found twice, and the arena fill up with it."""
+def test_accounting_holds_when_taught_at_any_time() -> None:
+    """A leaf would never be found for eviction, or be found twice, and the arena would fill up."""
     rng = random.Random(5)
     cache = Cache(CAPACITY, "hazard")
     for number, request in enumerate(generated(4).requests):
@@ -514,7 +515,7 @@ def test_teaching_at_any_time_keeps_the_books() -> None:
     assert len(cache.index.evict(CAPACITY, lambda _: False)) == CAPACITY
 
 
-def test_counting_in_slices_comes_to_the_same() -> None:
+def test_counting_in_slices_gives_the_same_result() -> None:
     """The daemon, which counts between other work, would evict in another order than a replay."""
     whole, sliced = Reuse(), Reuse()
     chain = [block(i) for i in range(3 * SLICE + 5)]
@@ -532,8 +533,8 @@ def test_counting_in_slices_comes_to_the_same() -> None:
         assert whole.chance(block_hash, 60) == sliced.chance(block_hash, 60)
 
 
-def test_tables_are_not_made_all_the_time() -> None:
-    """Thousands of requests a second would wait for a millisecond, again and again."""
+def test_tables_are_not_rebuilt_for_each_request() -> None:
+    """Thousands of requests per second would each wait for a millisecond."""
     reuse = Reuse()
     rebuilt = 0
     for number in range(4000):
@@ -546,7 +547,8 @@ def test_tables_are_not_made_all_the_time() -> None:
 
 
 def test_ghosts_forget_the_oldest_first() -> None:
-    """What left last is what comes back: forgetting it instead would make a memory useless."""
+    """The most recently evicted blocks are the ones that return; forgetting them makes ghosts
+    useless."""
     ghosts = Ghosts(80)
     for number in range(100):
         ghosts.put(block(number), number)

@@ -17,13 +17,13 @@ from tierd.device.api import CannotOpenError
 from tierd.device.cuda import CudaDevice, runtime, visible
 
 LIMIT_S = 360
-"""All checks took less by far on fake CUDA; a GPU that hangs is told by where it does."""
+"""Timeout of all checks, far more than on fake CUDA; a traceback shows where a GPU hangs."""
 
 REFUSALS = {
     "cuda-async": "cudaMallocAsync",
     "cuda": "managed memory",
 }
-"""Engines whose memory cannot be shown, and a word of why."""
+"""Engines whose memory cannot be exported, and a word of the reason."""
 
 
 def main() -> int:
@@ -48,13 +48,13 @@ def main() -> int:
     failed = sum(not passes(name, check) for name, check in checks.items())
     print(json.dumps({"checks": len(checks), "failed": failed}), flush=True)
     faulthandler.cancel_dump_traceback_later()
-    # Without taking the device down: a stream may wait for an engine that a check has killed.
+    # Without closing the device: a stream may wait for an engine that a check has killed.
     sys.stdout.flush()
     os._exit(min(failed, 1))
 
 
 def passes(name: str, check: Callable[[], Told]) -> bool:
-    """Run one; whatever it raises is told, for the others have to have their turn."""
+    """Run one check; any exception is reported, so that the other checks still run."""
     begin = time.perf_counter()
     line: dict[str, object] = {"check": name}
     try:

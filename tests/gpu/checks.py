@@ -1,6 +1,6 @@
-"""What must hold between an engine's process and a device: bytes, order, refusals, death.
+"""Guarantees between an engine's process and a device: bytes, order, refusals, death.
 
-Each check takes a Rig and returns what is worth telling; it fails by an AssertionError.
+Each check takes a Rig and returns results to report; it fails with an AssertionError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tierd.shared_memory.exports import (
 )
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-"""Physical orders of layer, block, head, token and byte, as engines have them."""
+"""Physical orders of layer, block, head, token and byte, as engines use them."""
 
 Told = dict[str, object]
 
@@ -48,18 +48,18 @@ class Shape(NamedTuple):
 
 @dataclass
 class Rig:
-    """What the checks run on."""
+    """The device and the engines that the checks use."""
 
     device: Device
     kind: str
-    """Of the engines, as tests.gpu.engine names them."""
+    """The kind of the engines, as in tests.gpu.engine."""
     shape: Shape = Shape()
-    """Of the KV caches; of reserved addresses they have to be larger than a chunk."""
+    """The shape of the KV caches; with reserved addresses they must be larger than a chunk."""
     rounds: int = 10
     delay_s: float = 0.02
-    """What the engine's stream is busy with; far more than a copy takes."""
+    """How long the engine's stream is kept busy: far longer than a copy takes."""
     free_bytes: Callable[[], int] | None = None
-    """Free memory of the device, where it has its own."""
+    """Free memory of the device, if it has its own."""
 
     @property
     def counters_only(self) -> bool:
@@ -68,7 +68,7 @@ class Rig:
 
 
 class Laid(NamedTuple):
-    """A layout in tensors, before anybody has allocated them."""
+    """A layout in tensors that are not allocated yet."""
 
     sizes: list[int]
     runs: list[tuple[int, int, int]]
@@ -88,7 +88,7 @@ class Laid(NamedTuple):
 
 
 def laid(order: str, shape: Shape) -> Laid:
-    """A layout of `shape`; if layers are outermost, in two tensors, as of two groups."""
+    """A layout of `shape`; with layers outermost it has two tensors, like two layer groups."""
     dimensions = dict(zip("LBHNC", shape, strict=True))
     before, after = order.split("B")
     stride = int(np.prod([dimensions[name] for name in after]))
@@ -107,7 +107,8 @@ def laid(order: str, shape: Shape) -> Laid:
 def mapped(
     rig: Rig, peer: Engine, sizes: list[int], *, counters: bool = True
 ) -> Iterator[list[int]]:
-    """New tensors of an engine's, and where its exports are mapped here."""
+    """New tensors of an engine, and the addresses at which its exports are mapped in this
+    process."""
     peer.show(sizes, counters=counters)
     bases = [rig.device.open(export) for export in peer.exports]
     try:
@@ -121,7 +122,7 @@ def mapped(
 def shown(
     rig: Rig, sizes: list[int], *, counters: bool = True
 ) -> Iterator[tuple[Engine, list[int]]]:
-    """An engine with such tensors, and where its exports are mapped here."""
+    """An engine with such tensors, and the addresses at which its exports are mapped."""
     with engine(rig.kind) as peer, mapped(rig, peer, sizes, counters=counters) as bases:
         yield peer, bases
 
@@ -146,7 +147,7 @@ def page_layout(peer: Engine, form: Laid) -> PageLayout:
 
 
 def layouts(rig: Rig) -> Told:
-    """Bytes are equal both ways, for all layouts and ways to copy, and no other byte changes."""
+    """Bytes are equal both ways, for all layouts and strategies, and no other byte changes."""
     told: Told = {}
     with engine(rig.kind) as peer:
         for name in LAYOUTS:
@@ -157,7 +158,7 @@ def layouts(rig: Rig) -> Told:
 
 
 def all_ways(rig: Rig, peer: Engine, form: Laid, bases: list[int]) -> str:
-    """A round trip by each way to copy, and which of them the device finds to be the fastest."""
+    """A round trip by each strategy, and the one that the device measures as the fastest."""
     device = rig.device
     layout = page_layout(peer, form)
     size = layout.block_bytes
@@ -221,7 +222,8 @@ PAGE = 64 << 10
 
 
 def order(rig: Rig) -> Told:
-    """A store sees what the engine's stream wrote before the event, and a load waits for it."""
+    """A store sees writes of the engine's stream before the event, and a load waits for the
+    event."""
     told: Told = {}
     for counters in (True,) if rig.counters_only else (False, True):
         name = "counters" if counters else "native events"
@@ -235,7 +237,7 @@ def order(rig: Rig) -> Told:
 
 
 def stores_in_order(rig: Rig, peer: Engine, bases: list[int], events: list[int]) -> Told:
-    """Also the control: without waiting, the old bytes are seen, so that the check can fail."""
+    """With a control: without waiting, the old bytes are seen, so the check can fail."""
     device = rig.device
     stream = device.create_stream(urgent=False)
     export, offset = peer.places[1]
@@ -253,12 +255,12 @@ def stores_in_order(rig: Rig, peer: Engine, bases: list[int], events: list[int])
             device.copy(page, slot, length, Direction.STORE, stream)
             finish(device, stream)
             assert (host.bytes == number).all(), f"round {number}: read before it was written"
-    assert stale, "the control has failed: nothing had to be waited for"
+    assert stale, "the control failed: nothing had to be waited for"
     return {"rounds": rig.rounds, "stale without waiting": stale}
 
 
 def loads_in_order(rig: Rig, peer: Engine, bases: list[int], events: list[int]) -> None:
-    """A load does not overwrite a page that the engine's stream still has to read."""
+    """A load does not overwrite a page that the engine's stream has yet to read."""
     device = rig.device
     stream = device.create_stream(urgent=True)
     export, offset = peer.places[0]
@@ -278,7 +280,7 @@ def loads_in_order(rig: Rig, peer: Engine, bases: list[int], events: list[int]) 
 
 
 def events(rig: Rig) -> Told:
-    """What was never recorded has happened; a newer record is waited for."""
+    """An event without a record is complete; a newer record is waited for."""
     with shown(rig, [PAGE], counters=rig.counters_only) as (peer, bases):
         stream = rig.device.create_stream(urgent=False)
         opened = [rig.device.open_event(handle, bases) for handle in peer.handles]
@@ -321,11 +323,11 @@ def openings(rig: Rig) -> Told:
         device.close(first)
         again = device.open(peer.exports[export])
         device.close(again)
-        return {"same address when opened anew": again == first}
+        return {"same address when opened again": again == first}
 
 
 def refusals(rig: Rig) -> Told:
-    """What cannot be opened is refused with a reason, and the device goes on."""
+    """Handles that cannot be opened are refused with a reason, and the device stays usable."""
     told: Told = {}
     device = rig.device
     with shown(rig, [PAGE]) as (peer, bases):
@@ -341,28 +343,28 @@ def refusals(rig: Rig) -> Told:
             )
         else:
             wrong["no handle"] = good._replace(handle=b"")
-            wrong["a handle of nobody's"] = good._replace(handle=bytes(64))
+            wrong["an unknown handle"] = good._replace(handle=bytes(64))
         for name, export in wrong.items():
             told[name] = refusal(device, export)
         for handle in (counter_handle(len(bases), 0), counter_handle(0, 1 << 40), b"\2", b""):
             told[f"event {handle[:13].hex()}"] = event_refusal(device, handle, bases)
-        told["an event of nobody's"] = event_refusal(device, native_handle(bytes(64)), bases)
+        told["an unknown event"] = event_refusal(device, native_handle(bytes(64)), bases)
     openings(rig)
     return told
 
 
 def refusal(device: Device, export: Export) -> str:
-    """Why an export is refused."""
+    """The reason for refusing an export."""
     return refused(lambda: device.open(export))
 
 
 def event_refusal(device: Device, handle: bytes, bases: list[int]) -> str:
-    """Why an event is refused."""
+    """The reason for refusing an event."""
     return refused(lambda: device.open_event(handle, bases))
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The words of a refusal, which leaves the device as it was."""
+    """The message of a refusal, which leaves the device unchanged."""
     try:
         call()
     except CannotOpenError as error:
@@ -374,14 +376,14 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def death(rig: Rig) -> Told:
-    """An engine that dies in a step leaves a device that works, and takes nothing along."""
+    """An engine that dies in a step leaves a working device, and no other engine is affected."""
     device = rig.device
     told: Told = {}
     free = rig.free_bytes() if rig.free_bytes else 0
     size = (256 << 20) if rig.free_bytes else PAGE
     wait_stream, stream = (device.create_stream(urgent=False) for _ in range(2))
     waited = device.create_event()
-    # Of a counter, the memory could not be closed while a stream looks at it.
+    # With a counter, the memory could not be closed while a stream reads it.
     with shown(rig, [size], counters=rig.counters_only) as (peer, bases):
         export, offset = peer.places[0]
         peer.fill(3)
@@ -416,7 +418,7 @@ def death(rig: Rig) -> Told:
 
 
 def pins(rig: Rig) -> Told:
-    """Memory pinned in two goes, one, or none: all of it can be copied."""
+    """Memory pinned in two calls, in one, or not at all: all of it can be copied."""
     device = rig.device
     stream = device.create_stream(urgent=True)
     memory = np.zeros(4 * PAGE, np.uint8)
@@ -454,11 +456,11 @@ CHECKS: tuple[Callable[[Rig], Told], ...] = (
     pins,
     death,
 )
-"""What every device and every kind of memory has to pass."""
+"""Checks that every device and every kind of memory must pass."""
 
 
 def unshowable(kind: str, words: str) -> Told:
-    """The refusal of an engine whose allocator's memory cannot be shown."""
+    """The refusal of an engine whose allocator's memory cannot be exported."""
     with engine(kind) as peer:
         try:
             if kind == "cuda":
@@ -474,7 +476,7 @@ def unshowable(kind: str, words: str) -> Told:
 
 
 def private_shm(rig: Rig) -> Told:
-    """An engine with another /dev/shm: counters have to do, native events are refused."""
+    """An engine with another /dev/shm: counters work, native events are refused."""
     with engine(rig.kind, private_shm=True) as peer:
         peer.show([PAGE], counters=False)
         bases = [rig.device.open(export) for export in peer.exports]

@@ -1,4 +1,4 @@
-"""An engine's process, as the checks see it; `process` is what runs there."""
+"""An engine's process, as seen by the checks; `process` runs in it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ import numpy as np
 from tierd.shared_memory.exports import Export, Part
 
 PYTHON = os.environ.get("TIERD_GPU_ENGINE_PYTHON") or sys.executable
-"""Where torch is installed."""
+"""The Python that has torch."""
 
 ALLOCATORS = {
     "cuda-vmm": "expandable_segments:True",
     "cuda-async": "backend:cudaMallocAsync",
 }
-"""PYTORCH_CUDA_ALLOC_CONF of a kind of engine."""
+"""PYTORCH_CUDA_ALLOC_CONF of each kind of engine."""
 
 _FDS_MAX = 250
 MESSAGE_MAX = 160_000
 _ANSWER_S = 60.0
-"""torch takes 10 s to be imported."""
+"""Timeout of an answer, the first of which takes 10 s: torch is imported."""
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not an error.
-    """The engine cannot show its memory."""
+    """The engine cannot export its memory."""
 
 
 class Shown(NamedTuple):
-    """What an engine has exported: allocations, each tensor's place in them, and events."""
+    """An engine's exports: allocations, each tensor's place in them, and events."""
 
     exports: list[Export]
     places: list[tuple[int, int]]
@@ -46,12 +46,12 @@ class Shown(NamedTuple):
 
 
 def pattern(seed: int, tensor: int, size_bytes: int) -> np.ndarray:
-    """What `fill` writes to a tensor."""
+    """The bytes that `fill` writes to a tensor."""
     return np.random.default_rng([seed, tensor]).integers(0, 256, size_bytes, np.uint8)
 
 
 class Engine:
-    """The checks' end of an engine's process. Its memory is named by tensor and offset."""
+    """The checks' end of an engine's process. Addresses are a tensor and an offset."""
 
     def __init__(self, kind: str, *, private_shm: bool = False) -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -91,7 +91,7 @@ class Engine:
         return answer
 
     def show(self, sizes: Sequence[int], *, counters: bool) -> None:
-        """Allocate tensors, zeroed, and export them. Raises Refused with the reason."""
+        """Allocate zeroed tensors and export them. Raises Refused with the reason."""
         first = len(self._fds)
         shown = self._ask("show", list(sizes), counters)
         assert isinstance(shown, Shown)
@@ -117,21 +117,21 @@ class Engine:
         return self._ask("digests")  # type: ignore[return-value]
 
     def read(self, tensor: int, offset: int, size_bytes: int) -> bytes:
-        """What is there once the engine's stream is idle."""
+        """The bytes once the engine's stream is idle."""
         return self._ask("read", tensor, offset, size_bytes)  # type: ignore[return-value]
 
     def write_later(self, delay_s: float, tensor: int, offset: int, data: bytes) -> tuple[int, int]:
-        """Event and value of a write that the engine's stream does after a delay."""
+        """Event and value of a write that the engine's stream makes after a delay."""
         return self._ask("write_later", delay_s, tensor, offset, data)  # type: ignore[return-value]
 
     def copy_later(
         self, delay_s: float, target: tuple[int, int], source: tuple[int, int], size_bytes: int
     ) -> tuple[int, int]:
-        """As write_later; tensor and offset of either side."""
+        """Like write_later; source and target are a tensor and an offset."""
         return self._ask("copy_later", delay_s, target, source, size_bytes)  # type: ignore[return-value]
 
     def steps(self, seconds: float, meanwhile: Callable[[], object]) -> list[float]:
-        """Seconds of each step of a model that it runs, while something is called in a loop."""
+        """Seconds of each step of a model, while `meanwhile` is called in a loop."""
         self._socket.send(pickle.dumps(("steps", seconds)))
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)

@@ -1,6 +1,6 @@
-"""The engine's memory that the checks copy: of a GPU by torch, of the host, or of fake CUDA.
+"""The engine's memory that the checks copy: of a GPU with torch, of the host, or of fake CUDA.
 
-Runs in the engine's process alone. Everything put on the stream is done in order, and later.
+Runs in the engine's process only. Work on the stream is asynchronous and in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierd.device.engine_host import HostEvent, HostExport
 from tierd.shared_memory.exports import Export
 
 UUID = bytes(range(16, 32))
-"""Of fake CUDA's GPU."""
+"""The UUID of fake CUDA's GPU."""
 
 CHUNK_BYTES = 2 << 20
 
@@ -26,21 +26,21 @@ class Memory(ABC):
     """Tensors of bytes, which keep their addresses, and a stream."""
 
     handles: Sequence[bytes]
-    """Events for the daemon, known once `show` has returned."""
+    """Events for the daemon, set once `show` has returned."""
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> int:
-        """Memory; its address."""
+        """Allocate memory; returns its address."""
 
     @abstractmethod
     def show(
         self, spans: list[MemorySpan], *, counters: bool
     ) -> tuple[Sequence[Export], list[tuple[int, int]]]:
-        """Export them; allocation and offset of each. With counters, or with native events."""
+        """Export tensors, with counters or native events; returns allocation and offset of each."""
 
     @abstractmethod
     def read(self, address: int, size_bytes: int) -> bytes:
-        """What is there when the stream has done everything."""
+        """The bytes once the stream is idle."""
 
     @abstractmethod
     def write(self, address: int, data: bytes) -> None:
@@ -52,19 +52,19 @@ class Memory(ABC):
 
     @abstractmethod
     def delay(self, seconds: float) -> None:
-        """Put work that takes so long on the stream."""
+        """Put work of this duration on the stream."""
 
     def step(self) -> None:
-        """Do what stands for a step of a model, and wait for it."""
+        """Run a substitute for a step of a model, and wait for it."""
         time.sleep(0.001)
 
     @abstractmethod
     def record(self) -> tuple[int, int]:
-        """Event and value that say when the stream has done what it has been given."""
+        """Event and value that are reached when the stream has done its present work."""
 
 
 class HostMemory(Memory):
-    """Memfds, and a thread for a stream."""
+    """Memfds, and a thread as the stream."""
 
     def __init__(self) -> None:
         self._exports: dict[int, HostExport] = {}
@@ -113,7 +113,7 @@ class HostMemory(Memory):
 
 
 class CudaMemory(Memory):
-    """Memory of CUDA's, shown by what engines use. Who allocates is a subclass's."""
+    """CUDA memory, exported by the same means as engines use. Subclasses allocate it."""
 
     stream: int
 
@@ -174,7 +174,7 @@ class FakeMemory(CudaMemory):
 
 
 class TorchMemory(CudaMemory):
-    """A GPU's memory by torch's allocator, as that is set by PYTORCH_CUDA_ALLOC_CONF."""
+    """A GPU's memory from torch's allocator, configured by PYTORCH_CUDA_ALLOC_CONF."""
 
     def __init__(self) -> None:
         import torch
@@ -190,7 +190,7 @@ class TorchMemory(CudaMemory):
         self._activations = torch.ones(64, 4096, dtype=torch.bfloat16, device="cuda")
 
     def _cycles_per_s(self) -> float:
-        """Of the kernel that does nothing."""
+        """Cycles per second of the kernel that does nothing."""
         cycles = 10_000_000
         self._torch.cuda._sleep(cycles)
         self._torch.cuda.synchronize()
@@ -214,7 +214,7 @@ class TorchMemory(CudaMemory):
         return bytes(self._slice(address, size_bytes).cpu().numpy())
 
     def write(self, address: int, data: bytes) -> None:
-        # Copied to the GPU now; only the copy within the GPU is the stream's.
+        # Copied to the GPU now; only the copy within the GPU is on the stream.
         source = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8).cuda()
         self._torch.cuda.current_stream().synchronize()
         with self._torch.cuda.stream(self._stream):
@@ -238,7 +238,7 @@ class TorchMemory(CudaMemory):
 
 
 def managed() -> int:
-    """Managed memory of the GPU, which cannot be shown."""
+    """Managed memory of the GPU, which cannot be exported."""
     from cuda.bindings import driver
 
     result, address = driver.cuMemAllocManaged(CHUNK_BYTES, 1)

@@ -1,4 +1,4 @@
-"""What runs in an engine's process: it does what the checks ask of it, one message each."""
+"""Runs in an engine's process: executes the checks' commands, one message each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierd.device.engine_cuda import MemorySpan
 
 
 class _Process:
-    """Its methods are the messages' names; each answers with descriptors to go along."""
+    """Its methods are named like the messages; each returns an answer and descriptors to send."""
 
     def __init__(self, kind: str) -> None:
         self._memory = memory_of(kind)

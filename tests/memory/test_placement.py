@@ -1,4 +1,4 @@
-"""Which memory the arena gets, and how much a container leaves of it."""
+"""Where the arena's memory comes from, and the limit that a container sets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nodes(root: Path, count: int) -> None:
         (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
 
 
-def test_memory_comes_from_where_the_gpus_are(tmp_path: Path) -> None:
+def test_memory_is_bound_to_the_node_of_the_gpus(tmp_path: Path) -> None:
     """Every copy would cross the link between two sockets."""
     nodes(tmp_path, 2)
     gpu(tmp_path, "0000:81:00.0", 1)
@@ -51,7 +51,7 @@ def test_memory_comes_from_where_the_gpus_are(tmp_path: Path) -> None:
 
 
 def test_gpus_on_two_nodes_bind_nothing(tmp_path: Path, caplog) -> None:
-    """Half of the GPUs would have all of their memory on the other socket, unsaid."""
+    """Half of the GPUs would have all of their memory on the other socket, without a log line."""
     nodes(tmp_path, 2)
     gpu(tmp_path, "0000:02:00.0", 0)
     gpu(tmp_path, "0000:81:00.0", 1)
@@ -62,7 +62,7 @@ def test_gpus_on_two_nodes_bind_nothing(tmp_path: Path, caplog) -> None:
 
 
 def test_one_node_or_no_gpu_binds_nothing(tmp_path: Path) -> None:
-    """A machine without a choice would be told of one."""
+    """A machine without a choice would log one."""
     nodes(tmp_path, 1)
     gpu(tmp_path, "0000:02:00.0", 0)
     assert find_node("auto", tmp_path) is None
@@ -71,18 +71,18 @@ def test_one_node_or_no_gpu_binds_nothing(tmp_path: Path) -> None:
     assert find_node("auto", tmp_path / "other") is None
 
 
-def test_a_node_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """A typing error would be found out by nobody."""
+def test_missing_numa_node_is_refused(tmp_path: Path) -> None:
+    """A typing error in the configuration would go unnoticed."""
     nodes(tmp_path, 2)
     with pytest.raises(ConfigError, match=r"host\.numa_node is 7"):
         find_node("7", tmp_path)
 
 
 @pytest.mark.parametrize(("switch", "huge"), [("advise", True), ("never", False), ("deny", False)])
-def test_huge_pages_where_the_kernel_has_them(
+def test_huge_pages_are_used_where_the_kernel_allows_them(
     tmp_path: Path, caplog, switch: str, huge: bool
 ) -> None:
-    """An operator would not learn why pinning takes so long."""
+    """An operator would not learn why pinning memory takes so long."""
     choices = " ".join(
         f"[{name}]" if name == switch else name for name in ("always", "advise", "never", "deny")
     )
@@ -93,9 +93,9 @@ def test_huge_pages_where_the_kernel_has_them(
     assert not Placement(huge_pages=False, root=tmp_path).huge_pages
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows this machine's call only")
-def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    """The settings would be taken, shown and ignored."""
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64's system call is known")
+def test_settings_are_applied(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """The settings would be accepted, displayed and ignored."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, 2 * MIB)
     mapping = SharedMapping(fd, 2 * MIB)
@@ -117,8 +117,8 @@ def test_what_is_asked_for_is_done(monkeypatch: pytest.MonkeyPatch, caplog) -> N
     os.close(fd)
 
 
-def test_what_the_kernel_refuses_is_told_once(caplog) -> None:
-    """A log would fill, or a segment fail, for want of something that only makes it faster."""
+def test_kernel_refusal_is_logged_once(caplog) -> None:
+    """The log would fill, or a segment would fail for lack of an optional optimisation."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, 2 * MIB)
     mapping = SharedMapping(fd, 2 * MIB)
@@ -130,10 +130,8 @@ def test_what_the_kernel_refuses_is_told_once(caplog) -> None:
     os.close(fd)
 
 
-def test_a_container_has_less_than_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """tierd would be killed by the container's limit, hours after its start."""
+def test_container_limit_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container's limit would kill tierd hours after its start."""
     put(tmp_path, "proc/self/cgroup", "0::/pod/tierd")
     put(tmp_path, "sys/fs/cgroup/memory.max", "max")
     put(tmp_path, "sys/fs/cgroup/pod/memory.max", str(64 * MIB))
@@ -146,16 +144,16 @@ def test_a_container_has_less_than_the_machine(
         check_capacity(64 * MIB)
 
 
-def test_the_limit_of_an_old_cgroup_counts(tmp_path: Path) -> None:
-    """A container under cgroup v1 would look as large as its machine."""
+def test_cgroup_v1_limit_is_respected(tmp_path: Path) -> None:
+    """In a container under cgroup v1 the limit would be ignored."""
     put(tmp_path, "proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/docker/ab\n0::/")
-    # Seen from within the container its own group is the root.
+    # Inside the container its own group is the root.
     put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", str(32 * MIB))
     assert memory_limit(tmp_path).size_bytes == 32 * MIB
 
 
-def test_a_machine_without_cgroups_has_its_memory(tmp_path: Path) -> None:
-    """Nothing could be started where there is no /sys/fs/cgroup."""
+def test_without_cgroups_all_memory_is_available(tmp_path: Path) -> None:
+    """tierd would not start where /sys/fs/cgroup is missing."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory_limit(tmp_path).size_bytes == ram
 
@@ -168,10 +166,10 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_start_names_a_limit_that_is_too_low(
+def test_limit_that_is_too_low_is_named_at_start(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """Blocks would not be stored later, and nobody know which limit to raise."""
+    """Stores would fail later, and no log line would name the limit to raise."""
     low, words = LIMITS[limit]
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(
@@ -183,8 +181,8 @@ def test_the_start_names_a_limit_that_is_too_low(
     assert "raise it" in line
 
 
-def test_the_start_says_when_memory_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory would stay smaller than its capacity, for no reason that anybody sees."""
+def test_unavailable_memory_is_reported_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory would stay below its capacity without a reason in the log."""
     infinity = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: (infinity, infinity))
     found = shortfalls(8 << 30, 64 << 20, missing_bytes=6 << 30, available_bytes=1 << 30)

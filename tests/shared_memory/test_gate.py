@@ -1,4 +1,4 @@
-"""The gate between an engine that takes pages back and a daemon that writes them."""
+"""The gate between an engine that reclaims pages and a daemon that writes them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def gate_fd() -> Iterator[int]:
 
 @pytest.fixture
 def sides(gate_fd: int) -> Iterator[tuple[Gate, Gate]]:
-    """An engine's view and a copying process's."""
+    """The engine's view of the gate, and a copying process's."""
     engine, copier = Gate(gate_fd), Gate(gate_fd)
     yield engine, copier
     engine.close()
     copier.close()
 
 
-def test_load_is_called_off_before_it_begins(sides: tuple[Gate, Gate]) -> None:
+def test_load_can_be_cancelled_before_it_begins(sides: tuple[Gate, Gate]) -> None:
     """A late copy would write pages that another request owns by now."""
     engine, copier = sides
     engine.prepare(7)
@@ -43,8 +43,8 @@ def test_load_is_called_off_before_it_begins(sides: tuple[Gate, Gate]) -> None:
     assert copier.unwanted(7)
 
 
-def test_load_that_writes_is_not_given_up_but_told(sides: tuple[Gate, Gate]) -> None:
-    """The engine would reuse pages under a copy, or wait until a long one is through."""
+def test_cancelling_a_load_that_writes_marks_it_unwanted(sides: tuple[Gate, Gate]) -> None:
+    """The engine would reuse pages during a copy, or wait until a long copy ends."""
     engine, copier = sides
     engine.prepare(7)
     assert copier.enter(7)
@@ -56,8 +56,8 @@ def test_load_that_writes_is_not_given_up_but_told(sides: tuple[Gate, Gate]) -> 
     assert not copier.enter(7)
 
 
-def test_loads_do_not_meet(sides: tuple[Gate, Gate]) -> None:
-    """One load that is called off would stop others."""
+def test_loads_are_independent(sides: tuple[Gate, Gate]) -> None:
+    """Cancelling one load would stop others."""
     engine, copier = sides
     for job in (0, 1, GATE_JOBS - 1):
         engine.prepare(job)
@@ -69,8 +69,9 @@ def test_loads_do_not_meet(sides: tuple[Gate, Gate]) -> None:
     assert engine.progress(GATE_JOBS - 1) == 0
 
 
-def test_number_of_a_load_that_was_called_off_is_spent(sides: tuple[Gate, Gate]) -> None:
-    """A daemon that was stopped would take a new load for the one whose message it still has."""
+def test_number_of_a_cancelled_load_is_not_reused(sides: tuple[Gate, Gate]) -> None:
+    """A daemon that was stopped would take a new load for a cancelled one, whose message it still
+    has."""
     engine, copier = sides
     old, new = 5, 5 + GATE_JOBS
     assert engine.call_off(old)
@@ -83,8 +84,8 @@ def test_number_of_a_load_that_was_called_off_is_spent(sides: tuple[Gate, Gate])
     assert copier.enter(new)
 
 
-def test_two_loads_of_one_place_are_kept_apart(sides: tuple[Gate, Gate]) -> None:
-    """The end of one would open the other's pages to the engine while they are written."""
+def test_two_loads_in_one_place_are_independent(sides: tuple[Gate, Gate]) -> None:
+    """The end of one load would release the other's pages to the engine during a write."""
     engine, copier = sides
     assert copier.enter(5)
     assert not copier.enter(5 + GATE_JOBS)
@@ -93,8 +94,8 @@ def test_two_loads_of_one_place_are_kept_apart(sides: tuple[Gate, Gate]) -> None
     assert not copier.enter(5)
 
 
-def test_what_is_no_gate_is_refused(gate_fd: int) -> None:
-    """A peer could cut the file, and the copying process would die of a SIGBUS."""
+def test_invalid_gate_file_is_refused(gate_fd: int) -> None:
+    """A peer could truncate the file, and the copying process would die of SIGBUS."""
     loose = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, os.fstat(gate_fd).st_size)
     with pytest.raises(ValueError, match="not a sealed gate"):
@@ -108,7 +109,7 @@ def test_what_is_no_gate_is_refused(gate_fd: int) -> None:
 
 
 def test_job_out_of_range_is_refused(sides: tuple[Gate, Gate]) -> None:
-    """A negative number would lock somebody else's place."""
+    """A negative number would lock another job's place."""
     with pytest.raises(ValueError, match="numbered from 0"):
         sides[0].call_off(-1)
 
@@ -134,8 +135,8 @@ for job in range(1, {ROUNDS} + 1):
 
 
 @pytest.mark.slow
-def test_no_page_is_written_once_its_load_is_called_off(gate_fd: int) -> None:
-    """Of two processes that race for a page, both would have it: a request reads another's KV."""
+def test_no_page_is_written_after_cancellation(gate_fd: int) -> None:
+    """Engine and copying process would both own a page, and a request would read another's KV."""
     shared_fd = os.memfd_create("shared", 0)
     os.ftruncate(shared_fd, 4096)
     shared = mmap.mmap(shared_fd, 4096)
@@ -160,7 +161,7 @@ def test_no_page_is_written_once_its_load_is_called_off(gate_fd: int) -> None:
                     assert copier.poll() is None or job == ROUNDS
                 assert shared[_PAGE : _PAGE + _PAGE_BYTES] == mine
                 entered += outcome & 1
-                # Both sides have to win now and then, at whatever speed they run.
+                # Both sides must win sometimes, whatever their speed.
                 delay_s *= 1 / 1.2 if outcome & 1 else 1.2
             assert copier.wait() == 0
         finally:
@@ -173,7 +174,7 @@ def test_no_page_is_written_once_its_load_is_called_off(gate_fd: int) -> None:
 
 @pytest.mark.slow
 def test_death_of_the_copying_process_opens_the_gate(gate_fd: int) -> None:
-    """An engine would keep the pages of a load for ever once the daemon's process is killed."""
+    """An engine would keep the pages of a load forever after the daemon's process was killed."""
     code = "import sys; from tierd.shared_memory.gate import Gate; g = Gate(int(sys.argv[1]))\n"
     code += "assert g.enter(3); print('in', flush=True); sys.stdin.read()"
     gate = Gate(gate_fd)

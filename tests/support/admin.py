@@ -1,4 +1,4 @@
-"""A daemon with an admin port, and what it exposes there."""
+"""A daemon's admin port and its metrics."""
 
 from __future__ import annotations
 

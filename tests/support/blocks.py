@@ -1,4 +1,4 @@
-"""Blocks that name themselves: their bytes tell namespace, rank and hash, so a wrong one shows."""
+"""Self-identifying blocks: their bytes depend on namespace, rank and hash, so a mix-up shows."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def chain(count: int, tag: object = 0) -> tuple[list[bytes], list[bytes]]:
 
 
 def payload(space: Namespace, block_hash: bytes) -> bytes:
-    """The only right bytes for a block."""
+    """The right bytes for a block."""
     return hashlib.shake_128(space.digest + block_hash).digest(space.block_bytes)

@@ -15,17 +15,16 @@ from tests.support.service_manager import ServiceManager
 from tierd.client import Client
 
 READY_S = 120.0
-"""A busy machine may take so long for what the daemon, which has not ended, is to do: a bound that
-tells a hang, not a wait."""
+"""Timeout for whatever the daemon has to do, on a busy machine: it detects a hang only."""
 
 
 class DaemonProcess:
     """`tierd serve` in `directory`, with its socket, file tier and log there.
 
-    `storage` is TOML text for `[[storage]]` tables, which may take writes only some time after the
-    start; None means a file tier in `directory`, which has been opened by then.
-    `prefetch` has keys of the `[prefetch]` table. With a `manager` it is that one's service;
-    else `launcher` is a command that becomes the one after it.
+    `storage` is TOML text for `[[storage]]` tables, which may accept writes only some time after
+    the start; None means a file tier in `directory`, which is open once the daemon has started.
+    `prefetch` has keys of the `[prefetch]` table. With a `manager`, that service manager starts the
+    daemon; otherwise `launcher` is a command that executes the command after it.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class DaemonProcess:
                 f'[[storage]]\ntype = "file"\npath = "{self.store}"\ncapacity = "2GiB"\n'
                 'reserve_free = "0"\n'
             )
-        # A small model computes faster than a busy machine loads, and that is not every test's.
+        # A small model computes faster than a busy machine loads, which most tests do not test.
         keys = {"min_tokens": 0, "break_even": False, **(prefetch or {})}
         waits = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         self.config.write_text(
@@ -74,12 +73,12 @@ class DaemonProcess:
 
     @property
     def pid(self) -> int:
-        """The daemon's process."""
+        """The daemon's process id."""
         assert self.process is not None
         return self.process.pid
 
     def start(self) -> None:
-        """Start and wait until it answers."""
+        """Start the daemon and wait until it answers."""
         assert self.process is None
         with self.log.open("ab") as log:
             command = ["-m", "tierd.cli.main", "serve", "--config", str(self.config)]
@@ -98,7 +97,7 @@ class DaemonProcess:
                 raise RuntimeError(f"tierd did not start:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.01)
         while self._own_tier and self.tiers()["file"]["state"] in ("opening", "indexing"):
-            assert time.monotonic() < end, "the file tier is not opened"
+            assert time.monotonic() < end, "the file tier does not open"
             time.sleep(0.01)
 
     def kill(self) -> None:
@@ -109,7 +108,7 @@ class DaemonProcess:
         self.process = None
 
     def stop(self) -> int:
-        """SIGTERM and wait; the exit status, 0 if it was not running."""
+        """SIGTERM and wait; returns the exit status, 0 if it was not running."""
         if self.process is None:
             return 0
         self.process.send_signal(signal.SIGTERM)
@@ -122,7 +121,7 @@ class DaemonProcess:
         return status
 
     def reload(self) -> None:
-        """SIGHUP, and wait until the configuration has been read."""
+        """SIGHUP, and wait until the daemon has read its configuration."""
         before = self._reloads()
         assert self.process is not None
         self.process.send_signal(signal.SIGHUP)
@@ -136,7 +135,7 @@ class DaemonProcess:
         return Client(self.socket, name=name, call_timeout_ms=5000)
 
     def status(self) -> dict:
-        """The daemon's status, by the command that an operator uses."""
+        """The daemon's status, from the command that an operator uses."""
         done = subprocess.run(
             [sys.executable, "-m", "tierd.cli.main", "status", "--json", "--socket", self.socket],
             capture_output=True,
@@ -147,7 +146,7 @@ class DaemonProcess:
         return status
 
     def wait_backed_up(self, timeout_s: float = READY_S) -> dict:
-        """Wait until nothing waits for checksum or backup; the status then."""
+        """Wait until no block is waiting for a checksum or a backup; returns the status."""
         client = Client(self.socket, name="test-status", map_segments=False)
         try:
             end = time.monotonic() + timeout_s
@@ -161,7 +160,7 @@ class DaemonProcess:
             client.close()
 
     def wait_tier(self, name: str, state: str, timeout_s: float = READY_S) -> None:
-        """Wait until a storage tier is in a state."""
+        """Wait until a storage tier is in the given state."""
         end = time.monotonic() + timeout_s
         while (tier := self.tiers()[name])["state"] != state:
             assert time.monotonic() < end, tier

@@ -1,4 +1,4 @@
-"""What may happen to an artefact's bytes, for tests of whoever reads them."""
+"""Damages to the bytes of an artefact, for tests of the code that reads it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ WORD_BYTES = 8
 
 
 class Damage(NamedTuple):
-    """Something that happens to bytes; `at` is where, if it is one byte, and `first` where a word
-    is overwritten."""
+    """A change of bytes; `at` is the position of a single changed byte, `first` that of an
+    overwritten word."""
 
     what: str
     spoil: Callable[[bytes], bytes]
@@ -20,7 +20,7 @@ class Damage(NamedTuple):
 
 
 def flips(end: int) -> Iterator[Damage]:
-    """Each byte before `end` made another one; which one differs from byte to byte."""
+    """Each byte before `end` changed; the change differs from byte to byte."""
     chance = random.Random(end)
     for at in range(end):
         change = chance.choice((1, 0x80, 0xFF, chance.randrange(1, 256)))
@@ -32,7 +32,7 @@ def _flip(at: int, change: int) -> Callable[[bytes], bytes]:
 
 
 def fills(end: int) -> Iterator[Damage]:
-    """Each word before `end`, and all, made zeros, and made 0xFF."""
+    """Each word before `end`, and all of them, set to zeros and to 0xFF."""
     spans = [(at, min(at + WORD_BYTES, end)) for at in range(0, end, WORD_BYTES)]
     for first, last in [*spans, (0, end)]:
         for byte in (0, 0xFF):
@@ -46,7 +46,7 @@ def _fill(first: int, last: int, byte: int) -> Callable[[bytes], bytes]:
 
 
 def sizes(size: int, edges: Sequence[int] = ()) -> Iterator[Damage]:
-    """Cut around each edge, and longer."""
+    """Cut around each edge, and extended."""
     ends = {0, 1, size // 2, size - 1}
     ends.update(edge + step for edge in edges for step in (-1, 0, 1))
     for end in sorted(end for end in ends if 0 <= end < size):
@@ -64,6 +64,6 @@ def _extend(more: bytes) -> Callable[[bytes], bytes]:
 
 
 def all_of(size: int, edges: Sequence[int] = (), end: int | None = None) -> list[Damage]:
-    """Every damage to `size` bytes; what lies from `end` on is padding."""
+    """Every damage to `size` bytes; bytes from `end` on are padding."""
     end = size if end is None else end
     return [*flips(end), *fills(end), *sizes(size, edges)]

@@ -1,4 +1,4 @@
-"""What tests of `tierd doctor` share: a daemon, and the command's findings by code."""
+"""Shared by tests of `tierd doctor`: a daemon, and the command's findings by code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Examine = Callable[..., dict]
 
 
 def namespace(**changes: object) -> Namespace:
-    """Of an engine whose hashes can be computed."""
+    """A namespace whose hashes tierd can compute."""
     fields = {"hash_scheme": "vllm-sha256-cbor-tagged", "hash_root": ROOT, **changes}
     return blocks.namespace(4096, **fields)
 
@@ -35,7 +35,7 @@ def codes(findings: Sequence[Finding]) -> dict[str, Level]:
 
 
 def register(client: Client, space: Namespace) -> Handle:
-    """A handle that the daemon has accepted."""
+    """A handle, once the daemon has accepted it."""
     handle = client.register(space)
 
     def accepted() -> bool:
@@ -47,14 +47,14 @@ def register(client: Client, space: Namespace) -> Handle:
 
 
 def running(directory: Path) -> DaemonProcess:
-    """A daemon without tiers, to be entered."""
+    """A daemon without tiers, not started yet."""
     return DaemonProcess(directory, capacity="64MiB", storage="")
 
 
 def examiner(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Examine:
-    """Run the command; its findings by code, with the exit status under "rc"."""
+    """Runs the command; returns its findings by code, with the exit status under "rc"."""
     monkeypatch.delenv("TIERD_SOCKET", raising=False)
     monkeypatch.setattr(storage, "SPEED_BYTES", 4 << 20)
 

@@ -1,7 +1,7 @@
-"""Fakes that stand in for a daemon and for a vLLM, for what real ones cannot be made to say.
+"""Fakes of a daemon and of a vLLM, for answers that real ones cannot be made to give.
 
-The daemon speaks tierd's protocol and has nothing; the engine speaks as much of vLLM's HTTP as
-tierd's commands ask for, and computes nothing.
+The daemon speaks tierd's protocol and holds no blocks; the engine implements the part of vLLM's
+HTTP API that tierd's commands use, and computes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierd.wire.session import Role, WireSession, encode
 
 
 class FakeDaemon(socketserver.ThreadingUnixStreamServer):
-    """Listens on `path`, welcomes, and answers STATUS with `body`; or says nothing, or refuses."""
+    """Listens on `path`, welcomes, and answers STATUS with `body`; or stays silent, or refuses."""
 
     daemon_threads = True
     block_on_close = False
@@ -72,7 +72,7 @@ class FakeEngine:
         self.compute = compute
         self.metrics = ""
         self.answers: dict[str, tuple[int, bytes]] = {}
-        """What to answer on a path instead."""
+        """Responses by path that replace the default ones."""
         engine = self
 
         class Handler(BaseHTTPRequestHandler):

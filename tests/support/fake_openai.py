@@ -1,5 +1,5 @@
-"""A stand-in for an engine's OpenAI API: its tokens are letters, and what it computes is stored
-with a daemon under the hashes that the real engine would have."""
+"""A fake of an engine's OpenAI API: its tokens are letters, and computed blocks are stored with a
+daemon under the hashes that the real engine would use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Request = dict[str, object]
 
 
 def letters(text: str) -> list[int]:
-    """A token a letter."""
+    """One token per letter."""
     return [ord(letter) for letter in text]
 
 
 def render(request: Mapping[str, object]) -> str:
-    """A chat, or the text of a completion."""
+    """The text of a chat or of a completion."""
     if "messages" not in request:
         return str(request["prompt"])
     return json.dumps([request["messages"], request.get("tools")]) + "assistant:"
 
 
 class FakeOpenAI:
-    """What was asked of it, and how it answers."""
+    """The requests that it got, and the answers that it gives."""
 
     def __init__(self, store: Callable[[Request], None]) -> None:
         self.url = ""
@@ -36,7 +36,7 @@ class FakeOpenAI:
         self.refusal: tuple[int, str] | None = None
         """Status and message of all answers."""
         self.hold = threading.Event()
-        """Nothing is computed until this is set."""
+        """Requests wait until this is set."""
         self.hold.set()
         self.store = store
         self.store_delay_s = 0.0
@@ -63,7 +63,7 @@ class FakeOpenAI:
         return 200, {"choices": [{"text": ""}]}
 
     def end(self, path: str, request: Request) -> None:
-        """The answer is out; as in the real one stores come later."""
+        """Called once the answer is sent: stores come later, as in the real engine."""
         if path == "/v1/completions" and self.refusal is None:
             time.sleep(self.store_delay_s)
             with self._lock:
@@ -72,7 +72,7 @@ class FakeOpenAI:
 
 @contextmanager
 def serving(engine: FakeOpenAI) -> Iterator[FakeOpenAI]:
-    """It answers at `engine.url` meanwhile."""
+    """Serves at `engine.url` within the block."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the base class's name
@@ -87,10 +87,10 @@ def serving(engine: FakeOpenAI) -> Iterator[FakeOpenAI]:
             engine.end(self.path, request)
 
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Discard the log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        # So that the end waits for them.
+        # Threads that the server waits for at the end.
         server.daemon_threads = False
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

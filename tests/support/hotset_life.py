@@ -1,4 +1,4 @@
-"""One life of a daemon's hot set."""
+"""One incarnation of a daemon's hot set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOW_S = 1_000_000.0
 
 
 class Life:
-    """A node of which nothing runs but its hot set, on a wall clock of its own."""
+    """A node of which only the hot set runs, with a wall clock that the test sets."""
 
     def __init__(self, directory: Path, capacity_bytes: int = 1 << 20, **keys: object) -> None:
         self.node = Node(
@@ -54,7 +54,7 @@ class Life:
     def store(
         self, count: int, tag: object, uses: int, age_s: int, space: Namespace = SPACE
     ) -> list[bytes]:
-        """Store a chain that has been used."""
+        """Store a chain with the given number and age of uses."""
         hashes, parents = chain(count, tag)
         own = self.node.host.spaces.get(space.digest) or self.node.register(space)
         done = self.node.reserve(1, own, hashes, parents)

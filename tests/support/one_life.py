@@ -1,4 +1,4 @@
-"""One incarnation of a daemon's host memory, and what it leaves to the next."""
+"""One incarnation of a daemon's host memory, and the state that it leaves to the next one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAPACITY = 8 * SEGMENT
 
 
 class ManualClock:
-    """Goes only where a test sets it."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12
@@ -38,7 +38,7 @@ class ManualClock:
 
 
 class OneLife:
-    """The memory of a daemon, without its tasks."""
+    """The host memory of a daemon, without its tasks."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class OneLife:
         return space
 
     def store(self, space: Space, hashes: list[bytes], *, prove: bool = True) -> list[int]:
-        """Blocks with the bytes that they should have; their slots."""
+        """Store blocks with the right bytes; returns their slots. `prove`: with their checksums."""
         return self._fill(space, hashes, parents_of(hashes), content, prove=prove)
 
     def store_chain(self, space: Space, count: int, tag: object, *, prove: bool) -> list[int]:
-        """Blocks of any namespace, which say whose they are; their slots."""
+        """Store self-identifying blocks of any namespace; returns their slots."""
         hashes, parents = blocks.chain(count, tag)
         return self._fill(
             space, hashes, parents, partial(blocks.payload, space.namespace), prove=prove
@@ -93,18 +93,18 @@ class OneLife:
         return slots
 
     def prove(self) -> None:
-        """Verify everything."""
+        """Verify all blocks."""
         asyncio.run(Verification(self.memory).run())
         self.memory.check()
 
     def end(self) -> None:
-        """As a process does."""
+        """End as a process does."""
         self.lives.close()
         self.memory.arena.close()
 
 
 def held_by_nobody(life: OneLife) -> bool:
-    """Whether every slot may be used again."""
+    """Whether every slot may be reused."""
     return not any(any(space.refs) or space.quarantined for space in life.host.spaces.values())
 
 

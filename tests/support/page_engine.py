@@ -1,7 +1,7 @@
 """An engine's worker without an engine: pages in exported host memory, and a client.
 
-Block b's bytes are runs in a memfd, in a layout with layers outermost unless told otherwise, as
-vLLM has them; a block's content names its hash, so that any mix-up shows.
+Block b's bytes are runs in a memfd, by default in a layout with layers outermost, as in vLLM. A
+block's content depends on its hash, so any mix-up shows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parents_of(hashes: Sequence[bytes]) -> list[bytes]:
 
 
 def content(block_hash: bytes, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """What a block's KV would be: bytes that name its hash."""
+    """The KV of a block: bytes that depend on its hash."""
     seed = int.from_bytes(block_hash[:8], "little")
     return np.random.default_rng(seed).bytes(block_bytes)
 
@@ -100,7 +100,7 @@ class PageEngine:
         self.attachment = self.attach()
 
     def attach(self, handle: Handle | None = None, **changes: Any) -> Attachment:
-        """Show the pages to the daemon; `changes` are arguments of Client.attach."""
+        """Attach the pages to the daemon; `changes` are arguments of Client.attach."""
         shown: dict[str, Any] = {
             "exports": [self.memory.export],
             "layout": self.layout,
@@ -132,27 +132,27 @@ class PageEngine:
         os.close(self.gate_fd)
 
     def wait_attached(self) -> None:
-        """Until the daemon copies for this engine."""
+        """Wait until the daemon copies for this engine."""
         self.wait(lambda: self.attachment.ready or self.attachment.refusal)
         assert self.attachment.ready, self.attachment.refusal
 
     def wait(self, condition, timeout_s: float = 20.0) -> None:
-        """Until a condition holds that the daemon brings about."""
+        """Wait until the daemon has made a condition true."""
 
         def polled() -> object:
             self.client.wait(0.002)
             return condition()
 
-        wait_until(polled, timeout_s, "the daemon did not bring it about")
+        wait_until(polled, timeout_s, "the daemon did not make the condition true")
 
     def status(self) -> dict[str, Any]:
-        """The daemon's."""
+        """The daemon's status."""
         return self.client.status()
 
     def refusal(self, attachment: Attachment) -> str:
-        """Why the daemon does not take an attachment."""
+        """The daemon's reason for refusing an attachment."""
         self.wait(lambda: attachment.ready or attachment.refusal)
-        assert not attachment.ready, "it was taken"
+        assert not attachment.ready, "the attachment was accepted"
         return attachment.refusal or ""
 
     def copy_pid(self) -> int:
@@ -164,7 +164,7 @@ class PageEngine:
         wait_until(lambda: not self.status()["host"]["writing_blocks"], 10, "slots stay reserved")
 
     def check_works(self) -> None:
-        """New blocks are stored and loaded."""
+        """Check that new blocks can be stored and loaded."""
         hashes = chain(os.urandom(8), 3)
         self.compute(hashes, [1, 2, 3])
         assert self.store(hashes, [1, 2, 3]) == 3
@@ -187,17 +187,17 @@ class PageEngine:
     # Copies
 
     def done(self, pending: PendingCopy) -> int:
-        """The blocks of a copy once it has ended."""
+        """The number of blocks of a copy, once it has ended."""
         self.wait(lambda: pending.done)
         return pending.blocks
 
     def compute(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Have the KV of blocks in pages."""
+        """Write the KV of blocks to pages."""
         for block_hash, block in zip(hashes, blocks, strict=True):
             self.write(block, content(block_hash, self.block_bytes))
 
     def store(self, hashes: Sequence[bytes], blocks: Sequence[int], **event: int) -> int:
-        """Store blocks that lie in pages; how many the daemon has then."""
+        """Store blocks from pages; returns how many the daemon has afterwards."""
         reservation = self.client.reserve(self.handle, hashes, parents_of(hashes))
         if reservation is None:
             return 0
@@ -223,7 +223,7 @@ class PageEngine:
         event: int = NO_EVENT,
         value: int = 0,
     ) -> tuple[Lease, PendingCopy, int] | None:
-        """A lease, the copy of what it has, and its job; None if there is nothing."""
+        """A lease, the copy of its blocks, and the job; None if there is nothing to load."""
         lease = self.client.acquire([self.handle], hashes, 2000)
         if lease is None:
             return None
@@ -242,7 +242,7 @@ class PageEngine:
         return lease, pending, job
 
     def load(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> int:
-        """Load blocks into pages; how many are right there, all bytes compared."""
+        """Load blocks into pages; compares all bytes and returns how many blocks were loaded."""
         begun = self.begin_load(hashes, blocks)
         if begun is None:
             return 0
@@ -254,22 +254,22 @@ class PageEngine:
         return count
 
     def settle(self, job: int, timeout_s: float = 20.0) -> None:
-        """Call a load off; returns when nobody can write its pages any more."""
+        """Cancel a load; returns once no process can write its pages."""
         end = time.monotonic() + timeout_s
         while not self.gate.call_off(job):
-            assert time.monotonic() < end, "a load writes for ever"
+            assert time.monotonic() < end, "a cancelled load keeps writing"
             time.sleep(0.0005)
 
 
 def mappings(pid: int, memory: HostExport | int) -> int:
-    """How often a process has an export mapped, given as such or as its inode."""
+    """How often a process has mapped an export, given as such or as its inode."""
     inode = memory if isinstance(memory, int) else inode_of(memory)
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
 
 
 def descriptors(pid: int) -> int:
-    """How many a process has open."""
+    """The number of open descriptors of a process."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -278,7 +278,7 @@ def inode_of(memory: HostExport) -> int:
 
 
 def main() -> None:
-    """An engine that stores for ever, and whose child holds its socket."""
+    """An engine that stores without end, and whose child process holds its socket."""
     with PageEngine(sys.argv[1], name="child") as engine:
         engine.wait_attached()
         child = os.fork()

@@ -52,6 +52,6 @@ def indented(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """Where links into a page may lead."""
+    """The targets of links within a page."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}

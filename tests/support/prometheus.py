@@ -25,11 +25,11 @@ class Family:
 
 
 def read(text: str) -> dict[str, Family]:
-    """All families, by name; asserts what a scraper may rely on."""
+    """All families by name; asserts the format that scrapers rely on."""
     assert text.endswith("\n")
     families: dict[str, Family] = {}
     name = ""
-    # Not splitlines, which ends lines at other characters as well.
+    # Not splitlines(), which also splits at other characters.
     for line in text[:-1].split("\n"):
         if line.startswith("# HELP "):
             name, _, about = line.removeprefix("# HELP ").partition(" ")

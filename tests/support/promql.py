@@ -1,6 +1,6 @@
-"""PromQL over a few snapshots of what a daemon exposes: enough for the rules in ops/.
+"""PromQL over a few snapshots of a daemon's metrics: enough for the rules in ops/.
 
-It knows no extrapolation and no staleness: a rate is the difference of two snapshots over the
+It has no extrapolation and no staleness: a rate is the difference of two snapshots divided by the
 length of the range.
 """
 
@@ -39,14 +39,14 @@ _GROUPS: Final[dict[str, Callable[[list[float]], float]]] = {"sum": sum, "max": 
 
 
 class Selector(NamedTuple):
-    """What an expression reads."""
+    """A series selector of an expression."""
 
     name: str
     matchers: list[promql.Matcher]
 
 
 def selectors(expr: promql.Expr) -> list[Selector]:
-    """All that an expression reads."""
+    """All selectors of an expression."""
     found: list[Selector] = []
 
     def visit(node: promql.Expr) -> None:
@@ -89,7 +89,7 @@ def matches(labels: Labels, matchers: list[promql.Matcher]) -> bool:
 
 
 class World:
-    """Snapshots by their age in seconds; each stays until there is a younger one."""
+    """Snapshots by their age in seconds; each is valid until a younger one."""
 
     def __init__(self, snapshots: Mapping[float, Scrape], recorded: Mapping[str, str]) -> None:
         """`recorded` has the expressions of recording rules."""

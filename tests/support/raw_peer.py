@@ -1,4 +1,4 @@
-"""A session with a daemon, message by message, which can say what no client would."""
+"""A session with a daemon, message by message, for messages that no client would send."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RawPeer:
             assert socket.send_fds(self.sock, [data], [fd]) == len(data)
 
     def hear(self, kind: type[T]) -> T:
-        """The next message of a kind; others before it are dropped."""
+        """The next message of a kind; earlier messages of other kinds are dropped."""
         while True:
             while self._heard:
                 message = self._heard.pop(0)
@@ -76,7 +76,7 @@ class RawPeer:
             self._wire.receive(data)
 
     def ended(self) -> str:
-        """Why the daemon ends the session, which it does now."""
+        """The daemon's reason for ending the session, once it has done so."""
         while True:
             error = self.hear(m.Error)
             if error.call == 0:
@@ -86,7 +86,7 @@ class RawPeer:
                 pass
         return error.reason
 
-    # What a client does first
+    # The usual first messages of a client
 
     def register(self, model: str = "m") -> int:
         call = self.call()
@@ -99,7 +99,7 @@ class RawPeer:
         self.say(m.Part(number, 0, export.size_bytes), export.parts[0].fd)
 
     def attach(self, handle: int, **changes: Any) -> None:
-        """Say ATTACH, with some of its fields changed."""
+        """Send ATTACH, with some of its fields changed."""
         stride = BLOCKS * PAGE_BYTES
         runs = [Run(0, layer * stride, PAGE_BYTES) for layer in range(LAYERS)]
         digest = hashlib.sha256(bytes(BLOCK_BYTES)).digest()

@@ -1,7 +1,7 @@
-"""A fake service manager: hears what a daemon tells, keeps its descriptors, starts it again.
+"""A fake service manager: receives a daemon's notifications, keeps its descriptors, restarts it.
 
-It does what systemd's file descriptor store does, so that a restart takes milliseconds and can be
-looked into. What systemd itself does is shown in test_systemd.py.
+It does the work of systemd's file descriptor store, so that a restart takes milliseconds and can be
+inspected. test_systemd.py uses the real systemd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _FIRST_FD = 3
 
-# Puts the descriptors where sd_listen_fds(3) wants them, and becomes the daemon.
+# Puts the descriptors where sd_listen_fds(3) expects them, and becomes the daemon.
 _LAUNCH = """
 import fcntl, os, sys
 fds = [int(word) for word in sys.argv[1].split(",") if word]
@@ -42,7 +42,7 @@ class ServiceManager:
         self.states: list[dict[str, str]] = []
         """Every message, in order."""
         self.listeners: list[tuple[str, socket.socket]] = []
-        """Listening sockets to pass on as well, by name."""
+        """Listening sockets that are passed on as well, by name."""
         self._changed = threading.Condition()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
@@ -66,7 +66,7 @@ class ServiceManager:
     def start(
         self, arguments: Sequence[str], *, log: int, env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a process that gets all that is kept; `log` is its stdout and stderr."""
+        """Start a process that gets all kept descriptors; `log` is its stdout and stderr."""
         with self._changed:
             passed = [(name, sock.fileno()) for name, sock in self.listeners] + self.kept
             names, fds = [name for name, _ in passed], [fd for _, fd in passed]
@@ -87,28 +87,28 @@ class ServiceManager:
             )
 
     def names(self) -> set[str]:
-        """What is kept."""
+        """Names of the kept descriptors."""
         with self._changed:
             return {name for name, _ in self.kept}
 
     def lose(self) -> None:
-        """Close everything that is kept, as at a reboot."""
+        """Close all kept descriptors, as at a reboot."""
         with self._changed:
             for _, fd in self.kept:
                 os.close(fd)
             self.kept.clear()
 
     def wait_for(self, key: str, value: str | None = None, timeout_s: float = 20.0) -> None:
-        """Wait until a state has been told, with that value if one is given."""
+        """Wait until a state has been notified, with the given value if there is one."""
         with self._changed:
             told = self._changed.wait_for(
                 lambda: any(key in state and value in (None, state[key]) for state in self.states),
                 timeout_s,
             )
-        assert told, f"{key} was not told: {self.states[-5:]}"
+        assert told, f"{key} was not notified: {self.states[-5:]}"
 
     def forget_states(self) -> None:
-        """Begin to wait anew."""
+        """Forget past states, so that `wait_for` waits for new ones."""
         with self._changed:
             self.states.clear()
 

@@ -1,4 +1,4 @@
-"""What stands in for an operator's machine when pages are tried."""
+"""A stand-in for an engine on an operator's machine, for tests of the pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLD = blocks.namespace(64 << 10, hash_scheme=KeyStyle.TAGGED.value, hash_root=SE
 
 
 class StandIn(FakeEngine):
-    """An engine whose tokens are letters, and which stores what it computes with a node's tierd."""
+    """An engine whose tokens are letters; it stores computed blocks with a node's daemon."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(self._store)
@@ -27,7 +27,7 @@ class StandIn(FakeEngine):
         self._client: Client | None = None
 
     def attach(self) -> None:
-        """Connect to the daemon that is there now."""
+        """Connect to the running daemon."""
         self.detach()
         self._client = self._machine.client("vllm-scheduler")
         self._handle = self._client.register(self.space)
@@ -40,7 +40,7 @@ class StandIn(FakeEngine):
             self._client = None
 
     def ask(self, text: str) -> None:
-        """Have a prompt computed."""
+        """Compute a prompt."""
         self.compute([ord(letter) for letter in text])
 
     def _accepted(self) -> bool:

@@ -1,7 +1,7 @@
-"""A machine with a real systemd: this one's own files, booted in a container in a second.
+"""A container with a real systemd, booted in a second from this machine's own files.
 
-All that it writes goes to memory that dies with it. It has tierd as an operator would install
-it: from a wheel, in /opt/tierd. Its network is this machine's.
+All its writes go to memory that is freed when it ends. tierd is installed as an operator would
+install it: from a wheel, in /opt/tierd. It shares this machine's network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOOLS = ("systemd-nspawn", "systemctl", "systemd-analyze", "unshare", "nsenter",
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 SITE = f"/opt/tierd/lib/{PYTHON}/site-packages"
 
-# Mounts are of a namespace of the container's own, so nothing is left whatever ends first.
+# Mounts are in a mount namespace of the container, so they disappear however the container ends.
 _BOOT = """
 mount -t tmpfs -o mode=755 tmpfs "$1"
 mkdir "$1/upper" "$1/work" "$1/machine"
@@ -42,7 +42,7 @@ Requires=basic.target dbus.service
 After=basic.target dbus.service
 AllowIsolate=yes
 END
-# Nothing of this machine is to run in it by itself.
+# None of this machine's timers may run in it.
 ln -s /dev/null "$1/machine/etc/systemd/system/timers.target"
 at=$1/machine
 shift
@@ -52,7 +52,7 @@ exec systemd-nspawn -q -D "$at" --boot --register=no --keep-unit --console=pipe 
 
 
 def unavailable(why: str) -> None:
-    """Skip the test, or fail it where such machines are required."""
+    """Skip the test, or fail it where TIERD_REQUIRE_SYSTEMD is set."""
     if os.environ.get("TIERD_REQUIRE_SYSTEMD"):
         pytest.fail(f"no machine with systemd: {why}", pytrace=False)
     pytest.skip(f"no machine with systemd: {why}")
@@ -62,7 +62,7 @@ class Machine:
     """Boots on entry, with tierd installed; powered off at exit."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is empty; its own from now on."""
+        """`directory` is empty, and owned by the machine from now on."""
         self._directory = directory
         self._console = directory / "console"
         self._process: subprocess.Popen[bytes] | None = None
@@ -94,12 +94,12 @@ class Machine:
 
     @property
     def root(self) -> Path:
-        """Its files."""
+        """The root of its file system."""
         return Path(f"/proc/{self._leader}/root")
 
     @property
     def socket(self) -> str:
-        """tierd's socket, as a path of this machine."""
+        """tierd's socket, as a path on this machine."""
         return f"{self.root}{SOCKET}"
 
     def client(self, name: str) -> Client:
@@ -123,18 +123,19 @@ class Machine:
         return [values[name] for name in properties]
 
     def journal(self, lines: int = 40) -> str:
-        """What was logged last."""
+        """The last lines of its log."""
         return self.run("journalctl", "--no-pager", f"--lines={lines}", check=False).stdout
 
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
-        """Write a file of it."""
+        """Write a file in it."""
         target = Path(f"{self.root}{path}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
         target.chmod(mode)
 
     def drop_in(self, unit: str, name: str, text: str) -> None:
-        """Change a unit until the machine is off, or the drop-in is removed; empty removes it."""
+        """Change a unit until the machine is off or the drop-in is removed; empty text removes
+        it."""
         path = f"/run/systemd/system/{unit}.d/{name}.conf"
         if text:
             self.write(path, text)
@@ -143,7 +144,7 @@ class Machine:
         self.run("systemctl", "daemon-reload")
 
     def host_pid(self, pid: int) -> int:
-        """The id that a process of the machine has in this one."""
+        """The id on this machine of a process in it."""
         for path in Path("/proc").glob("[0-9]*/status"):
             try:
                 found = re.search(r"^NSpid:\t.*\t(\d+)$", path.read_text(), re.MULTILINE)
@@ -161,7 +162,7 @@ class Machine:
         binds = [f"--bind-ro={sysconfig.get_path('purelib')}:/opt/packages"]
         if not sys.base_prefix.startswith("/usr"):
             binds.append(f"--bind-ro={sys.base_prefix}:/opt/python")
-        # It ends with the tests, even if those are killed.
+        # It ends with the test process, even if that is killed.
         boot = ["setpriv", "--pdeathsig=TERM"]
         boot += ["unshare", "--mount", "--propagation=private", "sh", "-euc", _BOOT, "sh", str(top)]
         with self._console.open("wb") as console:
@@ -191,7 +192,7 @@ class Machine:
         return active.stdout.strip() == "active"
 
     def _install(self) -> None:
-        """What `pip install tierd` would make of /opt/tierd, without the network."""
+        """Install tierd in /opt/tierd as `pip install tierd` would, without the network."""
         site = Path(f"{self.root}{SITE}")
         site.mkdir(parents=True)
         packages = Path(sysconfig.get_path("purelib"))
@@ -209,13 +210,13 @@ class Machine:
             Path(f"{self.root}/opt/tierd/bin/{name}").symlink_to(f"{home}/bin/{PYTHON}")
         start = "import sys\nfrom tierd.cli.main import main\nsys.exit(main())\n"
         self.write("/opt/tierd/bin/tierd", f"#!/opt/tierd/bin/python\n{start}", 0o755)
-        # A Python with a library finds it where it was built, which the service cannot see.
+        # Python may be linked to a library at its build path, which the service cannot see.
         self.write("/etc/ld.so.conf.d/python.conf", f"{home}/lib\n")
         self.run("ldconfig")
 
 
 def build_wheel(directory: Path) -> Path:
-    """The wheel of this checkout, made into `directory`."""
+    """Build this checkout's wheel in `directory`; returns its path."""
     checkout = Path(__file__).parents[2]
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
@@ -224,7 +225,7 @@ def build_wheel(directory: Path) -> Path:
 
 
 def wait_running(machine: Machine, restarts: int, timeout_s: float = 30.0) -> None:
-    """Until tierd has been restarted so often, by systemd itself, and is ready."""
+    """Wait until systemd has restarted tierd `restarts` times and tierd is ready."""
     end = time.monotonic() + timeout_s
     while True:
         told = machine.show("tierd", "NRestarts", "SubState")

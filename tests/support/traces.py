@@ -11,9 +11,9 @@ BLOCK_TOKENS = 512
 def trace_lines(
     seed: int, requests: int = 400, scan_every: int = 25, turn_blocks: int = 6, reach: float = 12.5
 ) -> list[bytes]:
-    """Chats that come back with all they had and a little more, and now and then a long scan.
+    """Chats that return with their whole history and a little more, and sometimes a long scan.
 
-    A turn has up to `turn_blocks`, and a chat comes back as long as about `reach` are younger.
+    A turn adds up to `turn_blocks`; a chat that returns has on average `reach` younger chats.
     """
     rng = random.Random(seed)
     fresh = iter(range(1, 1 << 30))
@@ -27,7 +27,7 @@ def trace_lines(
         else:
             if not chats or rng.random() < 0.4:
                 chats.append([0])
-            # Mostly a chat of late, and shorter with every turn.
+            # Usually a recent chat.
             chat = chats[-1 - min(int(rng.expovariate(1 / reach)), len(chats) - 1)]
             chat += [next(fresh) for _ in range(rng.randint(1, turn_blocks))]
             ids = chat

@@ -1,7 +1,7 @@
-"""Steady traffic of several clients on one daemon, which notices every wrong byte and late answer.
+"""Steady traffic of several clients on one daemon, which detects every wrong byte and late answer.
 
-Each client does as an engine does: asks for a prefix by a deadline, compares what it gets with
-the only right bytes, and stores what it did not get.
+Each client acts as an engine: it requests a prefix with a deadline, compares the blocks with the
+right bytes, and stores the missing ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAINS = 32
 """12 MiB of blocks: three times the memory of the daemons that get this traffic."""
 
 FRESH_SHARE = 0.03
-"""Share of chains that nobody has asked for before, so that there is always something to store."""
+"""Share of requests for new chains, so that there is always something to store."""
 
 HOST_CAPACITY = "4MiB"
 DEADLINE_MS = 400
@@ -36,7 +36,7 @@ ANSWER_S_MAX = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One acquire as its client saw it; times are of `time.monotonic`."""
+    """One acquire as seen by its client; times are of `time.monotonic`."""
 
     started: float
     seconds: float
@@ -48,7 +48,7 @@ class Sample:
 
 
 class Served(Protocol):
-    """A daemon that clients can be made of."""
+    """A daemon that clients can connect to."""
 
     def client(self, name: str) -> Client: ...
 
@@ -56,8 +56,8 @@ class Served(Protocol):
 class Traffic:
     """Threads that load and store chains until the end of the context, which checks them.
 
-    `samples` has every acquire since the start. `noise` has how late this process itself was
-    woken each few ms, which delays its clients whatever tierd does.
+    `samples` has every acquire since the start. `noise` has the delays with which this process was
+    woken every few ms: they delay its clients independently of tierd.
     """
 
     def __init__(self, daemon: Served, *, threads: int = 3, chains: int = CHAINS) -> None:
@@ -90,21 +90,21 @@ class Traffic:
         assert not any(thread.is_alive() for thread in self._threads), "a client hangs"
 
     def pause(self) -> None:
-        """Have the clients wait, connected; returns when none has anything under way."""
+        """Make the clients wait, still connected; returns once no call is in progress."""
         self._running.clear()
         for _ in self._threads[1:]:
             assert self._idle.acquire(timeout=ANSWER_S_MAX), "a client hangs"
 
     def resume(self) -> None:
-        """Have the clients go on."""
+        """Let the clients continue."""
         self._running.set()
 
     def since(self, started: float, ended: float = float("inf")) -> list[Sample]:
-        """Acquires that began from `started` on and ended by `ended`."""
+        """Acquires that began at `started` or later and ended by `ended`."""
         return [s for s in list(self.samples) if s.started >= started and s.ended <= ended]
 
     def stall_ms(self, sample: Sample) -> float:
-        """The longest that this process was not run, as far as it knows, during an acquire."""
+        """The longest stall of this process during an acquire, as far as it knows."""
         stalls = (
             n.seconds
             for n in list(self.noise)
@@ -153,7 +153,7 @@ class Traffic:
                 if view[:BLOCK_BYTES] != self._right_bytes(block_hash):
                     self.faults.append(f"block {block_hash.hex()} has wrong bytes")
             if time.monotonic_ns() >= lease.expires_ns:
-                self.faults.append("a lease ended before it was used: the machine stood still")
+                self.faults.append("a lease ended before it was used: the machine was stalled")
             client.release(lease)
         rest = list(zip(hashes, parents, strict=True))[blocks:]
         client.put(handle, [(h, parent, self._right_bytes(h)) for h, parent in rest])
@@ -164,19 +164,19 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a daemon and its worker processes hold."""
+    """Resources of a daemon and its worker processes."""
 
     files: int
-    """Open descriptors but for connections, and for the arena's, of which a worker has as many
-    as it has needed so far."""
+    """Open descriptors, except connections, and except the arena's, of which a worker opens as many
+    as it needs."""
     connections: int
-    """TCP sockets, whatever state they are in."""
+    """TCP sockets, in any state."""
     anonymous_bytes: int
     processes: int
 
 
 def footprint(pid: int) -> Footprint:
-    """Of process `pid` and its children."""
+    """The footprint of process `pid` and its children."""
     pids = [pid, *children(pid)]
     opened = [name for each in pids for name in _opened(each)]
     tcp = _tcp_sockets(pid)
@@ -194,7 +194,7 @@ def children(pid: int) -> list[int]:
 
 
 def _opened(pid: int) -> list[str]:
-    """What each descriptor of a process refers to."""
+    """The target of each descriptor of a process."""
     names: list[str] = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -203,7 +203,7 @@ def _opened(pid: int) -> list[str]:
 
 
 def _tcp_sockets(pid: int) -> set[str]:
-    """The TCP sockets of a process's network, as /proc/PID/fd names them."""
+    """The TCP sockets of a process's network namespace, as /proc/PID/fd names them."""
     lines: list[str] = []
     for family in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):
@@ -212,7 +212,7 @@ def _tcp_sockets(pid: int) -> set[str]:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    """Memory of a process's own, so without the arena, which it shares."""
+    """Private memory of a process: without the arena, which it shares."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -220,7 +220,7 @@ def _anonymous_bytes(pid: int) -> int:
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str) -> float:
-    """Poll `condition` until it is true; the seconds that took. Fails with `what` if it stays."""
+    """Poll `condition` until it is true; returns the seconds. Fails with `what` at the timeout."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() < started + timeout_s, what

@@ -1,4 +1,4 @@
-"""An engine on host memory in one of vLLM's layouts, for tests of what copies for it."""
+"""An engine's memory on the host, in one of vLLM's layouts, for tests of copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARGIN = 4096
 
 
 class Pages:
-    """KV tensors of a layout in exported memory, with bytes around them that nobody may touch."""
+    """KV tensors of a layout in exported memory, surrounded by bytes that must not change."""
 
     def __init__(
         self, layout: str, blocks: int = 6, sizes: tuple[int, int, int, int] = (3, 2, 4, 8)
@@ -51,11 +51,11 @@ class Pages:
         self.fill(1)
 
     def fill(self, seed: int) -> None:
-        """Random bytes everywhere but in the event."""
+        """Random bytes everywhere except in the event."""
         self.raw[8:] = np.random.default_rng(seed).integers(0, 256, len(self.raw) - 8, np.uint8)
 
     def block(self, block: int) -> bytes:
-        """A block's bytes in a slot, by the connector's own way."""
+        """A block's bytes as the connector would put them into a slot."""
         slot = bytearray(self.block_bytes)
         self.map.gather(block, memoryview(slot))
         return bytes(slot)
@@ -65,7 +65,7 @@ class Pages:
 
 
 class Slots:
-    """Host memory with slots a few bytes apart, by default; what lies between must not change."""
+    """Host memory with slots a few bytes apart by default; the bytes between must not change."""
 
     def __init__(self, size_bytes: int, count: int, gap: int = 64, seed: int = 2) -> None:
         self.size_bytes = size_bytes

@@ -1,9 +1,9 @@
-"""CUDA in host memory, with the rules that tierd relies on; its functions are fake_cuda_calls'.
+"""CUDA in host memory, with the rules that tierd relies on; fake_cuda_calls has its functions.
 
-Two processes can share its memory and events. It is as strict as a GPU where being lax would hide
-an error: a thread needs a context, host memory in a batch has to be pinned in one go, an event
-waits for its newest record, a batch of order ANY reads its sources at once, and a wild address
-breaks the context for good.
+Two processes can share its memory and events. It is as strict as a GPU where leniency would hide an
+error: a thread needs a context, host memory in a batch has to be pinned in one call, an event waits
+for its newest record, a batch of order ANY reads its sources at once, and an invalid address breaks
+the context permanently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuda.bindings import driver as bindings
 
 HANDLE = struct.Struct("<IIQ48x")
 HOST_VIEW = 1 << 52
-"""Where the GPU sees pinned memory, if it does not take host addresses."""
+"""Where the GPU sees pinned memory, if it does not use host addresses."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,7 +35,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def munmap(address: int, size: int) -> None:
-    """Addresses of which nothing is left."""
+    """Unmap addresses and everything in them."""
     _libc.munmap(address, size)
 
 
@@ -49,18 +49,18 @@ def mmap(size: int, fd: int, at: int = 0) -> int:
 
 @dataclass
 class Area:
-    """Memory that the GPU knows."""
+    """Memory that is known to the GPU."""
 
     address: int
     size: int
     fd: int
     kind: str
-    """malloc, pool, managed, opened, reserved, or chunk (which is within a reserved one)."""
+    """malloc, pool, managed, opened, reserved, or chunk (part of a reserved area)."""
     handle_types: int = 0
 
 
 class FakeCuda:
-    """One process's GPUs."""
+    """The GPUs of one process."""
 
     def __init__(self, uuids: list[bytes], *, host_pointers: bool = True) -> None:
         self.uuids = uuids
@@ -70,7 +70,7 @@ class FakeCuda:
         """The next call of a function fails with this result."""
         self.broken = 0
         self.ordinals: set[int] = set()
-        """Of the devices that were set."""
+        """Devices that have been made current."""
         self.calls: collections.Counter[str] = collections.Counter()
         self.areas: dict[int, Area] = {}
         self.pinned: dict[int, int] = {}
@@ -87,7 +87,7 @@ class FakeCuda:
         threading.Thread(target=self._work, daemon=True).start()
 
     def stop(self) -> None:
-        """Do no more of its streams' work."""
+        """Stop working on the streams."""
         self._stopped = True
         self._news.set()
 
@@ -108,7 +108,7 @@ class FakeCuda:
             time.sleep(100e-6)
 
     def put(self, stream: int, work: Callable[[], object]) -> None:
-        """Work that takes no time."""
+        """Put work that takes no time on a stream."""
         self.put_wait(stream, lambda: (work(), True)[1])
 
     def put_wait(self, stream: int, done: Callable[[], bool]) -> None:
@@ -117,7 +117,7 @@ class FakeCuda:
             self._news.set()
 
     def delay(self, stream: int, seconds: float) -> None:
-        """A kernel that takes long."""
+        """Put a long-running kernel on a stream."""
         end: list[float] = []
 
         def done() -> bool:
@@ -144,7 +144,7 @@ class FakeCuda:
         return address
 
     def expandable(self, chunk: int, count: int, handle_types: int = 1) -> int:
-        """Reserved addresses, of which `count` chunks are mapped, and one is not."""
+        """Reserved addresses, of which `count` chunks are mapped and one is not."""
         base = mmap(chunk * (count + 1), -1)
         for at in range(base, base + chunk * count, chunk):
             fd = os.memfd_create("chunk")
@@ -173,13 +173,13 @@ class FakeCuda:
         return True
 
     def host(self, address: int) -> int:
-        """Where pinned memory that the GPU sees at an address really is."""
+        """The real address of pinned memory that the GPU sees at an address."""
         if HOST_VIEW <= address < HOST_VIEW << 1 and not self.host_pointers:
             return address - HOST_VIEW
         return address
 
     def move(self, to: int, source: int, size: int) -> None:
-        """One copy, when it is its turn. One side is the device's."""
+        """One copy, made when the stream reaches it. One side is device memory."""
         sides = self.is_device(to, size), self.is_device(source, size)
         if not any(sides):
             self.broken = 700
@@ -197,7 +197,7 @@ class FakeCuda:
         attribute_count: int,
         stream: int,
     ) -> int:
-        """cuMemcpyBatchAsync, as the driver has it from 13.0 on."""
+        """cuMemcpyBatchAsync, with the driver's signature since 13.0."""
         self.calls["batch"] += 1
         if code := self.fail.pop("batch", self.broken):
             return code
@@ -245,7 +245,7 @@ class FakeCuda:
         return 0, opened
 
     def new_event(self, fd: int) -> int:
-        """Its memory: how often it was recorded, and which of these have happened."""
+        """The memory of an event: the number of records, and of completed ones."""
         address = mmap(16, fd)
         counts = np.ctypeslib.as_array((ctypes.c_uint64 * 2).from_address(address))
         event = self.number()

@@ -1,4 +1,4 @@
-"""The functions of fake_cuda: what the libraries offer, by their names and with their answers."""
+"""The functions of fake_cuda, with the libraries' names and return values."""
 
 # ruff: noqa: N802, N815
 
@@ -22,7 +22,7 @@ Result = tuple[int]
 
 
 def install(fake: FakeCuda) -> Driver:
-    """Put it in the place of the libraries, for the rest of this process's life."""
+    """Replace the libraries, for the rest of this process."""
     cuda.runtime = Runtime(fake)  # type: ignore[assignment]
     driver = Driver(fake)
     cuda.driver = engine_cuda.driver = driver  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def install(fake: FakeCuda) -> Driver:
 
 @contextlib.contextmanager
 def installed(fake: FakeCuda) -> Iterator[Driver]:
-    """Put it in the place of the libraries for a while."""
+    """Replace the libraries within the block."""
     before = cuda.runtime, cuda.driver, engine_cuda.driver
     try:
         yield install(fake)
@@ -41,7 +41,7 @@ def installed(fake: FakeCuda) -> Iterator[Driver]:
 
 
 class Runtime:
-    """What cupy.cuda.runtime is to tierd."""
+    """Stands for cupy.cuda.runtime."""
 
     CUDARuntimeError = real_runtime.CUDARuntimeError
     memcpyHostToDevice = 1
@@ -185,12 +185,12 @@ class Runtime:
 
 
 class Driver:
-    """What cuda.bindings.driver is to tierd. Its types are the real ones."""
+    """Stands for cuda.bindings.driver. Its types are the real ones."""
 
     def __init__(self, fake: FakeCuda) -> None:
         self._fake = fake
         self.retained = 0
-        """Handles of physical memory that nobody has released."""
+        """Handles of physical memory that have not been released."""
         self.contexts = 0
         """Contexts that were pushed and not popped."""
 

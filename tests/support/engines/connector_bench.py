@@ -61,7 +61,7 @@ class FakeRequest:
 
 @dataclass
 class Bench:
-    """A scheduler side over a fake daemon, and the few steps of an engine around it."""
+    """A scheduler side with a fake daemon, and the few steps of an engine around it."""
 
     daemon: FakeDaemon = field(default_factory=FakeDaemon)
     ranks: int = 1
@@ -79,7 +79,7 @@ class Bench:
         )
 
     def put(self, count: int, salt: int = 0, ranks: range | None = None) -> None:
-        """Have the daemon hold the first blocks of a salt's chain."""
+        """Store the first blocks of a salt's chain in the daemon."""
         for rank in ranks if ranks is not None else range(self.ranks):
             for index in range(count):
                 slot = next(self.daemon.ids)
@@ -88,7 +88,7 @@ class Bench:
                 self.daemon.blocks[digest, block_hash(index, salt)] = slot
 
     def load(self, request: FakeRequest, computed: int, first_block: int = 100) -> list[Load]:
-        """Let the engine take the offer, up to the step that sends it to the workers."""
+        """Let the engine accept the offer, up to the step that sends it to the workers."""
         tokens = self.side.matched_tokens(request.request_id, computed)
         assert tokens
         count = (computed + tokens) // BLOCK_TOKENS
@@ -99,7 +99,7 @@ class Bench:
     def step(
         self, steps: Sequence[Scheduled] = (), preempted: Sequence[str] = (), *, idle: bool = False
     ) -> StepWork:
-        """What workers are told of a step."""
+        """The metadata that workers get for a step."""
         work = self.side.build(steps, preempted, idle=idle)
         return self.side.hand_over(work, idle=idle)
 
@@ -119,7 +119,7 @@ class Bench:
     def run(
         self, request: FakeRequest, computed: int, tokens: int, blocks: list[int], *, new: bool
     ) -> list[StoreItem]:
-        """A step that computes; the stores that it makes."""
+        """A step that computes; returns its stores."""
         step = self.scheduled(request.request_id, computed, tokens, blocks, new=new)
         return self.step([step]).stores
 

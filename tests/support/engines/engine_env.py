@@ -12,10 +12,10 @@ _INSTALL = Path(__file__).parents[3] / "engine" / "install.sh"
 
 
 def engine_python() -> Path:
-    """The engine's python: $TIERD_ENGINE_PYTHON, else what engine/install.sh installed.
+    """The engine's Python: $TIERD_ENGINE_PYTHON, else the one that engine/install.sh installed.
 
-    Fails the test, and says what to run, when there is none: an engine test that is
-    skipped would hide that nothing was checked.
+    Without one, fails the test and names the command that installs it: a skipped engine test would
+    hide that it was not run.
     """
     given = os.environ.get("TIERD_ENGINE_PYTHON")
     if given:

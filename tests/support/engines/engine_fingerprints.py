@@ -1,8 +1,9 @@
-"""Prints the fingerprint that each of some settings gives a real vLLM, without a model's run.
+"""Prints the fingerprint that a real vLLM gets from each of several settings, without running a
+model.
 
-Runs in the engine's Python: `engine_fingerprints.py DIRECTORY HOME [CASE...]`. DIRECTORY is a
-model with its weights, beside another one named `draft`; HOME is for a cache of repositories.
-Prints one JSON object: by case, the fingerprint, or "refused: " and why.
+Runs in the engine's Python: `engine_fingerprints.py DIRECTORY HOME [CASE...]`. DIRECTORY is a model
+with its weights, beside another one named `draft`; HOME is for a cache of repositories. Prints one
+JSON object that maps each case to its fingerprint, or to "refused: " and the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 CLASS = {"LlamaForCausalLM": "vllm.model_executor.models.llama4:Llama4ForCausalLM"}
-"""Comes last: vLLM keeps it for the whole process."""
+"""The last case: vLLM keeps the setting for the rest of the process."""
 
 VARIABLES: dict[str, dict[str, str]] = {
     "variable": {"VLLM_FLOAT32_MATMUL_PRECISION": "medium"},
@@ -150,8 +151,8 @@ def _try(
         config = args.create_engine_config()
         if online:
             config = pickle.loads(pickle.dumps(config))
-    except Exception as error:  # a version's own way to say no
-        return f"not to be had: {type(error).__name__}: {error}"
+    except Exception as error:  # versions differ in what they raise
+        return f"unavailable: {type(error).__name__}: {error}"
     config.model_config.model_weights = bucket
     draft = getattr(config.speculative_config, "draft_model_config", None)
     models = [config.model_config.model, *([draft.model] if draft is not None else [])]
@@ -168,7 +169,7 @@ def _try(
 
 
 def _hub(directory: Path, home: Path, commit: str, arguments: dict[str, object]) -> str:
-    """A model by the name of its repository; vLLM itself would put a path in its place."""
+    """A model named by its repository; offline, vLLM itself would replace the name by a path."""
     from vllm.config import LoadConfig, ModelConfig
 
     from tierd_connectors.vllm.identity.namespace import _facts
@@ -220,7 +221,7 @@ def _named(directory: Path, home: Path) -> dict[str, Callable[[], str]]:
 
 
 def _publish(home: Path, repository: str, commit: str, config: bytes, *, ref: str = "main") -> Path:
-    """Make `commit` the newest of a branch of a repository in the local cache; its snapshot."""
+    """Make `commit` the newest of a branch in the local cache; returns its snapshot."""
     folder = home / "hub" / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)

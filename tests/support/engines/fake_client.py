@@ -1,7 +1,7 @@
 """A fake of the client and its daemon in one process, which a test can slow, stop and break.
 
-It keeps blocks by (namespace, hash) and answers by the client's contract. Connectors are
-tested against it without sockets; what it promises, the real client is tested for.
+It keeps blocks by (namespace, hash) and follows the client's contract. Connectors are tested with
+it without sockets; tests of the real client check the same contract.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FakeAttachment:
         return self.number is not None
 
     def memory(self) -> list[mmap.mmap]:
-        """The exported allocations, as another process maps them."""
+        """The exported allocations, mapped as by another process."""
         return [mmap.mmap(export.parts[0].fd, export.size_bytes) for export in self.exports]
 
     def content(self, block: int) -> bytes:
@@ -88,11 +88,11 @@ class FakeAttachment:
 
 
 class FakeJob:
-    """A copy as the daemon sees it, in steps: begin, a half, the other half, tell.
+    """A copy as the daemon makes it, in steps: begin, first half, second half, report.
 
-    A load of an attachment with layer groups has a step a group instead of the halves. It has
-    memory and a gate of its own, as another process has, so it may go on when the session, or
-    the attachment, is no more.
+    A load of an attachment with layer groups has one step per group instead of the halves. It has
+    its own mapping and gate, like another process, so it can continue after the session or the
+    attachment has ended.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FakeJob:
         return self.job is not None and 0 < self.step <= len(self._parts)
 
     def advance(self) -> None:
-        """One step more."""
+        """Make one more step."""
         self.step += 1
         if self.step == 1:
             if self.job is not None and not self._gate.enter(self.job):
@@ -144,11 +144,11 @@ class FakeJob:
             self._tell(len(self.pairs), "")
 
     def fail(self) -> None:
-        """The device fails here: what has been copied of it does not count."""
+        """The device fails: blocks copied so far do not count."""
         self._tell(0, "the device failed")
 
     def die(self) -> None:
-        """With its process; the kernel takes its lock."""
+        """End as if the process had died; the kernel releases its lock."""
         self.step = len(self._parts) + 2
         self._gate.close()
 
@@ -173,7 +173,8 @@ class FakeJob:
 
 @dataclass
 class FakeDaemon:
-    """Blocks, slots and leases. `answering` False holds lookups back; `up` False is a dead one."""
+    """Blocks, slots and leases. `answering` False delays lookups; `up` False means a dead
+    daemon."""
 
     up: bool = True
     answering: bool = True
@@ -183,7 +184,7 @@ class FakeDaemon:
     parents: dict[tuple[bytes, bytes], bytes] = field(default_factory=dict)
     slots: dict[int, bytearray] = field(default_factory=dict)
     owners: dict[int, bytes] = field(default_factory=dict)
-    """Of slots that were reserved: the namespace, outside which their numbers mean nothing."""
+    """The namespace of each reserved slot; a slot number is only meaningful within it."""
     leases: dict[int, FakeLease] = field(default_factory=dict)
     waiting: list[tuple[FakePending, list[FakeHandle], list[bytes]]] = field(default_factory=list)
     lookups: int = 0
@@ -192,35 +193,35 @@ class FakeDaemon:
     hints: list[tuple[list[FakeHandle], list[bytes], dict[str, int]]] = field(default_factory=list)
     wanted: int = 0
     loaded: int = 0
-    """Blocks that were said to be wanted, and loaded."""
+    """Blocks that were hinted as wanted, and loaded."""
     prefill_us: int = 0
     commits: list[list[bytes]] = field(default_factory=list)
     aborts: int = 0
     double_releases: int = 0
     reserve_gate: threading.Event | None = None
     refuse: str = ""
-    """Why it attaches nothing; empty: it does."""
+    """The reason for refusing attachments; empty: it accepts them."""
     copying: bool = True
-    """Whether copies are made at once; else by `FakeJob.advance`."""
+    """Whether copies are made at once; otherwise by `FakeJob.advance`."""
     session: int = 0
     attachments: list[FakeAttachment] = field(default_factory=list)
     jobs: list[FakeJob] = field(default_factory=list)
     ended_copies: int = 0
     probed: list[int] = field(default_factory=list)
     left: list[tuple[Namespace, bool]] = field(default_factory=list)
-    """Namespaces that were unregistered, and whether as worthless."""
+    """Unregistered namespaces, and whether they were declared worthless."""
     lock: threading.RLock = field(default_factory=threading.RLock)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def restart(self) -> None:
-        """A new life without what was held."""
+        """A new incarnation without blocks."""
         self.epoch = self.epoch + b"+"
         self.blocks.clear()
         self.leases.clear()
         self.up = True
 
     def drop_session(self) -> None:
-        """The session breaks. What was asked in it may still be found and done."""
+        """Break the session. Calls made in it may still arrive and be executed."""
         with self.lock:
             self.session += 1
             for attachment in self.attachments:
@@ -231,7 +232,7 @@ class FakeDaemon:
                     job.pending.end(0, "the session has ended")
 
     def kill(self) -> None:
-        """The daemon dies, and the process that copies with it."""
+        """The daemon dies, and its copying process with it."""
         with self.lock:
             self.drop_session()
             self.up = False
@@ -240,7 +241,7 @@ class FakeDaemon:
             self.jobs.clear()
 
     def attach(self) -> None:
-        """Answer each ATTACH that is open."""
+        """Answer each open ATTACH."""
         with self.lock:
             for attachment in self.attachments:
                 if attachment.ready or attachment.refusal or not attachment.handle.ready:
@@ -255,7 +256,7 @@ class FakeDaemon:
                     attachment.seen = True
 
     def copy(self) -> None:
-        """Make every copy that was asked for."""
+        """Make every requested copy."""
         with self.lock:
             jobs, self.jobs = self.jobs, []
             for job in jobs:

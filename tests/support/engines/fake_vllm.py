@@ -1,4 +1,4 @@
-"""As much of vLLM as the connector's own module imports, so that tests can drive its hooks."""
+"""The part of vLLM that the connector's module imports, so that tests can drive its hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 _OURS = ("connector", "messages", "stats")
-"""Our modules that are made of vLLM's classes."""
+"""Modules of tierd that derive from vLLM's classes."""
 
 
 class KVConnectorRole(enum.Enum):
@@ -21,7 +21,7 @@ class KVConnectorRole(enum.Enum):
 
 
 class KVConnectorBase:
-    """What vLLM's base class keeps for a connector."""
+    """The state that vLLM's base class keeps for a connector."""
 
     def __init__(self, vllm_config: object, role: KVConnectorRole, kv_cache_config: object) -> None:
         self._vllm_config = vllm_config
@@ -78,8 +78,8 @@ def _modules() -> dict[str, ModuleType]:
 def connector_module() -> ModuleType:
     """The connector's module, with these classes in place of vLLM's.
 
-    They last only as long as the import, and so do the modules that hold them: a real vLLM is
-    not disturbed. All other modules of tierd stay the ones that everybody has.
+    The classes, and the modules that hold them, are installed only during the import, so a real
+    vLLM is not affected. All other modules of tierd are the ordinary ones.
     """
     stubs = _modules()
     names = [*stubs, *(f"tierd_connectors.vllm.{name}" for name in _OURS)]

@@ -1,4 +1,4 @@
-"""Real engines that must share KV, and some that must not."""
+"""Real engines that must share KV, and engines that must not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(directory: Path, seed: str = "") -> Path:
 
 
 class Real(Engine):
-    """An engine that reads a model's weights from files, and identifies them itself."""
+    """An engine that reads a model's weights from files and identifies them itself."""
 
     def __init__(
         self, model: Path, daemon: DaemonProcess, log: Path, llm: object = None, **settings: object
@@ -63,7 +63,8 @@ class Answers(NamedTuple):
 
 
 def compute_and_load(engine: Real, daemon: DaemonProcess) -> Answers:
-    """What an engine answers; fails unless KV from tierd gives what its own cache gives."""
+    """An engine's answers; fails unless KV from tierd gives the same tokens as the engine's own
+    cache."""
     engine.wait_connected(daemon)
     before = daemon.status()["host"]["blocks"]
     computed, cached = engine.ask()

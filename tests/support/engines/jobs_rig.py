@@ -1,4 +1,4 @@
-"""A worker of the vLLM connector whose copies a fake daemon makes."""
+"""A worker of the vLLM connector, with a fake daemon that makes its copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCKS = SIZES["B"]
 
 
 def close_descriptors(mover: Mover) -> None:
-    """Give back what an engine keeps to its end. No thread may be running."""
+    """Close descriptors that an engine keeps until it ends. No thread may be running."""
     jobs = mover._jobs
     if jobs is not None and jobs._gate is not None:
         jobs._gate.close()
@@ -36,7 +36,7 @@ def close_descriptors(mover: Mover) -> None:
 
 
 class Rig:
-    """A mover, worked by hand, whose engine's memory a fake daemon maps."""
+    """A mover that a test drives by hand, with engine memory that a fake daemon maps."""
 
     def __init__(
         self,
@@ -90,16 +90,16 @@ class Rig:
     def attach(self) -> None:
         self.mover.attach([self.way()])
         assert self.mover.attached
-        # As `start` would have it, without the thread.
+        # As in `start`, without the thread.
         self.mover._in_use = True
 
     def close(self) -> None:
-        """Give back the descriptors, which an engine keeps to its end. No thread may be running."""
+        """Close descriptors that an engine keeps until it ends. No thread may be running."""
         close_descriptors(self.mover)
         self.memory._close_fd()
 
     def write(self, block: int) -> bytes:
-        """The engine computes a block anew."""
+        """The engine computes a block again, with new content."""
         self.logical[:, block] = self.random.random(self.logical[:, block].shape, np.float32)
         return self.content(block)
 
@@ -116,7 +116,7 @@ class Rig:
         return None if slot is None else bytes(self.daemon.slots[slot][: self.blocks.block_bytes])
 
     def store(self, blocks: list[int]) -> list[bytes]:
-        """Store blocks of new content; what they hold."""
+        """Store blocks with new content; returns the content."""
         contents = [self.write(block) for block in blocks]
         self.mover.submit_stores([self.item(block) for block in blocks])
         self.finish()
@@ -138,12 +138,12 @@ class Rig:
         return load
 
     def work(self) -> None:
-        """The mover does all that it can."""
+        """Let the mover do everything that it can do now."""
         while self.mover._work():
             pass
 
     def finish(self) -> None:
-        """The daemon makes every copy, and the mover ends them."""
+        """The daemon makes every copy, and the mover finishes them."""
         end = time.monotonic() + 5
         self.work()
         while not self.mover.settled:
@@ -152,14 +152,14 @@ class Rig:
             assert time.monotonic() < end
 
     def failed(self) -> list[int] | None:
-        """Failed blocks of the one load that has ended, None if none has."""
+        """Failed blocks of the one load that has ended; None if none has."""
         finished = self.mover.take_finished()
         assert len(finished) < 2
         return finished[0].failed_blocks if finished else None
 
 
 class Troubles:
-    """A rig and what befalls its daemon by chance."""
+    """A rig whose daemon has random faults."""
 
     def __init__(self, seed: int, *, layerwise: bool = False) -> None:
         self.chance = random.Random(seed)
@@ -169,7 +169,7 @@ class Troubles:
         self.adapters = {n.digest: adapter for adapter, n in self.rig.namespaces.items()}
 
     def advance(self) -> None:
-        """Some job of some daemon, dead sessions' too, goes on by a step."""
+        """One step of a random job of any daemon, also of ended sessions."""
         jobs = [*self.rig.daemon.jobs, *self.late]
         if jobs:
             job = self.chance.choice(jobs)

@@ -31,8 +31,8 @@ def forward(rig: Rig, begun: list[str] = [], layers: list[str] = LAYERS) -> None
     layered(rig).end_step(idle=False)
 
 
-class Turns:
-    """A condition for one thread: whoever waits on it lets something else happen."""
+class SteppedCondition:
+    """A condition for one thread: a thread that waits on it lets another event happen."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -48,13 +48,13 @@ class Turns:
 
 
 class World(Troubles):
-    """An engine that computes while layers are loaded, hands blocks out again at any time, and
-    finds blocks in its cache; a daemon that fails in any way."""
+    """An engine that computes while layers are loaded, reuses blocks at any time, and finds blocks
+    in its cache; and a daemon that fails in any way."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed, layerwise=True)
         self.layerwise = layered(self.rig)
-        self.layerwise._cond = Turns(self)  # type: ignore[assignment]
+        self.layerwise._cond = SteppedCondition(self)  # type: ignore[assignment]
         self.content = [self.rig.write(block) for block in range(BLOCKS)]
         self.names = 0
         self.truth: dict[tuple[bytes, bytes], bytes] = {}
@@ -80,7 +80,7 @@ class World(Troubles):
         self.rig.mover.stop(0)
 
     def settle(self) -> None:
-        """Nothing is left, once every job has come to its end."""
+        """No state is left once every job has ended."""
         for _ in range(2000):
             if self.rig.mover.settled and not (self.late or self.rig.daemon.jobs):
                 break
@@ -90,7 +90,7 @@ class World(Troubles):
     # The engine
 
     def take(self) -> None:
-        """The engine is told of loads; it may begin with them some steps later."""
+        """The engine learns of loads; it may begin with them some steps later."""
         for request, failed in self.rig.mover.take_finished():
             wanted = self.asked.pop(request)
             if failed:
@@ -102,7 +102,7 @@ class World(Troubles):
                 self.told[request] = set(wanted)
 
     def step(self) -> None:
-        """Some blocks get a new owner, whatever they held, and a forward pass reads all others."""
+        """Some blocks get a new owner, whatever they hold, and a forward pass reads all others."""
         begun = [request for request in self.told if self.chance.random() < 0.7]
         for request in begun:
             del self.told[request]
@@ -134,7 +134,7 @@ class World(Troubles):
         self.rig.mover.submit_stores(items)
 
     def free(self) -> list[int]:
-        """What is not being loaded, as far as the engine knows; block 0 is the null block."""
+        """Blocks without a load, as far as the engine knows; block 0 is the null block."""
         owned = {block for wanted in self.asked.values() for block in wanted}
         return [block for block in range(1, BLOCKS) if block not in owned]
 
@@ -148,7 +148,7 @@ class World(Troubles):
     def compare(self, block: int, layer: int) -> None:
         size = self.rig.blocks.block_bytes // GROUPS
         part = slice(layer * size, (layer + 1) * size)
-        assert self.rig.content(block)[part] == self.content[block][part], "a wrong byte is read"
+        assert self.rig.content(block)[part] == self.content[block][part], "a wrong byte was read"
         self.compared += 1
 
     def load(self) -> None:
@@ -169,7 +169,7 @@ class World(Troubles):
         expires_ns = time.monotonic_ns() + 60_000_000_000
         self.rig.mover.submit_load(Load(request, epoch, expires_ns, into, [slots], adapter))
 
-    # What others do meanwhile
+    # Other actors
 
     def elsewhere(self) -> None:
         common = [*[self.rig.mover._work] * 16, *[self.advance] * 16]
@@ -180,7 +180,7 @@ class World(Troubles):
             assert held == self.truth[key], "a stale block, or another adapter's, was committed"
 
     def lose_patience(self) -> None:
-        """Every load takes too long, also one that is being written."""
+        """Every load times out, also one that is writing."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm_jobs, "PATIENCE_S", 0.0)
             self.rig.mover._work()

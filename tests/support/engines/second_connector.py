@@ -1,7 +1,8 @@
-"""A vLLM connector for tests that loads beside tierd, under vLLM's MultiConnector.
+"""A second vLLM connector for tests, which loads beside tierd under vLLM's MultiConnector.
 
-For prompts that begin with MARK it fills the blocks that the engine gave it with a constant, at
-once, and reports that when it is told to. Runs in the engine's process, which imports it by name.
+For prompts that begin with MARK it fills the blocks that the engine allocated with a constant, at
+once, and reports the load when the test says so. Runs in the engine's process, which imports it by
+name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BLOCK_TOKENS = 32
 
 
 class State:
-    """What the test sets and sees; scheduler and worker are in one process."""
+    """What the test sets and sees; scheduler and worker run in one process."""
 
     offers = True
     finishes = False
@@ -33,7 +34,7 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
 
 
 class SecondConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped
-    """Loads what is not right, so that whatever is made of it shows."""
+    """Loads wrong KV, so that any use of it shows."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,9 +1,9 @@
-"""vLLM's scheduler in miniature, around both halves of the real connector.
+"""vLLM's scheduler in miniature, with both halves of the real connector.
 
-The KV of a token is a function of all tokens up to it, is kept in pages that are handed out and
-evicted as vLLM does it, and the next token is computed from the bytes that lie there: one wrong
-byte gives another answer. A second connector of its own loads for some requests, as under vLLM's
-MultiConnector. Nothing runs by itself: the mover takes its turns when `step` lets it.
+The KV of a token is a function of all tokens up to it. It lies in pages that are allocated and
+evicted as in vLLM, and the next token is computed from the bytes of the pages: one wrong byte gives
+another answer. A second connector loads for some requests, as under vLLM's MultiConnector. Nothing
+runs in the background: the mover works when `step` lets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.engines import fake_vllm
 from tests.support.engines.connector_bench import BLOCK_TOKENS, ROOT, namespace
 from tests.support.engines.fake_client import FakeClient, FakeDaemon
 from tests.support.engines.jobs_rig import close_descriptors
-from tests.support.engines.layers import Turns
+from tests.support.engines.layers import SteppedCondition
 from tierd.device.engine_host import HostExport
 from tierd_connectors.vllm.worker import memory
 from tierd_connectors.vllm.worker.layout import TensorView, blocks_of
@@ -35,19 +35,19 @@ TOKEN_BYTES = 16
 PAGE_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 BLOCK_BYTES = LAYERS * PAGE_BYTES
 STEPS_MAX = 600
-"""A request that is not finished by then is taken to hang."""
+"""Steps after which an unfinished request counts as hanging."""
 
 SYNC, ASYNC = "sync", "async"
 
 OWN, THEIRS = b"\0", b"\1"
-"""The last byte of a token's KV: whether it follows from anything that others have loaded. It is
-lost on the next token, as what another engine computed a little differently is."""
+"""The last byte of a token's KV: whether it depends on anything that another connector has loaded.
+The next token loses it, as it loses the small differences of another engine's KV."""
 
 module = fake_vllm.connector_module()
 
 
 class HandMover(module.Mover):  # type: ignore[misc,name-defined]  # the module is imported late
-    """A mover without a thread: `TokenEngine.turn` is all that it does."""
+    """A mover without a thread: it works only in `TokenEngine.turn`."""
 
     def start(self) -> None:
         self._in_use = True
@@ -89,7 +89,7 @@ def answer(kv: Sequence[bytes]) -> int:
 
 
 def truth(prompt: Sequence[int], count: int, weights: int = 0) -> list[int]:
-    """What an engine without any cache answers."""
+    """The answer of an engine without any cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(answer(kv_of(tokens, weights)))
@@ -104,14 +104,14 @@ class Request:
     others: str = ""
     """Whether the second connector has this prompt, and how it loads."""
     spoilt: bool = False
-    """Whether what it loads is not what it says, which it reports if it loads with the step."""
+    """Whether the load is wrong; it reports that if it loads within the step."""
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     table: list[int] = field(default_factory=list)
     status: str = "waiting"
     preempted: bool = False
     own: int = 0
-    """Tokens that the engine had itself when tierd was asked to load what comes after them."""
+    """Tokens that the engine had in its cache when it asked tierd to load the following ones."""
     by_tierd: bool = False
     arrival_time: float = 0.0
     lora_request: None = None
@@ -134,7 +134,7 @@ class Request:
 
 
 class Blocks:
-    """What vLLM hands its connectors as a request's blocks."""
+    """A request's blocks in the form that vLLM passes to connectors."""
 
     def __init__(self, table: list[int]) -> None:
         self._table = list(table)
@@ -144,7 +144,7 @@ class Blocks:
 
 
 class Pool:
-    """Blocks by use and by hash. Block 0 is nobody's; what is freed stays findable."""
+    """Blocks by use and by hash. Block 0 is the null block; freed blocks can still be found."""
 
     def __init__(self, count: int) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count))
@@ -189,7 +189,7 @@ class Pool:
 
 
 class TokenEngine:
-    """An engine on a daemon, which copies for it unless `transfer` is "shm"."""
+    """An engine with a daemon that copies for it, unless `transfer` is "shm"."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class TokenEngine:
             handshake = self.worker.get_handshake_metadata()
             self.scheduler.set_xfer_handshake_metadata({0: handshake})
         if self.worker._worker.layerwise is not None:
-            self.worker._worker.layerwise._cond = Turns(cast(Any, self))
+            self.worker._worker.layerwise._cond = SteppedCondition(cast(Any, self))
 
     def close(self) -> None:
         """The engine ends."""
@@ -288,7 +288,7 @@ class TokenEngine:
             self.scheduler.on_new_request(request)
 
     def run(self) -> None:
-        """Steps until all requests have ended."""
+        """Make steps until all requests have ended."""
         for _ in range(STEPS_MAX):
             if not self.requests:
                 break
@@ -299,12 +299,12 @@ class TokenEngine:
             self.step()
 
     def abort(self, request: Request) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         if request.status != "aborted" and request.request_id in self.requests:
             self._finish(request)
 
     def replace_weights(self) -> None:
-        """As a user does it, with a reset of all caches. Nothing may be running."""
+        """Replace the weights and reset all caches, as a user does. Nothing may be running."""
         assert not self.requests
         self.pool.cached.clear()
         self.pool.hash_of.clear()
@@ -324,7 +324,7 @@ class TokenEngine:
         self._update(batch, *result)
 
     def turn(self) -> None:
-        """The mover does what there is to do, and the daemon some of what it was asked for."""
+        """Let the mover do its work, and the daemon a part of what it was asked for."""
         if not self.daemon.copying:
             for job in self.daemon.jobs:
                 for _ in range(self.chance.randrange(4)):
@@ -387,7 +387,7 @@ class TokenEngine:
         return output, batch
 
     def _allocate(self, request: Request, count: int) -> list[int] | None:
-        """The new blocks of a running request; None if it was preempted for want of them."""
+        """The new blocks of a running request; None if it was preempted for lack of blocks."""
         need = -(-(request.computed + count) // BLOCK_TOKENS) - len(request.table)
         while need > len(self.pool.free):
             victim = self.running.pop()
@@ -412,7 +412,7 @@ class TokenEngine:
             self.pool.cache(request.table[index], names[index])
 
     def _admit(self, request: Request) -> int:
-        """Tokens that a waiting request computes in this step, 0 if it waits on."""
+        """Tokens that a waiting request computes in this step; 0 if it keeps waiting."""
         if request.status == "loading":
             if request.request_id not in self.arrived:
                 return 0
@@ -452,7 +452,7 @@ class TokenEngine:
         for block in hits:
             self.pool.touch(block)
         request.table = table + [self.pool.take() for _ in range(need)]
-        # vLLM's MultiConnector tells the others of these blocks and no tokens.
+        # vLLM's MultiConnector passes these blocks to the other connectors, with zero tokens.
         told = external if loader == "tierd" else 0
         self.scheduler.update_state_after_alloc(request, Blocks(request.table), told)
         request.computed = computed
@@ -475,7 +475,7 @@ class TokenEngine:
         return count
 
     def _lacks(self, request: Request) -> int:
-        """Blocks that a request still needs to come to its end."""
+        """Blocks that a request still needs to finish."""
         return -(-(len(request.prompt) + request.count) // BLOCK_TOKENS) - len(request.table)
 
     def _reserved(self) -> int:
@@ -500,7 +500,7 @@ class TokenEngine:
         sampled = {}
         for layer in range(LAYERS):
             worker.wait_for_layer_load(f"layer{layer}")
-        # What the mover does now it does during the forward pass.
+        # The mover works here as it would during the forward pass.
         if self.chance.random() < 0.3:
             self.turn()
         for request, start, count in batch:
@@ -549,7 +549,7 @@ class TokenEngine:
             for at in range(end)
         ]
 
-    # What comes of it
+    # Results
 
     def _update(
         self,
@@ -570,14 +570,14 @@ class TokenEngine:
         self.scheduler.update_connector_output(self._connector_output)
         for name in finished:
             request = self.requests[name]
-            assert request.status in ("loading", "aborted"), "told twice, as vLLM asserts"
+            assert request.status in ("loading", "aborted"), "reported twice, as vLLM asserts"
             if request.status == "loading":
                 self.arrived.add(name)
             else:
                 self._free(request)
 
     def _invalidate(self, invalid: set[int], batch: set[Request]) -> set[Request]:
-        """Cut requests to what was loaded before these blocks; the running ones among them."""
+        """Truncate requests before these blocks; returns the running ones among them."""
         hit = set()
         for request in self.requests.values():
             loading = request.status == "loading"
@@ -590,7 +590,7 @@ class TokenEngine:
                     if loading:
                         self.failed.add(request.request_id)
                     else:
-                        # The second connector has it no more.
+                        # The second connector no longer has it.
                         request.others = ""
                         hit.add(request)
                     break
@@ -612,7 +612,7 @@ class TokenEngine:
 
 
 def right_blocks(histories: Iterable[Sequence[int]], weights: int = 0) -> dict[bytes, bytes]:
-    """What a slot must hold for each block of these tokens."""
+    """The right slot content for each block of these tokens."""
     known = {}
     for tokens in histories:
         kv = kv_of(tokens, weights)

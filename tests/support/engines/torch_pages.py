@@ -1,6 +1,6 @@
-"""Run by the engine's python, which has torch: both ways to copy pages here give the same slots.
+"""Checks that torch and numpy copy pages into equal slots. Runs in the engine's Python, with torch.
 
-On tensors in host memory; what is a GPU's own, streams and pinning, is not run by this.
+It uses tensors in host memory; streams and pinning, which need a GPU, are not covered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def view_of(layer: torch.Tensor) -> TensorView:
 
 
 def check(layers: list[torch.Tensor]) -> None:
-    """A block goes by torch into a slot and back by numpy, and the other way round."""
+    """Copy a block into a slot with torch and back with numpy, and the other way round."""
     blocks = blocks_of([view_of(layer) for layer in layers], SIZES["B"])
     ways: tuple[Pages, ...] = PageMap(blocks, layers), TorchPages(blocks, layers)
     for layer in layers:
@@ -57,7 +57,7 @@ def main() -> None:
         pool = HostPool()
         with pool.context():
             other = torch.zeros(8, dtype=torch.float32), torch.zeros((2, 2), dtype=torch.int8)
-            assert pool.memory is None, "not every tensor is the engine's KV"
+            assert pool.memory is None, "a tensor is not the engine's KV"
             memory = torch.zeros(size_bytes, dtype=torch.int8, device=torch.device("cpu"))
             again = torch.zeros(size_bytes, dtype=torch.int8, device="cpu")
         assert pool.memory is not None
@@ -70,7 +70,7 @@ def main() -> None:
         shown = pool.show(blocks_of([view_of(layer) for layer in layers], SIZES["B"]))
         assert not layout_error(shown.layout, [size_bytes], size_bytes // SIZES["B"])
         del other
-    # Each layer in an allocation of its own, and staging memory with room for one block.
+    # Each layer in a separate allocation, and staging memory for one block.
     vllm_torch.STAGING_BYTES = 1
     layers = [torch.zeros([6, 2, 4, 8]) for _ in range(3)]
     check(layers)

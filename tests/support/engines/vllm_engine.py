@@ -1,7 +1,7 @@
-"""A tiny real vLLM engine for tests, and prompts that are made of whole random tokens.
+"""A tiny real vLLM engine for tests, and prompts of whole random tokens.
 
-Greedy tokens of its float32 model with random weights change when one element of the KV is
-wrong, so equal tokens mean equal KV.
+Greedy tokens of its float32 model with random weights change when one element of the KV is wrong,
+so equal tokens mean equal KV.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tests.support.daemon_process import DaemonProcess
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 128 << 10
-"""KV of a block of the tiny model."""
+"""KV of one block of the tiny model."""
 
 CONNECT_S = 20.0
 
-# One unbound thread: threads that spin on barriers crawl on a machine that does other work.
+# One unbound thread: threads that spin on barriers are very slow on a busy machine.
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 def prompt(length: int, tag: object) -> list[int]:
-    """The same pseudo-random tokens for the same tag."""
+    """Pseudo-random tokens; a tag always gives the same ones."""
     source = random.Random(str(tag))
     return [source.randrange(10, 15990) for _ in range(length)]
 
@@ -55,7 +55,7 @@ class Engine(EngineProcess):
         assert self.call("reset")["reset"]
 
     def wait_connected(self, daemon: DaemonProcess) -> None:
-        """Until both sides of the connector have found the present daemon."""
+        """Wait until both sides of the connector are connected to the present daemon."""
         epoch = daemon.status()["epoch"]
         end = time.monotonic() + CONNECT_S
         while True:
@@ -66,13 +66,13 @@ class Engine(EngineProcess):
             self.generate([prompt(8, time.monotonic())], tokens=2)
 
     def wait_stored(self, daemon: DaemonProcess, blocks: int) -> None:
-        """Until the daemon holds so many blocks."""
+        """Wait until the daemon holds this number of blocks."""
         end = time.monotonic() + CONNECT_S
         while daemon.status()["host"]["blocks"] < blocks:
             assert time.monotonic() < end, daemon.status()
 
     def settled(self) -> dict:
-        """The engine's counters; fails if anything is left of any request."""
+        """The engine's counters; fails if any request has left state behind."""
         stats = self.call("stats")
         assert stats["off"] == "", stats
         assert stats["errors"] == 0, stats

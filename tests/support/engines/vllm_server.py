@@ -27,14 +27,14 @@ README_ARGUMENTS = ["--prefix-caching-hash-algo", "sha256_cbor", "--kv-transfer-
 README_TRANSFER = '{"kv_connector":"TierdConnector","kv_role":"kv_both"}'
 
 DAEMON_COPIES = "the daemon copies for this engine"
-"""What the server's log says of host_ipc."""
+"""The server's log line for host_ipc."""
 
 CPU_ARGUMENTS = [
     *("--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
 ]
 
-# One unbound thread: threads that spin on barriers crawl on a machine that does other work.
+# One unbound thread: threads that spin on barriers are very slow on a busy machine.
 CPU_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -45,7 +45,7 @@ CPU_ENVIRONMENT = {
 
 
 class Streamed(NamedTuple):
-    """An answer that was streamed."""
+    """A streamed answer."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -54,7 +54,7 @@ class Streamed(NamedTuple):
 
 
 class Server:
-    """A `vllm serve` that answers, with whatever socket its environment names."""
+    """A running `vllm serve`, attached to the socket that its environment names."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Server:
         extra: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """`extra` are settings of the connector; none is the README's command."""
+        """`extra` are settings of the connector; without any it is the README's command."""
         self.log = log
         transfer = README_TRANSFER
         if extra:
@@ -77,7 +77,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
         environment |= {"PYTHONPATH": engine_path(), "TIERD_SOCKET": tierd_socket}
-        # Its own switches: resets, and calls to its workers.
+        # vLLM's development mode: cache resets, and calls to its workers.
         environment["VLLM_SERVER_DEV_MODE"] = "1"
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -95,7 +95,7 @@ class Server:
         self._wait(self._healthy, READY_S)
 
     def complete(self, tokens: list[int], **hints: float) -> tuple[list[int], int]:
-        """The greedy answer's token ids, and how many of the prompt's tokens were cached."""
+        """The greedy answer's token ids, and the number of cached tokens of the prompt."""
         request = {
             "kv_transfer_params": {"tierd": hints},
             "model": self.model,
@@ -110,7 +110,7 @@ class Server:
         return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
 
     def stream(self, path: str, request: Mapping[str, object]) -> Streamed:
-        """A request's greedy answer, and how long its first token took."""
+        """A request's greedy answer, and the time to its first token."""
         options = {
             "return_token_ids": True,
             "stream": True,
@@ -142,16 +142,16 @@ class Server:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached` is true, which takes as long as the connector's next try."""
+        """Wait until `reached` is true: at most until the connector's next attempt to connect."""
         self._wait(reached, ATTACH_S)
 
     def stop(self) -> int:
-        """SIGTERM to the main process, as an operator stops it; its exit status."""
+        """SIGTERM to the main process, as an operator stops it; returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_S)
 
     def kill(self) -> None:
-        """End whatever is left of the server's processes."""
+        """Kill all remaining processes of the server."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -166,7 +166,7 @@ class Server:
         return True
 
     def get(self, path: str, body: bytes | None = None) -> bytes:
-        """The answer to a GET, or to a POST if there is a body."""
+        """The response to a GET, or to a POST if there is a body."""
         with self._open(path, body) as response:
             answer: bytes = response.read()
             return answer
@@ -190,12 +190,12 @@ class Server:
 
 
 def write_model(directory: Path) -> Path:
-    """A tiny model with its files; its directory."""
+    """Write a tiny model's files; returns their directory."""
     return _write(directory)
 
 
 def write_adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter for it; its directory."""
+    """Write a LoRA adapter for it; returns its directory."""
     return _write(directory, str(seed))
 
 

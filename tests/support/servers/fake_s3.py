@@ -1,7 +1,7 @@
-"""A scripted stand-in for an S3 server, for what real ones cannot be made to do.
+"""A scripted fake of an S3 server, for answers that real servers cannot be made to give.
 
-It is no S3 server: it checks no signature, and knows one bucket. By default it keeps objects
-in memory and answers as S3 does. A script may answer any request with bytes of its own:
+It checks no signature and has one bucket. By default it keeps objects in memory and answers as S3
+does. A script may answer any request with arbitrary bytes:
 
     def script(request):
         if request.method == "GET":
@@ -31,10 +31,10 @@ BUCKET = "fake-bucket"
 
 
 class Do(enum.Enum):
-    """What a script may do besides sending bytes."""
+    """Script actions other than sending bytes."""
 
     STALL = "stall"
-    """Be silent until the client closes or the server ends."""
+    """Stay silent until the client closes or the server ends."""
     CLOSE = "close"
     """Close the connection."""
 
@@ -44,7 +44,7 @@ STALL, CLOSE = Do.STALL, Do.CLOSE
 
 @dataclass
 class Request:
-    """A request as it came in; `name` is the object's, empty for the bucket."""
+    """A received request; `name` is the object's, empty for the bucket."""
 
     method: str
     name: str
@@ -54,8 +54,8 @@ class Request:
 
 
 Script = Callable[[Request], "Iterable[bytes | float | Do] | None"]
-"""The answer to a request: bytes to send, seconds to pause, things to do. None, or nothing
-but pauses, leaves it to the server."""
+"""The response to a request: bytes to send, seconds to pause, actions. None, or only pauses, leaves
+the response to the server."""
 
 
 def reply(status: int, body: bytes = b"", **headers: str) -> bytes:
@@ -73,7 +73,7 @@ def etag(body: bytes) -> str:
 
 
 def error(status: int, code: str, more: str = "", **headers: str) -> bytes:
-    """An error as S3 words it."""
+    """An S3 error response."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>why</Message>{more}</Error>"
     return reply(status, body.encode(), **headers)
 
@@ -106,7 +106,8 @@ class FakeS3:
         self.requests: list[Request] = []
         self.script: Script | None = None
         self.refuse_bodies: bytes | None = None
-        """If set, a request with a body gets this after its head, and the connection ends."""
+        """If set, the response to a request with a body after its head; the connection then
+        ends."""
         self.connections = 0
         self.connections_max = 0
         self._lock = threading.Lock()
@@ -130,7 +131,7 @@ class FakeS3:
         }
 
     def count(self, *methods: str) -> int:
-        """Requests so far, of these methods if any are given."""
+        """Number of requests so far, of these methods if any are given."""
         return sum(not methods or each.method in methods for each in list(self.requests))
 
     def __enter__(self) -> FakeS3:
@@ -170,7 +171,7 @@ class FakeS3:
         try:
             with contextlib.suppress(OSError), sock.makefile("rb") as file:
                 if sock.recv(1, socket.MSG_PEEK) == b"\x16":
-                    # The beginning of TLS, which plain servers answer in plain text.
+                    # The beginning of TLS: answered in plain text, as plain servers do.
                     sock.sendall(reply(400))
                     return
                 while (request := _read_request(file)) is not None:
@@ -191,7 +192,7 @@ class FakeS3:
             sock.close()
 
     def _answer(self, sock: socket.socket, request: Request) -> bool:
-        """Whether the connection is to be kept."""
+        """Answer a request; returns whether the connection stays open."""
         scripted = False
         for part in (self.script and self.script(request)) or ():
             scripted = scripted or not isinstance(part, float)

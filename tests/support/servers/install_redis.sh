@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Redis for the tests, on Debian: redis-server and redis-cli, and no service of them.
+# Installs redis-server and redis-cli for the tests, on Debian, without starting a service.
 set -euo pipefail
 
 if ! command -v apt-get >/dev/null || ((EUID)); then
@@ -7,7 +7,7 @@ if ! command -v apt-get >/dev/null || ((EUID)); then
   exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
-# The package starts a server on the usual port, which is not ours to take.
+# Keeps the package from starting a server on the default port.
 policy=/usr/sbin/policy-rc.d
 if [[ ! -e $policy ]]; then
   printf '#!/bin/sh\nexit 101\n' >"$policy"

@@ -1,4 +1,4 @@
-"""Damage done to stored blocks behind tierd's back, on whatever server they are."""
+"""Damages stored blocks without tierd's knowledge, on any kind of server."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Damage = Callable[[Sequence[bytes]], list[bytes]]
 
 
 MARKS = "marks"
-"""In the names of what a tier keeps of flushes."""
+"""Part of the names under which a tier keeps marks of flushes."""
 
 DELETE_TRIES = 20
-"""Of a bucket that something was put into meanwhile."""
+"""Attempts to delete a bucket into which objects are put meanwhile."""
 
 
 class Store(Protocol):
-    """Values by name, as a server has them."""
+    """Values by name, on a server."""
 
     def names(self) -> list[str]:
-        """Of all blocks, in no order."""
+        """Names of all blocks, in any order."""
 
     def read(self, name: str) -> bytes | None:
-        """A value; None if it has gone."""
+        """A value; None if it no longer exists."""
 
     def write(self, name: str, value: bytes) -> None:
         """Put a value under a name."""
 
 
 class RedisStore:
-    """What a Redis tier keeps."""
+    """The values of a Redis tier."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
@@ -51,7 +51,7 @@ class RedisStore:
 
 
 class S3Store:
-    """What an S3 tier keeps in a bucket."""
+    """The values of an S3 tier's bucket."""
 
     def __init__(self, server: S3Server, bucket: str) -> None:
         self._client: Any = server.client()
@@ -74,7 +74,7 @@ class S3Store:
         self._client.put_object(Bucket=self._bucket, Key=name, Body=value)
 
     def delete(self) -> None:
-        """The bucket with all that is in it, whoever is storing more at that time."""
+        """Delete the bucket and its objects, even while clients are storing more."""
         for last in (*[False] * (DELETE_TRIES - 1), True):
             for name in self.names():
                 self._client.delete_object(Bucket=self._bucket, Key=name)
@@ -92,7 +92,7 @@ def _swap(values: Sequence[bytes]) -> list[bytes]:
 
 
 def _mix(values: Sequence[bytes]) -> list[bytes]:
-    """The first half, header included, is the right one; the rest is another block's."""
+    """The first half, header included, is right; the rest is another block's."""
     return [
         value[: len(value) // 2] + other[len(value) // 2 :]
         for value, other in zip(values, _swap(values), strict=True)
@@ -115,9 +115,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 def plant(store: Store, damage: Damage, count: int) -> int:
-    """Damage at most `count` blocks of all that there are; how many there were.
+    """Damage up to `count` of all blocks; returns the number of all blocks.
 
-    Those of one scope sort together, and it may be one that nobody asks for any more.
+    The names of one scope sort together, and clients may no longer ask for that scope.
     """
     blocks = sorted(name for name in store.names() if MARKS not in name)
     chosen = blocks[:: max(1, len(blocks) // count)][:count]

@@ -1,7 +1,7 @@
-"""A proxy that spoils connections on purpose, for tests of what talks to servers.
+"""A proxy that disturbs connections on purpose, for tests of network clients.
 
-It runs an event loop in a thread of its own. What it does to the bytes of each direction is a
-`Flow`, which can be changed at any time and then counts for every connection, old and new.
+It runs an event loop in a separate thread. A `Flow` says what happens to the bytes of a direction;
+it can be changed at any time and applies to every connection, old and new.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TypeVar
 
 CHUNK_BYTES = 64 << 10
 CHUNKS_MAX = 32
-"""Chunks of one direction that wait for their time: at most 2 MiB are held back."""
+"""Chunks of one direction that are delayed: at most 2 MiB are held back."""
 
 CALL_S_MAX = 10.0
 
@@ -32,9 +32,9 @@ _T = TypeVar("_T")
 
 
 class Then(enum.Enum):
-    """What becomes of a direction once its good bytes have passed."""
+    """What happens in a direction once its good bytes have passed."""
 
-    STALL = "silence, for as long as the flow stays as it is"
+    STALL = "silence until the flow is changed"
     RESET = "both ends of the connection see it reset"
     CLOSE = "both ends of the connection see its end"
     TRICKLE = "a single byte each `trickle_s`"
@@ -42,29 +42,29 @@ class Then(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """What happens to the bytes of one direction; the default lets them pass."""
+    """What happens to the bytes of one direction; by default they pass."""
 
     delay_s: float = 0.0
-    """Each byte arrives so much later; as many bytes a second as without."""
+    """Delay of each byte; the throughput does not change."""
     bytes_per_s: float | None = None
     good_bytes: int | None = None
-    """So many bytes of each connection pass, counted from when the flow was set; None: all."""
+    """Bytes of each connection that pass, counted from when the flow was set; None: all."""
     then: Then = Then.STALL
     trickle_s: float = 0.05
     change: Callable[[bytes], bytes] | None = None
-    """Called with what has come in, in the proxy's thread; what it returns passes instead."""
+    """Called with incoming bytes, in the proxy's thread; its result passes instead."""
 
 
 PASS = Flow()
 BLACK_HOLE = Flow(good_bytes=0)
-"""As `up`: connections are accepted, and nobody ever answers."""
+"""As `up`: connections are accepted and never answered."""
 
 
 class Proxy:
-    """Passes connections on to `target`, spoiled as told. `accepted` counts all connections.
+    """Passes connections on to `target`, disturbed as set. `accepted` counts all connections.
 
-    It listens on a port of its own on 127.0.0.1, or on the unix socket `listen`. Methods are
-    for the test's threads; what they change has taken effect when they return.
+    It listens on a free port of 127.0.0.1, or on the unix socket `listen`. Methods are called from
+    the test's threads; a change has taken effect when the method returns.
     """
 
     def __init__(self, target: Address, listen: Path | None = None) -> None:
@@ -95,7 +95,7 @@ class Proxy:
 
     @property
     def address(self) -> Address:
-        """Where clients connect to."""
+        """The address that clients connect to."""
         return self._listen
 
     @property
@@ -106,7 +106,7 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self._links)
 
     def spoil(self, *, up: Flow = PASS, down: Flow = PASS) -> None:
@@ -114,7 +114,7 @@ class Proxy:
         self._run(self._spoil(up, down))
 
     def heal(self) -> None:
-        """Let everything pass and accept connections; what was held back moves on."""
+        """Let everything pass and accept connections; delayed bytes are sent."""
         self.spoil()
         self.accept()
 
@@ -123,7 +123,7 @@ class Proxy:
         self._run(self._cut())
 
     def refuse(self) -> None:
-        """Refuse new connections; those that are open stay."""
+        """Refuse new connections; open ones stay."""
         self._run(self._close_door())
 
     def accept(self) -> None:
@@ -163,7 +163,7 @@ class Proxy:
         self._listener = None
 
     def _accept(self, listener: socket.socket) -> None:
-        # Not a task that waits for one: cancelled at the wrong moment it would lose a connection.
+        # Not a task that waits in accept: cancelled at the wrong moment it would lose a connection.
         while True:
             try:
                 near, _ = listener.accept()
@@ -183,7 +183,7 @@ class Proxy:
 
 
 class _Link:
-    """One connection: the client's end (`near`), the target's (`far`), a pump a direction."""
+    """One connection: the client's end (`near`), the target's (`far`), one pump per direction."""
 
     def __init__(self, near: socket.socket, target: Address, flows: tuple[Flow, Flow]) -> None:
         self.reset = False
@@ -201,7 +201,7 @@ class _Link:
             pump.set(flow)
 
     async def run(self) -> None:
-        """Until both directions have ended, or one has been cut."""
+        """Run until both directions have ended, or one has been cut."""
         tasks: list[asyncio.Task[None]] = []
         try:
             for end in (self._near, self._far):
@@ -215,7 +215,7 @@ class _Link:
         except _CutError as cut:
             self.reset = cut.reset
         except OSError:
-            # Whichever end broke: the other one must not be left with half a connection.
+            # Whichever end broke: the other end must not be left with half a connection.
             self.reset = True
         finally:
             for task in tasks:
@@ -231,7 +231,7 @@ class _Link:
 
 
 class _CutError(Exception):
-    """A flow says that the connection ends here."""
+    """The flow ends the connection here."""
 
     def __init__(self, *, reset: bool) -> None:
         self.reset = reset
@@ -254,7 +254,7 @@ class _Pump:
         self._changed.set()
 
     async def take(self) -> None:
-        """Read until the source's end; each chunk is given at its time."""
+        """Read until the source's end; each chunk is passed on at its time."""
         loop = asyncio.get_running_loop()
         data = b"-"
         while data:
@@ -262,7 +262,7 @@ class _Pump:
             await self._waiting.put((loop.time() + self._flow.delay_s, data))
 
     async def give(self) -> None:
-        """Write what was read, and the end after it."""
+        """Write the chunks, and then the end."""
         loop = asyncio.get_running_loop()
         while True:
             due, data = await self._waiting.get()
@@ -281,7 +281,7 @@ class _Pump:
                 data = await self._give_some(data)
 
     async def _give_some(self, data: bytes) -> bytes:
-        """Write as much as the flow lets pass now; the rest."""
+        """Write as much as the flow lets pass now; returns the rest."""
         loop = asyncio.get_running_loop()
         flow, count = self._flow, len(data)
         if flow.good_bytes is not None:

@@ -2,10 +2,10 @@
 
     with RedisServer(directory) as server:
         server.options()        # keys of a [[storage]] table
-        server.client()         # a plain redis-py client, to look and meddle
+        server.client()         # a plain redis-py client, to inspect and change data
 
-Ports are free ones; nothing is kept but for what a test stores. `redis-server` must be
-installed (Debian: apt-get install redis-server).
+Ports are free ones; nothing is persistent. `redis-server` must be installed (Debian: apt-get
+install redis-server).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from redis.retry import Retry
 
 READY_S = 20.0
 BUS_OFFSET = 10_000
-"""A cluster's nodes talk to each other on their port and this."""
+"""Cluster nodes talk to each other on their port plus this number."""
 
 USER = "tierd"
 PASSWORD = "open-sesame"
@@ -35,11 +35,11 @@ LEAST_RIGHTS = (
     "+touch +pexpire "
     "+cluster|slots +cluster|nodes +asking"
 )
-"""All that the tier needs, on its prefix."""
+"""The rights that the tier needs, on its prefix."""
 
 
 def free_port() -> int:
-    """A port that is free, and whose cluster bus port is."""
+    """A free port whose cluster bus port is free as well."""
     while True:
         port = random.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
@@ -65,8 +65,8 @@ class Certificates:
 class RedisServer:
     """One redis-server with its files in `directory`, on TCP and on a unix socket.
 
-    `arguments` go to its command line, such as "--maxmemory", "8mb". With `rights` only USER
-    with PASSWORD may log in, and do that much; with `tls` its port speaks TLS only.
+    `arguments` are for its command line, such as "--maxmemory", "8mb". With `rights` only USER with
+    PASSWORD may log in and has only these rights; with `tls` its port speaks TLS only.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Its TCP port."""
+        """URL of its TCP port."""
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
     @property
     def unix_url(self) -> str:
-        """Its unix socket."""
+        """URL of its unix socket."""
         return f"unix://{self.socket_path}"
 
     def options(self, *, port: int | None = None, unix: bool = False) -> dict[str, object]:
@@ -111,7 +111,7 @@ class RedisServer:
         return options
 
     def client(self) -> redis.Redis:
-        """A plain client that may do everything; close it."""
+        """A plain client with all rights; the caller closes it."""
         return redis.Redis(
             unix_socket_path=str(self.socket_path),
             username="admin" if self.rights else None,
@@ -134,7 +134,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """End it, whatever state it is in."""
+        """End it, in whatever state it is."""
         if self.process is not None:
             self.kill()
 
@@ -146,7 +146,7 @@ class RedisServer:
         self.process = None
 
     def pause(self) -> None:
-        """SIGSTOP: its sockets stay open, nobody reads them."""
+        """SIGSTOP: its sockets stay open and are not read."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -156,7 +156,7 @@ class RedisServer:
         self.process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
-        """Kill it, if it runs, and start it again: empty, for nothing was saved."""
+        """Kill it, if it runs, and start it again without data."""
         self.stop()
         self.start()
 
@@ -216,7 +216,7 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """The first node's."""
+        """The URL of the first node."""
         return self.nodes[0].url
 
     def options(self) -> dict[str, object]:
@@ -232,8 +232,8 @@ class RedisCluster:
             share = 16384 // len(clients)
             for number, client in enumerate(clients):
                 last = 16383 if number == len(clients) - 1 else (number + 1) * share - 1
-                # As every tool that makes clusters does: nodes of the same epoch would settle who
-                # is right by and by, and take slots back meanwhile that were moved.
+                # As cluster tools do: nodes of the same epoch would need time to resolve conflicts,
+                # and would meanwhile take back slots that were moved.
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
                 client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * share, last)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
@@ -253,7 +253,7 @@ class RedisCluster:
             node.stop()
 
     def node_of(self, key: bytes) -> RedisServer:
-        """The node that keeps `key`, as they were started."""
+        """The node that keeps `key`, in the order of their start."""
         slot = redis.crc.key_slot(key)
         return self.nodes[min(slot // (16384 // len(self.nodes)), len(self.nodes) - 1)]
 

@@ -1,7 +1,7 @@
-"""Real S3 servers for tests and benchmarks, each in a directory of its own.
+"""Real S3 servers for tests and benchmarks, each in its own directory.
 
-`SeaweedFS` does what S3 promises. `Rclone` is the awkward dialect: it ignores conditions
-on a PUT. Both listen on 127.0.0.1 only, on ports that were free, and several can run.
+`SeaweedFS` follows the S3 contract. `Rclone` is the awkward dialect: it ignores conditions on a
+PUT. Both listen on free ports of 127.0.0.1 only, and several can run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import botocore.config
 import botocore.exceptions
 
 START_S = 30.0
-"""A server that has not answered by then will not: it takes a second on an idle machine."""
+"""Timeout of a start, which takes a second on an idle machine."""
 
 STOP_S = 10.0
 START_TRIES = 5
-"""Starts with other ports if somebody took one between the check and the use."""
+"""Starts with other ports if another process took one between the check and the use."""
 
 ACCESS_KEY = "AKTIERD"
 SECRET_KEY = "SKTIERDSECRET"
@@ -67,7 +67,7 @@ class S3Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
-        """What to run, on `self.ports`, of which the first is the S3 one."""
+        """The command to run on `self.ports`; the first is the S3 port."""
         raise NotImplementedError
 
     @property
@@ -88,7 +88,7 @@ class S3Server:
         self.kill()
 
     def start(self) -> None:
-        """Start on the data that is there, and wait until it answers."""
+        """Start with the existing data, and wait until it answers."""
         assert self.process is None
         for _ in range(START_TRIES if not self.ports else 1):
             self.ports = self.ports or _free_ports(self.ports_needed)
@@ -127,7 +127,7 @@ class S3Server:
         return False
 
     def _answers(self) -> bool:
-        """Whether objects can be read and written; a server lists buckets long before that."""
+        """Whether objects can be read and written; buckets can be listed long before that."""
         client = self.client()
         try:
             if _PROBE not in [each["Name"] for each in client.list_buckets()["Buckets"]]:
@@ -146,7 +146,7 @@ class S3Server:
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL and reap; what clients wrote stays. Nothing if it is not running."""
+        """SIGKILL and reap; stored data stays. Does nothing if it is not running."""
         self._end(signal.SIGKILL)
 
     def _end(self, how: signal.Signals) -> None:
@@ -161,12 +161,12 @@ class S3Server:
             process.kill()
             process.wait()
         for port in self.ports:
-            # SeaweedFS leaves sockets in /tmp, whatever it is told.
+            # SeaweedFS leaves sockets in /tmp, whatever its configuration.
             for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay, nothing is answered."""
+        """SIGSTOP: connections stay open and are not answered."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
 
@@ -176,15 +176,15 @@ class S3Server:
         self.process.send_signal(signal.SIGCONT)
 
     def restart(self, *, empty: bool = False) -> None:
-        """SIGKILL and start on the same port, with the same data or none."""
+        """SIGKILL and start on the same port, with the same data or empty."""
         self.kill()
         if empty:
             shutil.rmtree(self.data)
         self.start()
 
     def client(self) -> Any:
-        """A plain boto3 client, to look and reach around the code under test. Close it or
-        let it go; its waits are short."""
+        """A plain boto3 client with short timeouts, to access data without the code under test.
+        Closing it is optional."""
         config = botocore.config.Config(
             connect_timeout=2,
             read_timeout=10,
@@ -204,7 +204,7 @@ class S3Server:
         )
 
     def make_bucket(self, name: str = "") -> str:
-        """Create a bucket, of a new name unless one is given; its name."""
+        """Create a bucket, with a new name unless one is given; returns its name."""
         name = name or f"tierd-{os.getpid()}-{next(_buckets)}"
         client = self.client()
         client.create_bucket(Bucket=name)
@@ -276,11 +276,11 @@ class SeaweedFS(S3Server):
 
 
 class SmallDisk(SeaweedFS):
-    """With data on a disk of its own, in a namespace of its own, which `can_run` tells."""
+    """A server with its data on a separate small disk, in a mount namespace (see `can_run`)."""
 
     @staticmethod
     def can_run() -> bool:
-        """Whether this user may make mount namespaces."""
+        """Whether this user may create mount namespaces."""
         return not subprocess.run(["unshare", "-rm", "true"], check=False).returncode
 
     def command(self) -> list[str]:
@@ -289,7 +289,7 @@ class SmallDisk(SeaweedFS):
 
     @property
     def _ballast(self) -> Path:
-        """A file on the disk, as this process can see it."""
+        """A file on the disk, as this process sees it."""
         assert self.process is not None
         return Path(f"/proc/{self.process.pid}/root{self.data}/ballast")
 
@@ -324,7 +324,7 @@ class Rclone(S3Server):
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, below those that outgoing connections get."""
+    """Free ports of 127.0.0.1, below the range for outgoing connections."""
     found: list[int] = []
     for port in random.sample(range(20000, 32000), 2000):
         with socket.socket() as probe:

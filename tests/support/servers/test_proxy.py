@@ -1,4 +1,4 @@
-"""The proxy that spoils connections: faults that it does not make would let other tests pass."""
+"""The proxy that disturbs connections: missing faults would let other tests pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.servers.proxy import BLACK_HOLE, Flow, Proxy, Then
 
 SILENCE_S = 0.1
-"""So long nothing may come where nothing should; where something should, reads wait 5 s."""
+"""How long silence is observed where no byte may arrive; other reads wait 5 s."""
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -41,7 +41,7 @@ class UnixEchoServer(socketserver.ThreadingUnixStreamServer):
 
 @pytest.fixture(params=["tcp", "unix"])
 def proxy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy before a server that echoes."""
+    """A proxy in front of a server that echoes."""
     server: socketserver.BaseServer
     if request.param == "tcp":
         tcp = EchoServer(("127.0.0.1", 0), Echo)
@@ -91,7 +91,7 @@ def read_to_the_end(client: socket.socket) -> bytes:
 
 
 def silent(client: socket.socket) -> bool:
-    """Whether nothing comes for a while."""
+    """Whether no byte arrives for a while."""
     client.settimeout(SILENCE_S)
     try:
         client.recv(1)
@@ -104,7 +104,7 @@ def silent(client: socket.socket) -> bool:
 
 @pytest.mark.slow
 def test_passes_everything_and_ends_as_its_ends_do(proxy: Proxy) -> None:
-    """A proxy that changes bytes or keeps connections would accuse tierd of its own faults."""
+    """A proxy that changes bytes or keeps connections would make tierd look faulty."""
     data = bytes(range(256)) * 8192
     with connect(proxy) as client, connect(proxy) as other:
         writer = threading.Thread(target=client.sendall, args=(data,))
@@ -115,13 +115,13 @@ def test_passes_everything_and_ends_as_its_ends_do(proxy: Proxy) -> None:
         assert read(other, 1) == b"x"
         assert (proxy.accepted, proxy.connections) == (2, 2)
         client.shutdown(socket.SHUT_WR)
-        assert client.recv(1) == b"", "a half-closed connection is closed from behind"
+        assert client.recv(1) == b"", "a half-closed connection is not closed by the other end"
     assert proxy.accepted == 2
 
 
 @pytest.mark.slow
 def test_stalls_after_good_bytes_and_goes_on(proxy: Proxy) -> None:
-    """Silence in the middle of an answer would be an end, or would not come at all."""
+    """Silence in the middle of an answer would look like its end, or not occur."""
     with connect(proxy) as client:
         client.sendall(b"before")
         assert read(client, 6) == b"before"
@@ -131,7 +131,7 @@ def test_stalls_after_good_bytes_and_goes_on(proxy: Proxy) -> None:
         assert silent(client)
         with connect(proxy) as other:
             other.sendall(b"abcdef")
-            assert read(other, 4) == b"abcd", "each connection has its own good bytes"
+            assert read(other, 4) == b"abcd", "each connection has its own count of good bytes"
             assert silent(other)
             proxy.heal()
             assert (read(client, 2), read(other, 2)) == (b"56", b"ef")
@@ -157,7 +157,7 @@ def test_cuts_after_good_bytes(proxy: Proxy, then: Then) -> None:
 
 @pytest.mark.slow
 def test_trickles(proxy: Proxy) -> None:
-    """A body that never ends but never stops would come at once, or not at all."""
+    """A body that never ends and never stops would arrive at once, or not at all."""
     with connect(proxy) as client:
         proxy.spoil(down=Flow(good_bytes=2, then=Then.TRICKLE, trickle_s=0.03))
         started = time.monotonic()
@@ -181,7 +181,7 @@ def test_delays_and_limits_the_rate(proxy: Proxy) -> None:
         writer.start()
         assert len(read(client, 200_000)) == 200_000
         writer.join()
-        # The last piece is here before the time that it should have taken has passed.
+        # The last piece arrives before the time that it should have taken has passed.
         assert time.monotonic() - started >= 0.1
 
 
@@ -195,7 +195,7 @@ def test_black_hole_refusal_and_cut(proxy: Proxy) -> None:
         with pytest.raises(OSError, match="refused"):
             connect(proxy)
         client.sendall(b"y")
-        assert read(client, 1) == b"y", "what is open stays"
+        assert read(client, 1) == b"y", "an open connection is refused"
         proxy.accept()
         proxy.spoil(up=BLACK_HOLE)
         with connect(proxy) as lost:

@@ -1,4 +1,4 @@
-"""A node on virtual time with tiers that do as they are told, for tests of several tiers."""
+"""A node on virtual time with scripted tiers, for tests of several tiers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierd.types import BlockKey, Namespace
 PAGE = 4096
 SPACE = blocks.namespace(PAGE)
 EPOCH = 1
-"""Of all namespaces in a tier here, until they are flushed."""
+"""The epoch of each namespace in a tier, until a flush."""
 
 SCOPE = scope_of(SPACE.digest, EPOCH)
 DEADLINE_S = 2.0
@@ -36,7 +36,7 @@ PROBE_S = 1.0
 
 
 class Tier(MemoryBackend):
-    """A tier that hangs, or is slow, when it is told to, and keeps a log of its calls."""
+    """A tier that can be made to hang or be slow, and logs its calls."""
 
     def __init__(self) -> None:
         super().__init__(marks={pack_mark(Mark("", EPOCH))})
@@ -50,7 +50,7 @@ class Tier(MemoryBackend):
         self._running = 0
 
     def calls(self, what: str) -> int:
-        """Calls so far, the breaker's probes left out."""
+        """Calls so far, without the breaker's probes."""
         return sum(1 for name, _ in self.log if name == what)
 
     async def open(self) -> None:
@@ -88,7 +88,7 @@ class Tier(MemoryBackend):
 
 @dataclass
 class Bench:
-    """A node on virtual time with its tiers, and what a session would do."""
+    """A node on virtual time with its tiers, and the actions of a session."""
 
     loop: SimulationLoop
     node: Node
@@ -98,7 +98,7 @@ class Bench:
     leases: list[SlotLease] = field(default_factory=list)
 
     def store(self, count: int, tag: object = 0, space: Space | None = None) -> list[bytes]:
-        """Store a chain; its hashes."""
+        """Store a chain; returns its hashes."""
         own = space or self.space
         hashes, parents = blocks.chain(count, tag)
         reservation = self.node.reserve(1, own, hashes, parents)
@@ -110,14 +110,14 @@ class Bench:
         return hashes
 
     async def backed_up(self) -> None:
-        """Wait until nothing waits for a tier."""
+        """Wait until no block is waiting for a tier."""
         await self.learned()
         async with asyncio.timeout(60):
             while self.node.backlog():
                 await asyncio.sleep(0.01)
 
     async def learned(self) -> None:
-        """Wait until every use that has been noted is counted."""
+        """Wait until every noted use is counted."""
         async with asyncio.timeout(60):
             while self.node.learning.busy:
                 await asyncio.sleep(0.001)
@@ -131,15 +131,15 @@ class Bench:
             self.node.memory._apply(effects)
 
     def deadline_ns(self, hashes: Sequence[bytes], *, waited_ms: int, client_ms: int) -> int:
-        """When a session has an ACQUIRE of these answered at the latest."""
+        """The latest time at which a session has an ACQUIRE of these hashes answered."""
         missing = len(hashes) - len(self.node.host.prefix(self.space, hashes))
         return self.node.acquire_deadline_ns(
             self.space, missing, waited_ms=waited_ms, client_ms=client_ms
         )
 
     def store_at_once(self, count: int, tag: object) -> list[bytes]:
-        """Store a chain as a session does, which has room made for the next one, and see that
-        every block gets a slot; its hashes."""
+        """Store a chain as a session does, which makes room for the next one; asserts that every
+        block gets a slot. Returns its hashes."""
         hashes, parents = blocks.chain(count, tag)
         reservation = self.node.reserve(1, self.space, hashes, parents)
         assert min(reservation.slots) >= 0, "an engine's store was refused"
@@ -150,7 +150,7 @@ class Bench:
     async def acquire(
         self, hashes: Sequence[bytes], deadline_s: float = 10.0, spaces: list[Space] | None = None
     ) -> int:
-        """Length of the prefix that is leased, whose bytes must be right; the lease is ended."""
+        """Length of the leased prefix, whose bytes must be right; releases the lease."""
         clock_ns = self.loop.now_ns
         owners = spaces or [self.space]
         lease = await self.node.acquire(1, owners, hashes, clock_ns + int(deadline_s * 1e9))
@@ -169,13 +169,13 @@ class Bench:
     def load(
         self, hashes: Sequence[bytes], lease: SlotLease | None, spaces: list[Space] | None = None
     ) -> None:
-        """Say what an engine does that computes on from all of a lease."""
+        """Report the use of an engine that computes after loading all of a lease."""
         count = 0 if lease is None else len(lease.parts[0][1])
         sources = by_source(lease.sources or bytes(count)) if lease is not None else []
         self.node.loaded(spaces or [self.space], len(hashes), sources, 0)
 
     def check_nothing_is_left(self) -> None:
-        """No holds, reservations, tasks or promotions."""
+        """Assert that no holds, reservations, tasks or promotions are left."""
         self.node.check()
         assert not any(sum(space.refs) for space in self.node.host.spaces.values())
         assert not self.node.host.reservations
@@ -200,7 +200,7 @@ def run(
     raw: Sequence[Tier] = (),
     manager: ServiceManager | None = None,
 ) -> None:
-    """Run a test on a node with these tiers; two of them if none is named."""
+    """Run a test on a node with these tiers; with two if none is given."""
 
     async def scenario(loop: SimulationLoop) -> None:
         backends = list(raw) or [Tier() for _ in configs or (0, 1)]
@@ -238,6 +238,6 @@ def key(block_hash: bytes, namespace: Namespace = SPACE) -> BlockKey:
 
 
 def damage(tier: Tier, block_hash: bytes) -> None:
-    """Flip a bit of what is stored."""
+    """Flip a bit of the stored value."""
     header, payload = tier.blocks[key(block_hash)]
     tier.blocks[key(block_hash)] = StoredBlock(header, bytes((payload[0] ^ 1,)) + payload[1:])

@@ -1,4 +1,4 @@
-"""A breaker on virtual time, around a tier that does what it is told."""
+"""A breaker on virtual time, around a scripted tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIT, MISS, ERROR = Outcome.HIT, Outcome.MISS, Outcome.ERROR
 
 @dataclass(frozen=True)
 class Act:
-    """How the tier behaves until told otherwise."""
+    """The tier's behaviour until it is changed."""
 
     takes_s: float = CALL_S
     lingers_s: float = 0.0
@@ -43,7 +43,7 @@ SLOW = Act(takes_s=1.5)
 
 @dataclass
 class Puppet(MemoryBackend):
-    """A tier that does what it is told, and remembers when it was asked for what."""
+    """A scripted tier that records its calls."""
 
     reads: Act = OK
     writes: Act = OK
@@ -68,7 +68,7 @@ class Puppet(MemoryBackend):
         finally:
             self.in_flight -= 1
         if act.raises is not None:
-            # A new one each time: an exception keeps every traceback that it was raised with.
+            # A new exception each time: an exception keeps every traceback that it was raised with.
             raise type(act.raises)(*act.raises.args)
 
     def count(self, what: str) -> int:
@@ -142,7 +142,7 @@ class Rig:
         return await self.breaker.contains_many(NAMESPACE, HASHES[:count])
 
     async def start(self, call: Coroutine[object, object, object]) -> asyncio.Task[object]:
-        """Begin a call, and go on when it has reached the tier or has ended."""
+        """Begin a call; returns when it has reached the tier or has ended."""
         asked = len(self.tier.asked)
         task = self.loop.create_task(call)
         while len(self.tier.asked) == asked and not task.done():
@@ -155,13 +155,13 @@ class Rig:
                 await call()
 
     async def open_reads(self) -> None:
-        """Open by three failures; the tier is down then."""
+        """Open the read circuit with three failures; the tier then stays down."""
         self.tier.reads = self.tier.probes = DOWN
         await self.fail(self.get, 3)
         assert self.reads() == "open"
 
     async def half_open_reads(self) -> None:
-        """The tier is well again, and the probe has seen it."""
+        """The tier has recovered, and the probe has succeeded."""
         await self.open_reads()
         self.tier.reads = self.tier.probes = OK
         await asyncio.sleep(PROBE_S + 2 * CALL_S)
@@ -169,7 +169,7 @@ class Rig:
 
 
 def simulated(scenario: Callable[[Rig], Awaitable[None]]) -> Callable[[], None]:
-    """Run a test on virtual time, in some orders of what is ready at once."""
+    """Run a test on virtual time, with several orders of simultaneous events."""
 
     async def run(loop: SimulationLoop) -> None:
         rig = Rig(loop)

@@ -1,4 +1,4 @@
-"""Checks of a file tier that nobody has open, for tests of what they find."""
+"""Checks of a closed file tier, for tests of their findings."""
 
 from __future__ import annotations
 

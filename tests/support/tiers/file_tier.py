@@ -38,7 +38,7 @@ async def running(path, capacity=64 << 20, **more):
 
 
 def check(backend):
-    """Every record is in one state, and what is counted is what the files occupy."""
+    """Assert that every record is in one state, and that counts match the files' sizes."""
     space = backend._space
     slabs = 0
     for shelf in backend._shelves:
@@ -61,7 +61,7 @@ class FileSuite(BackendSuite, abstract=True):
 
     @pytest.fixture
     def folder(self, tmp_path):
-        """Where the tier lies; a subclass puts it on another file system."""
+        """The tier's directory; a subclass puts it on another file system."""
         return tmp_path / "tier"
 
     @pytest.fixture(autouse=True)

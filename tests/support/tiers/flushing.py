@@ -16,7 +16,7 @@ OTHER = blocks.namespace(PAGE, model="other")
 
 
 class SlowTier(Tier):
-    """Takes its time to keep a mark and to delete, and may fail."""
+    """A tier that is slow to keep a mark and to delete, and may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class SlowTier(Tier):
 
 
 def now(bench: Bench, block_hash: bytes) -> BlockKey:
-    """Where the first tier has a block, as it is now."""
+    """The current key of a block in the first tier."""
     return BlockKey(bench.tiers[0].epochs.now(SPACE.digest), block_hash)
 
 
 async def flush(
     bench: Bench, prefix: str = "", *, host: bool = True, tiers: list[int] | None = None
 ) -> FlushJob:
-    """A flush to its end."""
+    """Run a flush to its end."""
     work = begin(bench, prefix, host=host, tiers=tiers)
     await work.done.wait()
     return work

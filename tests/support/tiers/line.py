@@ -1,4 +1,4 @@
-"""A session on a bench's node, for what its messages cause."""
+"""A session with a bench's node, to see the effect of its messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tierd.wire.session import Role, WireSession, encode
 
 
 class Line:
-    """A session on a bench's node, and what the daemon answers."""
+    """A session with a bench's node, and the daemon's answers."""
 
     def __init__(self, bench: Bench) -> None:
         self.got: list[m.Message] = []

@@ -1,4 +1,4 @@
-"""The suite over the faulty backend in memory, for tests of what is put around it."""
+"""The conformance suite over the faulty in-memory backend, for tests of wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon with traffic and a storage tier, as tests of faults of the tier's server need it."""
+"""A daemon with traffic and a storage tier, for tests of faults of the tier's server."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ from tests.support.traffic import (
 from tierd.client import Client
 
 SLACK_MS = 100
-"""An answer may come so much after its deadline."""
+"""Allowed delay of an answer after its deadline."""
 
 QUICK_MS = 200
-"""An acquire that waits for no tier takes a few ms, more on a machine that is busy; one that waits
-for a tier in vain takes longer than this, its deadline."""
+"""An acquire that waits for no tier takes a few ms, more on a busy machine; one that waits for a
+tier in vain takes longer than this: its deadline."""
 
 WAIT_S = 20.0
-"""Until what must come has come, on the slowest machine; nothing is judged by it."""
+"""Timeout for expected events, on the slowest machine; no verdict depends on it."""
 
 TRAFFIC_S = 1.0
-"""Traffic asks a tier for something in that time, however busy the machine is."""
+"""Traffic asks a tier for blocks within this time, however busy the machine is."""
 
 CONNECTIONS = 4
-"""Of each pool of a tier's client, which keeps as many as it has needed at once."""
+"""Connections per pool of a tier's client, which keeps as many as it has needed at once."""
 
 GROWTH_BYTES_MAX = 8 << 20
-"""Anonymous memory that a daemon and its workers may have gained since before the first fault:
-allocators keep some, about 3 MiB after all faults there are, and no more after many."""
+"""Anonymous memory that a daemon and its workers may gain after the first fault: allocators keep
+some, about 3 MiB after all kinds of faults, and no more after repeated ones."""
 
 STALL_MS = 50
-"""A process that is ready to run and has not been run for so long tells of a machine that is busy
-with something else; it says nothing about who of the others had to wait as well."""
+"""A process that is ready to run and waits this long for a CPU shows a machine that is busy with
+other work; other processes may have waited as well."""
 
 TRIES = 3
-"""Times that a scene is played while the machine lets this process wait in each of them."""
+"""Runs of a scene, as long as the machine stalls this process in each of them."""
 
 _P = ParamSpec("_P")
 
 
 class StalledError(AssertionError):
-    """Answers were late, but the process that waited for them was not run at that time."""
+    """Answers were late, but the process that waited for them was stalled at that time."""
 
 
 def again_if_stalled(test: Callable[_P, None]) -> Callable[_P, None]:
-    """Play a test again after a StalledError: nothing is forgiven but a machine's moment."""
+    """Run a test again after a StalledError: only a stall of the machine is forgiven."""
 
     @functools.wraps(test)
     def played(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -70,7 +70,7 @@ def again_if_stalled(test: Callable[_P, None]) -> Callable[_P, None]:
 
 
 WRITTEN = {"write_policy": "write_through"}
-"""Traffic that goes on for ever must be written for ever, whatever a budget would say."""
+"""Endless traffic must be written endlessly, whatever a write budget says."""
 
 
 def table(kind: str, options: Mapping[str, object]) -> str:
@@ -83,7 +83,7 @@ def table(kind: str, options: Mapping[str, object]) -> str:
 
 
 def is_idle(status: dict) -> bool:
-    """Whether a daemon has nothing under way: no lease, reservation, or block to back up."""
+    """Whether a daemon has no lease, reservation, or block to back up."""
     host = status["host"]
     return not (
         host["leases"]
@@ -94,8 +94,8 @@ def is_idle(status: dict) -> bool:
 
 
 def check_returned(before: Footprint, after: Footprint, connections_max: int) -> None:
-    """Assert that an idle daemon holds no more than it did: open files exactly, connections as
-    its pools may have them, memory as allocators keep it."""
+    """Assert that an idle daemon holds no more than before: open files exactly, connections up to
+    its pools' sizes, memory up to what allocators keep."""
     assert after.processes == before.processes, (before, after)
     assert after.files == before.files, (before, after)
     assert after.connections <= connections_max, (before, after)
@@ -105,7 +105,7 @@ def check_returned(before: Footprint, after: Footprint, connections_max: int) ->
 class Scene:
     """A daemon with one tier of type `kind`, and traffic that needs it, until `close`.
 
-    The tier's client has `pools` of connections.
+    The tier's client has `pools` connection pools.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Scene:
         assert isinstance(probe, int)
         assert isinstance(deadline, int)
         self.back_s = (probe + deadline) / 1000 + TRAFFIC_S
-        """So soon a tier that is well again is used: the next probe, and one call on trial."""
+        """A recovered tier is used again within this time: the next probe, and one trial call."""
         self._first: Footprint | None = None
         self._open = ExitStack()
         self._open.enter_context(self.daemon)
@@ -131,7 +131,7 @@ class Scene:
         """Stop the traffic and the daemon."""
         self._open.close()
 
-    # --- looking --------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------
 
     def status(self) -> dict:
         """The daemon's status."""
@@ -150,7 +150,7 @@ class Scene:
         return sum(counters[name] for name in names)
 
     def used(self) -> int:
-        """Blocks that came from the tier or went to it since the start."""
+        """Blocks that were read from the tier or written to it since the start."""
         return self.counter("get_hit_total", "put_stored_total")
 
     def stopped(self, what: str) -> bool:
@@ -169,7 +169,7 @@ class Scene:
     # --- waiting --------------------------------------------------------------------
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> float:
-        """Until `condition()`; the seconds that took. A client's complaint fails it at once."""
+        """Wait for `condition()`; returns the seconds. A client's fault fails it at once."""
 
         def met() -> object:
             assert not self.traffic.faults, self.traffic.faults[:3]
@@ -182,21 +182,22 @@ class Scene:
             raise AssertionError(f"{error}; tier: {self.tier()}; log: {log}") from None
 
     def wait_more(self, what: str, *counters: str, count: int = 1) -> float:
-        """Until some counters have gone up together by `count`; the seconds that took."""
+        """Wait until the sum of some counters has risen by `count`; returns the seconds."""
         before = self.counter(*counters)
         return self.wait(lambda: self.counter(*counters) >= before + count, what)
 
     def wait_in_use(self) -> None:
-        """Until blocks come from the tier and go to it."""
+        """Wait until blocks are read from the tier and written to it."""
         self.wait_more("the tier is not read", "get_hit_total", count=10)
         self.wait_more("the tier is not written", "put_stored_total", "put_present_total")
 
-    # --- judging --------------------------------------------------------------------
+    # --- verdicts -------------------------------------------------------------------
 
     @contextmanager
     def judged(self) -> Iterator[Scene]:
-        """Around a fault that comes and goes. Before it the tier is in use; after it everything
-        must be right that always is, and no more must be held than before the first one."""
+        """Around a fault that comes and goes. Before it, the tier is in use. After it, the
+        invariants must hold, and the daemon must hold no more resources than before the first
+        fault."""
         self.wait_in_use()
         self._first = self._first or self.settle()
         began = time.monotonic()
@@ -204,9 +205,10 @@ class Scene:
         self._check(began, self._first, self.settle())
 
     def settle(self) -> Footprint:
-        """Stop the traffic until nothing is under way; what is held then. Starts it again."""
+        """Pause the traffic until the daemon is idle; returns its resources. Resumes the
+        traffic."""
         self.traffic.pause()
-        self.wait(lambda: is_idle(self.status()), "something stays under way")
+        self.wait(lambda: is_idle(self.status()), "the daemon does not become idle")
         held = footprint(self.pid())
         self.traffic.resume()
         return held
@@ -220,8 +222,8 @@ class Scene:
         self.at_most(0, DEADLINE_MS + SLACK_MS, self.traffic.since(began))
 
     def at_most(self, count: int, allowed_ms: float, samples: Sequence[Sample]) -> None:
-        """Fail if more than `count` acquires took longer than allowed, without what this process
-        itself stood still; with StalledError if the machine alone may have been why."""
+        """Fail if more than `count` acquires took longer than allowed, not counting stalls of this
+        process; with StalledError if the machine alone may have been the reason."""
         long = [s for s in samples if s.seconds * 1000 > allowed_ms]
         slow = [s for s in long if s.seconds * 1000 - self.traffic.stall_ms(s) > allowed_ms]
         if len(slow) <= count:

@@ -1,4 +1,4 @@
-"""A network tier as the daemon composes it, for the contract's checks."""
+"""A network tier as the daemon composes it, for the conformance checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tierd.storage.worker.backend import WorkerBackend
 
 
 def daemon_stack(cls: type[Backend], options: msgspec.Struct) -> Backend:
-    """In a worker process, measured, behind a breaker that no sound call should open."""
+    """The backend in a worker process, measured, behind a breaker that no valid call opens."""
     measured = MeasuredBackend(WorkerBackend(cls, options))
     return BreakerBackend(measured, name=cls.__name__, deadline_s=60, slow_s=60, probe_s=60)

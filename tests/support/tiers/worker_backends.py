@@ -30,7 +30,7 @@ SCRIBBLE = 0x77
 
 
 class OddOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`open_does` names a file that says how open() fails; it opens if there is none."""
+    """`open_does` names a file that says how open() fails; without the file it opens."""
 
     secret: str = ""
     open_does: str = ""
@@ -61,7 +61,7 @@ class OddBackend(Backend):
             await asyncio.sleep(3600)
 
     def _follow_plan(self) -> bool:
-        """Fail as the file says, or say whether to hang."""
+        """Fail as the file says, or return whether to hang."""
         plan = Path(self._options.open_does)
         if not plan.is_file():
             return False
