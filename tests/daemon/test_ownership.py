@@ -1,7 +1,7 @@
-"""Who may change what: state has one owner, and everybody else asks it.
+"""State has one owner: other code calls the owner's methods and never changes it directly.
 
-What the core shows is read-only by its types, so mypy sees who writes to it under another name;
-this sees it without types, and whoever uses the core's private names.
+The core exposes its state through read-only types, so mypy finds writes to it under any name. These
+tests also find writes in untyped code, and uses of the core's private names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CLASSES = (
 )
 
 CORE = frozenset({"host", "_host", "space", "_space", "lease", "reservation", "hints"})
-"""What variables and attributes are called that hold objects of the core."""
+"""Names of variables and attributes that hold objects of the core."""
 
 MUTATORS = frozenset(
     f"{name}"
@@ -61,7 +61,7 @@ PRIVATE = frozenset(
 
 
 def path_of(node: ast.expr) -> list[str]:
-    """The names on the way to an expression: `a.b[0].c()` is a, b, c."""
+    """Return the names along an expression: `a.b[0].c()` gives a, b, c."""
     if isinstance(node, ast.Attribute):
         return [*path_of(node.value), node.attr]
     if isinstance(node, ast.Subscript):
@@ -71,8 +71,8 @@ def path_of(node: ast.expr) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else []
 
 
-def trespasses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Where the core's state is changed, or its private names are used."""
+def find_violations(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Find where the core's state is changed, or its private names are used."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Subscript):
             *way, last = path_of(node)
@@ -87,7 +87,7 @@ def trespasses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def reached_through(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Attributes of what a node's attribute is, as in `self._node.host.release`."""
+    """Find accesses to attributes of a node's parts, as in `self._node.host.release`."""
     for each in ast.walk(tree):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Attribute):
             inner = each.value.value
@@ -96,13 +96,13 @@ def reached_through(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield each.lineno, f"{each.value.attr}.{each.attr}"
 
 
-def test_only_the_core_changes_what_it_owns() -> None:
-    """An invariant of the core would be everybody's to keep."""
+def test_only_the_core_changes_its_state() -> None:
+    """Every module would have to preserve the core's invariants."""
     found = {
         f"{path.relative_to(ROOT)}:{line}": text
         for path in ROOT.rglob("*.py")
         if "core" not in path.relative_to(ROOT).parts
-        for line, text in trespasses(ast.parse(path.read_text()))
+        for line, text in find_violations(ast.parse(path.read_text()))
     }
     assert found == {}
 
@@ -126,15 +126,15 @@ def test_only_the_core_changes_what_it_owns() -> None:
         "anything._evicting",
     ],
 )
-def test_a_change_from_outside_is_seen(text: str) -> None:
-    """A check that sees nothing would hold for any code."""
-    assert list(trespasses(ast.parse(text)))
+def test_state_change_outside_the_core_is_detected(text: str) -> None:
+    """A check that finds nothing would pass for any code."""
+    assert list(find_violations(ast.parse(text)))
 
 
-def test_what_the_core_has_is_private_or_read_only() -> None:
-    """An attribute that anybody can set would be one that anybody does."""
+def test_core_attributes_are_private_or_read_only() -> None:
+    """Attributes that any module can set will be set by some."""
     for each in CLASSES:
-        if each is Hints:  # Made once, and asked by name.
+        if each is Hints:  # Created once, and asked by name.
             continue
         assert not hasattr(each, "__dict__") or "__slots__" in vars(each), each
         for name in vars(each)["__slots__"]:
@@ -146,8 +146,8 @@ def test_what_the_core_has_is_private_or_read_only() -> None:
             setattr(space, name, None)
 
 
-def test_sessions_call_the_node_and_never_what_it_is_made_of() -> None:
-    """A session that knows the parts would have to be changed with each of them."""
+def test_sessions_use_the_node_and_not_its_parts() -> None:
+    """A session that knows the node's parts would have to change with each of them."""
     texts = [path.read_text() for path in (ROOT / "daemon").rglob("*.py")]
     [text] = [text for text in texts if "\nclass Session:\n" in text]
     assert list(reached_through(ast.parse(text))) == []
@@ -156,6 +156,6 @@ def test_sessions_call_the_node_and_never_what_it_is_made_of() -> None:
 @pytest.mark.parametrize(
     "text", ["node.host.release(1)", "self._node.tiers[0]; self._node.prefetch.policy"]
 )
-def test_reaching_through_a_node_is_seen(text: str) -> None:
-    """A check that sees nothing would hold for any code."""
+def test_access_through_a_node_is_detected(text: str) -> None:
+    """A check that finds nothing would pass for any code."""
     assert list(reached_through(ast.parse(text)))

@@ -1,4 +1,4 @@
-"""Write and prefetch policies of the whole node, on virtual time."""
+"""Write and prefetch policies of a whole node, on virtual time."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MS = 1_000_000
 L2_BLOCKS = 128
 
 
-def writes(policy: WritePolicy, **keys: object) -> StorageConfig:
+def tier_config(policy: WritePolicy, **keys: object) -> StorageConfig:
     return config("tier0", write_policy=policy, **keys)
 
 
-def node(test: Callable[[Bench], Awaitable[None]], tier: StorageConfig) -> None:
+def run_with_tier(test: Callable[[Bench], Awaitable[None]], tier: StorageConfig) -> None:
     run(test, tier, blocks_in_l2=L2_BLOCKS)
 
 
 def store(bench: Bench, count: int, tag: object) -> list[bytes]:
-    """Store a chain as a session does, which has room made for the next one."""
+    """Store a chain as a session does, which also makes room for the next store."""
     hashes = bench.store(count, tag)
     bench.node.memory.make_room_ahead(bench.space, count)
     return hashes
@@ -49,7 +49,7 @@ async def until(condition: Callable[[], object]) -> None:
 # --- write_through ----------------------------------------------------------------------
 
 
-def test_write_through_keeps_a_first_seen_prefix_that_is_evicted_at_once() -> None:
+def test_write_through_backs_up_blocks_that_are_evicted_at_once() -> None:
     """HiCache's write_through does not persist prefixes that are evicted before their backup
     began, and flushes nothing while its scheduler is idle."""
 
@@ -67,10 +67,10 @@ def test_write_through_keeps_a_first_seen_prefix_that_is_evicted_at_once() -> No
         assert not counters["backup_dropped_total"]
         assert not counters["backup_skipped_total"]
 
-    node(test, writes(WritePolicy.WRITE_THROUGH))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH))
 
 
-def test_parents_are_written_before_their_children() -> None:
+def test_backups_write_parents_before_children() -> None:
     """A daemon that dies in between would leave blocks behind that no request can use."""
 
     async def test(bench: Bench) -> None:
@@ -78,24 +78,24 @@ def test_parents_are_written_before_their_children() -> None:
         raw = bench.raw[0]
         put_many = raw.put_many
 
-        async def noted(namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
+        async def record_order(namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
             order.extend(request.block_hash for request in requests)
             return await put_many(namespace, requests)
 
-        raw.put_many = noted  # type: ignore[method-assign]
+        raw.put_many = record_order  # type: ignore[method-assign]
         hashes = bench.store(30, "long")
         await bench.backed_up()
         assert order == hashes
 
-    node(test, writes(WritePolicy.WRITE_THROUGH, write_batches=1))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH, write_batches=1))
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_a_block_that_was_written_is_not_written_again(policy: WritePolicy) -> None:
-    """HiCache's cache mode rewrites pages that the storage has: it leaves that to backends."""
+def test_written_blocks_are_not_written_again(policy: WritePolicy) -> None:
+    """HiCache's cache mode rewrites pages that the storage has, unless the backend checks."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, DEMAND_EARLY)
+        set_demand(bench, DEMAND_EARLY)
         hashes = bench.store(4, "again")
         for tag in range(60):
             store(bench, 4, tag)
@@ -108,20 +108,20 @@ def test_a_block_that_was_written_is_not_written_again(policy: WritePolicy) -> N
         await bench.backed_up()
         assert bench.tiers[0].counters["put_calls_total"] == puts
 
-    node(
+    run_with_tier(
         test,
-        writes(policy, write_share=1.0)
+        tier_config(policy, write_share=1.0)
         if policy is WritePolicy.WRITE_THROUGH_SELECTIVE
-        else writes(policy),
+        else tier_config(policy),
     )
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_a_write_that_failed_is_tried_again(policy: WritePolicy) -> None:
-    """HiCache does not retry: one hiccup of a store would cost its hits for good."""
+def test_failed_writes_are_retried(policy: WritePolicy) -> None:
+    """HiCache does not retry: one failed call would cost the block's hits permanently."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, DEMAND_EARLY)
+        set_demand(bench, DEMAND_EARLY)
         raw = bench.raw[0]
         put_many = raw.put_many
 
@@ -139,14 +139,14 @@ def test_a_write_that_failed_is_tried_again(policy: WritePolicy) -> None:
         assert set(hashes) <= written(bench)
         bench.node.check()
 
-    node(test, writes(policy))
+    run_with_tier(test, tier_config(policy))
 
 
 # --- write_back -------------------------------------------------------------------------
 
 
-def test_write_back_writes_what_is_evicted_and_nothing_else() -> None:
-    """Every block would go to disk, or blocks that L2 has no room for would be lost."""
+def test_write_back_writes_only_evicted_blocks() -> None:
+    """Every block would go to disk, or evicted blocks would be lost."""
 
     async def test(bench: Bench) -> None:
         stored: list[bytes] = []
@@ -161,12 +161,12 @@ def test_write_back_writes_what_is_evicted_and_nothing_else() -> None:
         assert len(resident) > L2_BLOCKS * 3 // 4
         assert not bench.tiers[0].counters["backup_dropped_total"]
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_what_comes_back_pushes_out_nothing_that_is_not_written() -> None:
-    """Each load would cost as many other blocks: a promotion needs slots at once, and what
-    leaves for it would be dropped unless room had been made before."""
+def test_write_back_promotions_drop_no_unwritten_block() -> None:
+    """A promotion needs slots at once: without room made ahead, each load would drop as many
+    unwritten blocks."""
 
     async def test(bench: Bench) -> None:
         for tag in range(60):
@@ -179,25 +179,25 @@ def test_what_comes_back_pushes_out_nothing_that_is_not_written() -> None:
         assert bench.raw[0].calls("get") * 4 > L2_BLOCKS
         assert not bench.tiers[0].counters["backup_dropped_total"]
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_of_a_chain_that_leaves_at_once_the_prefix_is_kept() -> None:
-    """Children without their parents would be written, which no request can use."""
+def test_write_back_keeps_the_prefix_of_a_chain_evicted_at_once() -> None:
+    """Blocks without their parents would be written, which no request can use."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(100, "long")
         bench.forget()
         await bench.backed_up()
         kept = len(written(bench))
-        assert 0 < kept < 100, "more than may be leaving is dropped"
+        assert 0 < kept < 100, "blocks beyond the evicting limit are dropped"
         assert written(bench) == set(hashes[:kept])
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_a_leaving_block_keeps_its_slot_until_it_is_written_and_is_served_meanwhile() -> None:
-    """A backup would be of whatever came into the slot, or a block in memory would be a miss."""
+def test_evicting_block_is_served_until_it_is_written() -> None:
+    """The backup would read a reused slot, or a block in memory would be a miss."""
 
     async def test(bench: Bench) -> None:
         bench.raw[0].takes_s = 1.0
@@ -206,22 +206,23 @@ def test_a_leaving_block_keeps_its_slot_until_it_is_written_and_is_served_meanwh
         while not bench.space.evicting:
             bench.store(4, more)
             more += 1
-        leaving = [h for h in first if h not in bench.space.items]
-        assert leaving, "the oldest blocks go first"
-        # Right bytes and a lease: Bench.acquire looks at both.
+        evicted = [h for h in first if h not in bench.space.items]
+        assert evicted, "the oldest blocks are evicted first"
+        # Bench.acquire compares the bytes and the lease.
         assert await bench.acquire(first, 0.0) == 4
-        assert bench.node.host.revived_blocks == len(leaving)
+        assert bench.node.host.revived_blocks == len(evicted)
         assert not bench.tiers[0].counters["get_calls_total"]
         await bench.backed_up()
         bench.node.check()
-        assert set(leaving) <= written(bench)
+        assert set(evicted) <= written(bench)
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_write_back_never_keeps_an_engine_waiting_for_a_slow_tier() -> None:
-    """HiCache's write_back copies within the eviction: a slow disk would stop the engine. Here
-    what the tier cannot take is dropped and counted, and little of L2 waits for it."""
+def test_write_back_to_a_hanging_tier_does_not_delay_stores() -> None:
+    """HiCache's write_back copies during the eviction: a slow disk would stop the engine. tierd
+    drops and counts the blocks that the tier cannot take, and keeps only a small share of L2
+    waiting."""
 
     async def test(bench: Bench) -> None:
         bench.raw[0].hangs = {"put"}
@@ -234,14 +235,14 @@ def test_write_back_never_keeps_an_engine_waiting_for_a_slow_tier() -> None:
         assert bench.tiers[0].counters["backup_dropped_total"] > 200
         await asyncio.sleep(10)
         bench.node.check()
-        assert not bench.space.evicting, "given up, and free"
+        assert not bench.space.evicting, "abandoned and freed"
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_a_failed_write_of_a_leaving_block_frees_its_slot() -> None:
-    """Each error of a disk would cost a slot for ever, as host memory leaked in HiCache when
-    its backup thread had died."""
+def test_failed_write_of_an_evicting_block_frees_its_slot() -> None:
+    """Each disk error would leak a slot, as host memory leaked in HiCache after its backup thread
+    had died."""
 
     async def test(bench: Bench) -> None:
         failing = bench.raw[0]
@@ -257,11 +258,11 @@ def test_a_failed_write_of_a_leaving_block_frees_its_slot() -> None:
         bench.check_nothing_is_left()
         assert not bench.space.evicting
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_a_stop_writes_what_only_l2_has() -> None:
-    """An upgrade of the daemon would lose all that write_back had put off."""
+def test_drain_writes_blocks_that_only_l2_has() -> None:
+    """An upgrade of the daemon would lose all writes that write_back had deferred."""
 
     async def test(bench: Bench) -> None:
         stored = bench.store(20, "kept")
@@ -269,16 +270,16 @@ def test_a_stop_writes_what_only_l2_has() -> None:
         assert not written(bench)
         assert await bench.node.drain(5.0) == 0
         assert written(bench) == set(stored)
-        # Sessions go on until the end of the drain.
+        # Sessions stay open until the end of the drain.
         late = bench.store(3, "late")
         assert await bench.node.drain(5.0) == 0
         assert set(late) <= written(bench)
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-def test_a_stop_does_not_wait_for_a_tier_that_takes_no_writes() -> None:
-    """systemd would kill the daemon in the middle of its drain of the others."""
+def test_drain_does_not_wait_for_a_tier_that_accepts_no_writes() -> None:
+    """systemd would kill the daemon before it has drained the other tiers."""
 
     async def test(bench: Bench) -> None:
         bench.raw[0].hangs = {"put"}
@@ -287,25 +288,25 @@ def test_a_stop_does_not_wait_for_a_tier_that_takes_no_writes() -> None:
         assert await bench.node.drain(60.0) == 20
         assert bench.loop.now_ns - began_ns < 5000 * MS
 
-    node(test, writes(WritePolicy.WRITE_BACK))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_BACK))
 
 
-# --- selective --------------------------------------------------------------------------
+# --- write_through_selective ------------------------------------------------------------
 
 
-def demanding(bench: Bench, demand: float) -> None:
-    """Have the tier's budget come to a demand."""
+def set_demand(bench: Bench, demand: float) -> None:
+    """Set the demand of the tier's write budget."""
     budget = bench.node.backups.queues[0].writes.budget
     budget.demand, budget._first_steps = demand, 0
 
 
-def test_one_request_does_not_make_its_blocks_worth_writing() -> None:
-    """Chunks, a preemption and a renewed lease of one request would each count as a use, and
-    what is read once would be written."""
+def test_repeated_use_by_one_request_does_not_admit_a_write() -> None:
+    """Chunks, a preemption and a renewed lease of one request would each count as a use, and blocks
+    read once would be written."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, 2 * DEMAND_EARLY)
-        # As likely a reuse as can be: it is not what is tested here.
+        set_demand(bench, 2 * DEMAND_EARLY)
+        # Maximal chance of reuse, so that only the number of uses decides.
         reuse = bench.space.reuse
         reuse.chance = lambda block_hash, horizon_s: 1.0  # type: ignore[method-assign]
         hashes, _ = blocks.chain(8, "one")
@@ -320,14 +321,14 @@ def test_one_request_does_not_make_its_blocks_worth_writing() -> None:
         await bench.backed_up()
         assert written(bench) == set(hashes)
 
-    node(test, writes(WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=1.0))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=1.0))
 
 
-def test_a_hit_that_a_refusal_cost_is_counted() -> None:
+def test_hits_lost_to_refused_writes_are_counted() -> None:
     """An operator could not see that the budget is too small for the traffic."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, 1.0)
+        set_demand(bench, 1.0)
         hashes = bench.store(8, "refused")
         bench.forget()
         counters = bench.tiers[0].counters
@@ -338,14 +339,14 @@ def test_a_hit_that_a_refusal_cost_is_counted() -> None:
         assert counters["refused_hits_total"] == 8, "each refusal costs at most one hit"
         assert not written(bench)
 
-    node(test, writes(WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=0.01))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=0.01))
 
 
-def test_what_the_tier_has_already_costs_no_budget() -> None:
-    """Prompts stored again after a restart would eat the budget of new ones."""
+def test_blocks_already_in_the_tier_cost_no_write_budget() -> None:
+    """Prompts stored again after a restart would use up the budget of new ones."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, DEMAND_EARLY)
+        set_demand(bench, DEMAND_EARLY)
         bench.store(8, "again")
         await bench.backed_up()
         budget = bench.node.backups.queues[0].writes.budget
@@ -354,18 +355,18 @@ def test_what_the_tier_has_already_costs_no_budget() -> None:
             bench.forget()
             bench.store(8, "again")
             await bench.backed_up()
-            demanding(bench, DEMAND_EARLY)
+            set_demand(bench, DEMAND_EARLY)
         assert budget._written_bytes <= spent_bytes
         assert bench.tiers[0].status()["counters"]["put_present_total"] == 40  # type: ignore[index]
 
-    node(test, writes(WritePolicy.WRITE_THROUGH_SELECTIVE))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH_SELECTIVE))
 
 
-def test_what_a_tier_could_not_take_costs_no_budget() -> None:
-    """After an outage the budget would be gone, with nothing written."""
+def test_failed_writes_cost_no_write_budget() -> None:
+    """After an outage the budget would be spent with nothing written."""
 
     async def test(bench: Bench) -> None:
-        demanding(bench, DEMAND_EARLY)
+        set_demand(bench, DEMAND_EARLY)
         bench.raw[0].hangs = {"put"}
         for tag in range(12):
             store(bench, 8, tag)
@@ -374,11 +375,11 @@ def test_what_a_tier_could_not_take_costs_no_budget() -> None:
         assert not written(bench)
         assert bench.node.backups.queues[0].writes.budget._written_bytes == 0
 
-    node(test, writes(WritePolicy.WRITE_THROUGH_SELECTIVE))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH_SELECTIVE))
 
 
-def test_writes_that_were_worth_it_are_counted() -> None:
-    """A tier whose blocks are never read would look as useful as one whose are."""
+def test_blocks_written_and_later_read_are_counted() -> None:
+    """A tier whose blocks are never read would look as useful as any other."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8, "read")
@@ -389,10 +390,10 @@ def test_writes_that_were_worth_it_are_counted() -> None:
             assert await bench.acquire(hashes) == 8
         assert bench.tiers[0].counters["written_and_read_total"] == 8
 
-    node(test, writes(WritePolicy.WRITE_THROUGH))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH))
 
 
-# --- prefetch: how long -----------------------------------------------------------------
+# --- prefetch: deadlines ----------------------------------------------------------------
 
 
 def wait_ms(keys: dict[str, object], *, waited: int, client: int, tokens: int) -> int:
@@ -419,15 +420,15 @@ def wait_ms(keys: dict[str, object], *, waited: int, client: int, tokens: int) -
         ({"policy": PrefetchPolicy.BEST_EFFORT, "timeout_max_ms": 700}, 0, 2000, 0, 700),
     ],
 )
-def test_deadlines(keys, waited, client, tokens, expected) -> None:
-    """A request would wait longer than the operator, or the engine, allows."""
+def test_prefetch_deadline(keys, waited, client, tokens, expected) -> None:
+    """A request would wait longer than the operator or the engine allows."""
     assert wait_ms(keys, waited=waited, client=client, tokens=tokens) == expected
 
 
-def prefetching(
+def run_with_blocks_in_tier(
     test: Callable[[Bench], Awaitable[None]], prefetch: PrefetchConfig, **keys: object
 ) -> None:
-    """Run a test with 24 blocks that only the tier has, `bench.store(24)` gives their hashes."""
+    """Run a test with 24 blocks that only the tier has: the chain `blocks.chain(24)`."""
 
     async def prepared(bench: Bench) -> None:
         bench.store(24)
@@ -439,10 +440,10 @@ def prefetching(
     run(prepared, config("tier0", **keys), blocks_in_l2=L2_BLOCKS)
 
 
-async def answered(
+async def timed_acquire(
     bench: Bench, *, waited_ms: int = 0, client_ms: int = 60_000, ready_s: float | None = None
 ) -> tuple[int, float]:
-    """Blocks and ms of an ACQUIRE of the 24 blocks, as a session would ask for them."""
+    """Acquire the 24 blocks as a session would; returns the number of blocks and the time in ms."""
     hashes, _ = blocks.chain(24)
     spaces, began_ns = [bench.space], bench.loop.now_ns
     end_ns = bench.deadline_ns(hashes, waited_ms=waited_ms, client_ms=client_ms)
@@ -465,10 +466,10 @@ POLICIES = {
     PrefetchPolicy.WAIT_COMPLETE: 900,
     PrefetchPolicy.BEST_EFFORT: 200,
 }
-"""Longest wait in ms with `PATIENCE`, and an engine that is ready after 200 ms."""
+"""Longest wait in ms with `prefetch_config`, for an engine that is ready after 200 ms."""
 
 
-def patience_of(policy: PrefetchPolicy) -> PrefetchConfig:
+def prefetch_config(policy: PrefetchPolicy) -> PrefetchConfig:
     return PrefetchConfig(
         policy=policy,
         timeout_base_ms=300,
@@ -480,9 +481,9 @@ def patience_of(policy: PrefetchPolicy) -> PrefetchConfig:
 
 @pytest.mark.parametrize("policy", list(PrefetchPolicy))
 @pytest.mark.parametrize("tier", ["fast", "slow", "hanging", "dying"])
-def test_each_policy_keeps_its_deadline(policy: PrefetchPolicy, tier: str) -> None:
-    """A request would wait for ever for a disk: HiCache's wait_complete did, when a read was
-    revoked or had failed, and its timeout was ignored while a read was pending."""
+def test_prefetch_policies_keep_their_deadline(policy: PrefetchPolicy, tier: str) -> None:
+    """A request would wait indefinitely for a disk: HiCache's wait_complete did when a read was
+    revoked or had failed, and it ignored its timeout while a read was pending."""
 
     async def test(bench: Bench) -> None:
         raw = bench.raw[0]
@@ -495,74 +496,74 @@ def test_each_policy_keeps_its_deadline(policy: PrefetchPolicy, tier: str) -> No
             bench.loop.call_later(0.05, raw.hangs.update, {"get", "contains"})
             raw.takes_s = 0.03
         ready_s = 0.2 if policy is PrefetchPolicy.BEST_EFFORT else None
-        count, took_ms = await answered(bench, ready_s=ready_s)
+        count, took_ms = await timed_acquire(bench, ready_s=ready_s)
         assert took_ms <= POLICIES[policy] + 10
         if tier == "fast":
             assert (count, took_ms < 10) == (24, True)
-        # What has come by then is used.
+        # Blocks that arrived by then are used.
         assert count <= 24
 
-    prefetching(test, patience_of(policy))
+    run_with_blocks_in_tier(test, prefetch_config(policy))
 
 
-def test_time_that_a_request_has_waited_counts() -> None:
-    """A request that sat in the engine's queue would wait a whole deadline more."""
+def test_time_in_the_engines_queue_shortens_the_deadline() -> None:
+    """A request that sat in the engine's queue would wait a full deadline on top."""
 
     async def test(bench: Bench) -> None:
         bench.raw[0].hangs = {"get"}
-        _, took_ms = await answered(bench, waited_ms=250)
+        _, took_ms = await timed_acquire(bench, waited_ms=250)
         assert took_ms == pytest.approx(POLICIES[PrefetchPolicy.TIMEOUT] - 250, abs=10)
 
-    prefetching(test, patience_of(PrefetchPolicy.TIMEOUT))
+    run_with_blocks_in_tier(test, prefetch_config(PrefetchPolicy.TIMEOUT))
 
 
-def test_wait_complete_ends_when_all_is_known_to_fail() -> None:
-    """A request would wait out the hard cap for blocks that cannot come any more."""
+def test_wait_complete_ends_once_every_read_has_failed() -> None:
+    """A request would wait until the hard cap for blocks that can no longer arrive."""
 
     async def test(bench: Bench) -> None:
         async def contains(namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
             raise BackendError("gone")
 
         bench.raw[0].contains_many = contains  # type: ignore[method-assign]
-        count, took_ms = await answered(bench)
+        count, took_ms = await timed_acquire(bench)
         assert (count, took_ms < 10) == (0, True)
 
-    prefetching(test, patience_of(PrefetchPolicy.WAIT_COMPLETE))
+    run_with_blocks_in_tier(test, prefetch_config(PrefetchPolicy.WAIT_COMPLETE))
 
 
-def test_best_effort_takes_what_is_there_when_the_engine_is_ready() -> None:
+def test_best_effort_returns_the_prefix_present_when_the_engine_is_ready() -> None:
     """A partial prefix would be thrown away, or a tier blamed for an engine that was quick."""
 
     async def test(bench: Bench) -> None:
         hashes, _ = blocks.chain(24)
         assert await bench.acquire(hashes[:8]) == 8
         bench.raw[0].takes_s = 0.2
-        count, took_ms = await answered(bench, ready_s=0.25)
+        count, took_ms = await timed_acquire(bench, ready_s=0.25)
         assert took_ms == pytest.approx(250, abs=10)
         assert count == 8
         assert bench.node.counters["best_effort_ended_total"] == 1
         assert not bench.node.counters["deadline_missed_total"]
         assert bench.tiers[0].reads_allowed
 
-    prefetching(test, patience_of(PrefetchPolicy.BEST_EFFORT), read_batches=1)
+    run_with_blocks_in_tier(test, prefetch_config(PrefetchPolicy.BEST_EFFORT), read_batches=1)
 
 
-# --- prefetch: how much -----------------------------------------------------------------
+# --- prefetch: amounts ------------------------------------------------------------------
 
 
-def test_a_short_prefix_is_not_fetched() -> None:
-    """A question and a read of the store for what the engine computes in 10 ms."""
+def test_prefix_below_min_tokens_is_not_looked_up() -> None:
+    """A lookup and a read would be spent on tokens that the engine computes in 10 ms."""
 
     async def test(bench: Bench) -> None:
         calls = len(bench.raw[0].log)
-        assert await answered(bench) == (0, 0)
+        assert await timed_acquire(bench) == (0, 0)
         assert len(bench.raw[0].log) == calls, "not even asked"
 
-    prefetching(test, PrefetchConfig(min_tokens=24 * 16 + 1))
+    run_with_blocks_in_tier(test, PrefetchConfig(min_tokens=24 * 16 + 1))
 
 
-def test_what_tiers_have_of_a_long_prefix_may_be_too_short() -> None:
-    """As above, for a long prompt of which only the start is known."""
+def test_tier_prefix_below_min_tokens_is_not_read() -> None:
+    """A long prompt of which a tier has only a short start would be read."""
 
     async def test(bench: Bench) -> None:
         hashes, _ = blocks.chain(64)
@@ -574,12 +575,12 @@ def test_what_tiers_have_of_a_long_prefix_may_be_too_short() -> None:
         assert lease is not None
         assert len(lease.parts[0][1]) == 24
 
-    prefetching(test, PrefetchConfig(min_tokens=24 * 16 + 1))
+    run_with_blocks_in_tier(test, PrefetchConfig(min_tokens=24 * 16 + 1))
 
 
-def test_a_prefix_that_is_most_of_memory_comes_whole() -> None:
-    """It would be cut to what may be reserved at once, as HiCache cuts a hit of its storage to
-    the room there is in its host memory."""
+def test_prefix_that_fills_most_of_l2_is_promoted_whole() -> None:
+    """It would be cut to the limit of one reservation, as HiCache cuts a storage hit to the free
+    room in its host memory."""
 
     async def test(bench: Bench) -> None:
         hashes: list[bytes] = []
@@ -590,12 +591,12 @@ def test_a_prefix_that_is_most_of_memory_comes_whole() -> None:
         assert await bench.acquire(hashes) == 100
         assert not bench.node.counters["promotion_no_room_total"]
 
-    node(test, writes(WritePolicy.WRITE_THROUGH))
+    run_with_tier(test, tier_config(WritePolicy.WRITE_THROUGH))
 
 
-def test_loads_slower_than_computing_are_refused_but_for_a_trial() -> None:
-    """A hit would make a request slower than a miss; or a tier that was slow once would never
-    be used again."""
+def test_loads_slower_than_recomputing_are_refused_except_trials() -> None:
+    """A hit would make a request slower than a miss, or a tier that was slow once would never be
+    used again."""
 
     async def test(bench: Bench) -> None:
         hashes, _ = blocks.chain(24)
@@ -617,15 +618,15 @@ def test_loads_slower_than_computing_are_refused_but_for_a_trial() -> None:
         found = [await ask(10**6) for _ in range(TRIAL_EVERY)]
         assert found == [0] * (TRIAL_EVERY - 1) + [24]
         assert counters["loads_refused_total"] == TRIAL_EVERY - 1
-        assert await ask(100) == 24, "a slow engine has it brought"
-        assert await ask(0) == 24, "and so has one that does not say"
+        assert await ask(100) == 24, "worth loading for a slow engine"
+        assert await ask(0) == 24, "loaded when the engine's speed is unknown"
         assert counters["acquired_blocks_total"] == 4 * 24
         assert counters["loads_refused_total"] == TRIAL_EVERY - 1
 
-    prefetching(test, PrefetchConfig(min_tokens=0))
+    run_with_blocks_in_tier(test, PrefetchConfig(min_tokens=0))
 
 
-def test_the_request_that_has_waited_longest_is_read_for_first() -> None:
+def test_tier_reads_first_for_the_request_that_has_waited_longest() -> None:
     """A request would starve behind later ones, as in HiCache's scan of its whole queue."""
 
     async def test(bench: Bench) -> None:

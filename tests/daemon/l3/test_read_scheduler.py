@@ -1,4 +1,4 @@
-"""Turns of lanes with a bound on bytes, against the rule that they promise."""
+"""The read scheduler: lanes with a bound on bytes in flight, and their order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierd.testing.loop import SimulationLoop, run_simulation
 
 @dataclass(eq=False)
 class Reader:
-    """One who takes a turn, and keeps it until told."""
+    """A reader that takes a turn and keeps it until told to finish."""
 
     turn: ReadTurn
     task: asyncio.Task[None]
@@ -30,7 +30,7 @@ class Reader:
 
 
 class Rig:
-    """Lanes with readers."""
+    """A read scheduler with readers in several lanes."""
 
     def __init__(self, counts: list[int], bytes_max: int) -> None:
         self.lanes = [ReadLane(count) for count in counts]
@@ -56,7 +56,7 @@ class Rig:
         return reader
 
     def check(self) -> None:
-        """No bound is exceeded, and nobody waits who could have a turn."""
+        """Assert that no bound is exceeded, and that no reader waits that could have a turn."""
         having = [r for r in self.readers if r.has]
         in_flight = sum(r.turn.size_bytes for r in having)
         assert self.turns.bytes_in_flight == in_flight
@@ -68,7 +68,7 @@ class Rig:
                 able += [r for r in self.readers if r.waits and r.turn.lane is lane]
         if able:
             first = min(able, key=lambda r: r.rank)
-            assert in_flight, "somebody waits and nobody has a turn"
+            assert in_flight, "a reader waits although no turn is taken"
             assert in_flight + first.turn.size_bytes > self.bytes_max
 
 
@@ -83,7 +83,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     run_simulation(0, scenario)
 
 
-def test_one_large_batch_goes_alone() -> None:
+def test_batch_larger_than_the_byte_bound_is_read_alone() -> None:
     """Blocks larger than the bound would never be read."""
 
     async def test() -> None:
@@ -91,7 +91,7 @@ def test_one_large_batch_goes_alone() -> None:
         small = await rig.begin(0, 1, 0)
         large = await rig.begin(1, 25, 1)
         late = await rig.begin(0, 1, 2)
-        assert [r.has for r in rig.readers] == [True, False, False], "nobody overtakes it"
+        assert [r.has for r in rig.readers] == [True, False, False], "no reader overtakes it"
         small.enough.set()
         await settled()
         assert [r.has for r in rig.readers] == [False, True, False]
@@ -102,7 +102,7 @@ def test_one_large_batch_goes_alone() -> None:
     run(test)
 
 
-def test_who_gives_up_lets_the_next_one_go() -> None:
+def test_cancelled_waiter_lets_the_next_reader_proceed() -> None:
     """A request aborted while it waits for bytes would keep all others waiting."""
 
     async def test() -> None:
@@ -119,7 +119,7 @@ def test_who_gives_up_lets_the_next_one_go() -> None:
     run(test)
 
 
-def test_a_full_lane_keeps_no_other_lane_waiting() -> None:
+def test_full_lane_does_not_block_other_lanes() -> None:
     """A tier that hangs would keep the blocks of all others from being read."""
 
     async def test() -> None:
@@ -144,7 +144,7 @@ steps = st.lists(
 
 @settings(max_examples=150)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 12), steps)
-def test_turns_go_to_the_first_who_fits(counts, bytes_max, steps) -> None:
+def test_turns_go_to_the_first_reader_that_fits(counts, bytes_max, steps) -> None:
     """A wake-up would be lost and a tier never read again, or a late request be served first."""
 
     async def test() -> None:
@@ -168,7 +168,7 @@ def test_turns_go_to_the_first_who_fits(counts, bytes_max, steps) -> None:
                     reader.turn.earlier()
             await settled()
             if what == "cancel":
-                # One who is cancelled while it has the turn is rid of it.
+                # A reader cancelled during its turn gives the turn back.
                 for reader in rig.readers:
                     reader.has = reader.has and not reader.task.done()
             rig.check()

@@ -1,4 +1,4 @@
-"""What counts as a use, and how uses reach L2's order and the tiers of a live node."""
+"""Uses: how they are counted, and how they reach L2's eviction order and a node's tiers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def counts(book: Reuse, hashes: Sequence[bytes]) -> list[int]:
     return [book.uses(block_hash) for block_hash in hashes]
 
 
-def test_a_request_that_asks_in_chunks_is_one_use() -> None:
-    """Chunked prefill would make every block of a long prompt look popular, as HiCache's
-    selective policy did where one request reached its threshold of two by itself."""
+def test_request_in_chunks_counts_as_one_use() -> None:
+    """Chunked prefill would make every block of a long prompt look popular, as in HiCache's
+    selective policy, where one request reached the threshold of two by itself."""
     uses, hashes = Uses(), chain(8)
     book = uses.book(SPACE, 100)
     for end in (2, 4, 8, 8):
@@ -38,7 +38,7 @@ def test_a_request_that_asks_in_chunks_is_one_use() -> None:
     assert counts(book, hashes) == [1] * 8
 
 
-def test_a_request_that_comes_back_between_others_is_one_use() -> None:
+def test_request_that_returns_between_others_counts_as_one_use() -> None:
     """A preempted or retried request would count again, and have its blocks written."""
     uses, hashes = Uses(), chain(3)
     book = uses.book(SPACE, 100)
@@ -47,8 +47,8 @@ def test_a_request_that_comes_back_between_others_is_one_use() -> None:
     assert counts(book, hashes) == [2] * 3
 
 
-def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
-    """A request that comes back shorter would forget what has been counted of it."""
+def test_aborted_request_that_returns_shorter_counts_as_one_use() -> None:
+    """A request that returns shorter would lose its record of counted blocks."""
     uses, hashes = Uses(), chain(8)
     book = uses.book(SPACE, 100)
     for end in (8, 2, 8):
@@ -56,8 +56,8 @@ def test_an_aborted_request_that_asked_for_less_is_one_use() -> None:
     assert counts(book, hashes) == [1] * 8
 
 
-def test_requests_without_a_number_are_requests_of_their_own() -> None:
-    """Blocks of a client that names no requests would never be written by the second use."""
+def test_requests_without_a_number_count_separately() -> None:
+    """A client that numbers no requests would never reach the second use."""
     uses, hashes = Uses(), chain(1)
     book = uses.book(SPACE, 100)
     for _ in range(3):
@@ -65,9 +65,9 @@ def test_requests_without_a_number_are_requests_of_their_own() -> None:
     assert counts(book, hashes) == [3]
 
 
-def test_models_do_not_share_uses_and_ranks_do() -> None:
-    """Another model's traffic on the same tokens would have this one's blocks written; and the
-    ranks of an engine would evict different blocks, of which no prefix is whole."""
+def test_uses_are_shared_by_ranks_but_not_by_models() -> None:
+    """Another model's traffic on the same tokens would have this model's blocks written; and an
+    engine's ranks would evict different blocks, so that no prefix is whole."""
     uses = Uses()
     book = uses.book(SPACE, 100)
     assert uses.book(replace(SPACE, model="another"), 100) is not book
@@ -76,7 +76,7 @@ def test_models_do_not_share_uses_and_ranks_do() -> None:
     assert uses.book(ranks[0], 100) is uses.book(ranks[1], 100) is not book
 
 
-def test_requests_are_remembered_up_to_a_bound() -> None:
+def test_number_of_remembered_requests_is_bounded() -> None:
     """The daemon's memory would grow with every request that it has ever served."""
     uses = Uses(counted_max=64)
     hashes = chain(1)
@@ -85,12 +85,12 @@ def test_requests_are_remembered_up_to_a_bound() -> None:
         uses.new(book, hashes, request)
         uses.new(book, hashes, 1)
         assert len(uses._counted) <= 64
-    assert list(uses._counted)[-1] == (book, 1), "one that goes on is not forgotten"
+    assert list(uses._counted)[-1] == (book, 1), "an active request is not forgotten"
 
 
-def test_a_use_counts_although_the_block_has_left() -> None:
-    """A block that L2 drops between its uses would be new each time: HiCache's hit count of a
-    node goes with the node, and does not grow while it is evicted."""
+def test_use_of_an_evicted_block_counts() -> None:
+    """A block that L2 evicts between its uses would be new each time: HiCache's hit count of a node
+    is deleted with the node, and does not grow while it is evicted."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -103,8 +103,8 @@ def test_a_use_counts_although_the_block_has_left() -> None:
     run(test)
 
 
-def test_counting_a_long_prompt_lets_others_go_first() -> None:
-    """A request of 16,000 blocks would hold up everybody else's for 20 ms."""
+def test_counting_a_long_prompt_yields_to_other_tasks() -> None:
+    """A request of 16,000 blocks would hold up all others for 20 ms."""
 
     async def test(bench: Bench) -> None:
         hashes = chain(8 * SLICE)
@@ -119,8 +119,8 @@ def test_counting_a_long_prompt_lets_others_go_first() -> None:
     run(test)
 
 
-def test_what_all_ranks_ask_for_is_one_use() -> None:
-    """Each rank's question would count, and a prompt look popular that came once."""
+def test_acquire_for_all_ranks_counts_as_one_use() -> None:
+    """Each rank's lookup would count, and a prompt that came once would look popular."""
 
     async def test(bench: Bench) -> None:
         node = bench.node
@@ -135,8 +135,8 @@ def test_what_all_ranks_ask_for_is_one_use() -> None:
     run(test)
 
 
-def test_a_flood_of_requests_is_counted_in_part_and_that_is_said() -> None:
-    """What waits to be counted would take the daemon's memory."""
+def test_flood_of_requests_is_counted_in_part_and_reported() -> None:
+    """Requests queued for counting would take the daemon's memory."""
 
     async def test(bench: Bench) -> None:
         hashes = chain(1)
@@ -150,8 +150,8 @@ def test_a_flood_of_requests_is_counted_in_part_and_that_is_said() -> None:
     run(test)
 
 
-def test_a_mistake_in_counting_costs_no_more_than_a_count() -> None:
-    """A bug in what only serves to keep better blocks would end the daemon."""
+def test_exception_in_counting_does_not_end_the_daemon() -> None:
+    """A bug in code that only improves eviction would end the daemon."""
 
     async def test(bench: Bench) -> None:
         note, hashes = bench.node.learning.note, chain(1)
@@ -164,8 +164,8 @@ def test_a_mistake_in_counting_costs_no_more_than_a_count() -> None:
     run(test)
 
 
-def test_a_used_block_is_wanted_by_a_selective_tier() -> None:
-    """What two requests have used would not be written before it leaves L2."""
+def test_used_block_is_written_to_a_selective_tier() -> None:
+    """Blocks that two requests have used would not be written before L2 evicts them."""
     uses, hashes = Uses(), chain(4)
     book = uses.book(SPACE, 100)
     for request in (1, 2):
