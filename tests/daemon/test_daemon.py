@@ -1,22 +1,27 @@
-"""A real daemon and its clients: bytes, restarts, crashes, hostile peers and full memory."""
+"""A real daemon and its clients: bytes, leases, full memory and moved blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support import blocks
+from tests.support.daemon_client import (
+    connected,
+    count_served,
+    counter,
+    eventually,
+    host_status,
+    store,
+    wait_until_registered,
+)
 from tests.support.daemon_process import DaemonProcess
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
@@ -29,7 +34,7 @@ from tierd.daemon.l3.promotion import Waiter
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
-from tierd.errors import DisconnectedError, RefusedError
+from tierd.errors import RefusedError
 from tierd.testing.backend import MemoryBackend
 from tierd.types import BlockKey
 from tierd.wire import messages as m
@@ -37,80 +42,7 @@ from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd.wire.session import encode
 
 pytestmark = pytest.mark.slow
-
-SOON_S = 10.0
 WAIT_MS = 60_000
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until `condition` holds."""
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {SOON_S} s: {what}"
-        time.sleep(0.005)
-
-
-def wait_until_registered(client: Client, handle: Handle) -> None:
-    """Wait until the client has found the daemon again."""
-    end = time.monotonic() + SOON_S
-    client.poll()
-    while not handle.ready:
-        assert time.monotonic() < end, client.last_error
-        client.wait(0.05)
-        time.sleep(0.005)
-
-
-@contextmanager
-def connected(daemon: DaemonProcess, *, timeout_ms: int = 5000) -> Iterator[Client]:
-    with Client(daemon.socket, name="test", call_timeout_ms=timeout_ms) as client:
-        yield client
-
-
-def store(client: Client, handle: Handle, count: int, tag: object = 0) -> list[bytes]:
-    """Store a chain of blocks whose bytes follow from their hashes; returns the hashes."""
-    hashes, parents = blocks.chain(count, tag)
-    done = client.put(
-        handle,
-        [
-            (h, parent, blocks.payload(handle.namespace, h))
-            for h, parent in zip(hashes, parents, strict=True)
-        ],
-    )
-    assert done == [True] * count
-    return hashes
-
-
-def count_served(
-    client: Client, handle: Handle, hashes: list[bytes], deadline_ms: int = 5000
-) -> int:
-    """Return the length of the prefix that the daemon serves; compares every byte."""
-    got = client.get(handle, hashes, deadline_ms)
-    for view, block_hash in zip(got, hashes, strict=False):
-        assert bytes(view) == blocks.payload(handle.namespace, block_hash)
-    return len(got)
-
-
-def host_status(client: Client) -> dict[str, int]:
-    host = client.status()["host"]
-    assert isinstance(host, dict)
-    return host
-
-
-def counter(client: Client, name: str) -> int:
-    counters = client.status()["counters"]
-    assert isinstance(counters, dict)
-    return int(counters.get(name, 0))
-
-
-def wait_until_indexed(client: Client) -> None:
-    """Wait until every storage tier has indexed its content."""
-
-    def ready() -> bool:
-        tiers = client.status()["storage"]
-        assert isinstance(tiers, list)
-        return all(tier["state"] == "ready" for tier in tiers)
-
-    eventually(ready, "storage tiers indexed")
 
 
 # --- bytes ----------------------------------------------------------------------------
@@ -129,27 +61,6 @@ def test_blocks_are_read_back_byte_for_byte(l2_daemon: DaemonProcess, block_byte
         buffers = [bytearray(block_bytes) for _ in range(3)]
         assert len(client.get(handle, hashes, 0, into=buffers)) == 3
         assert bytes(buffers[2]) == blocks.payload(handle.namespace, hashes[2])
-
-
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_blocks_survive_a_daemon_restart_in_the_file_tier(daemon: DaemonProcess, how: str) -> None:
-    """A restart would cost every warm prefix of the node."""
-    with connected(daemon) as client:
-        handle = client.register(blocks.namespace(20_000))
-        hashes = store(client, handle, 64)
-        if how == "SIGTERM":
-            # With backups pending: draining must finish them.
-            assert daemon.stop() == 0
-            assert not Path(daemon.socket).exists()
-        else:
-            daemon.wait_backed_up()
-            daemon.kill()
-        daemon.start()
-        wait_until_registered(client, handle)
-        wait_until_indexed(client)
-        assert host_status(client)["blocks"] == 0
-        assert count_served(client, handle, hashes) == 64
-        assert host_status(client)["blocks"] == 64
 
 
 @pytest.mark.parametrize(
@@ -534,182 +445,6 @@ def test_moved_blocks_keep_their_bytes(tmp_path: Path) -> None:
         assert counter(first, "internal_errors_total") == 0
 
 
-# --- clients that die or misbehave ----------------------------------------------------
-
-RESERVE_AND_WAIT = """
-import sys, time
-from tests.support import blocks
-from tierd.client import Client
-client = Client(sys.argv[1], name="doomed", call_timeout_ms=5000)
-handle = client.register(blocks.namespace(1 << 20))
-reservation = client.reserve(handle, *blocks.chain(5))
-assert reservation is not None
-reservation.views[0][:3] = b"abc"
-print(sum(slot is not None for slot in reservation.slots), flush=True)
-time.sleep(60)
-"""
-
-
-def test_killed_client_frees_its_reserved_slots(l2_daemon: DaemonProcess) -> None:
-    """Every engine crash would cost memory, and its half-written blocks might be served."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", RESERVE_AND_WAIT, l2_daemon.socket],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"5\n"
-        with connected(l2_daemon) as client:
-            handle = client.register(blocks.namespace(MIB))
-            hashes, parents = blocks.chain(5)
-            assert host_status(client)["writing_blocks"] == 5
-            other = client.reserve(handle, hashes, parents)
-            assert other is not None
-            assert other.slots == [None] * 5
-            assert not any(other.present)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-            assert count_served(client, handle, hashes) == 0
-            assert store(client, handle, 5) == hashes
-            assert count_served(client, handle, hashes) == 5
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
-
-
-def raw_session(daemon: DaemonProcess) -> socket.socket:
-    """Return a socket that has sent HELLO, for tests that violate the protocol."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(SOON_S)
-    sock.connect(daemon.socket)
-    sock.sendall(encode(m.Hello(m.PROTOCOL_VERSION, "raw")))
-    return sock
-
-
-def read_until_closed(sock: socket.socket) -> bytes:
-    """Return all bytes that the daemon sends before it closes the session."""
-    said = b""
-    while chunk := sock.recv(1 << 16):
-        said += chunk
-    return said
-
-
-def test_half_closed_client_frees_its_reserved_slots(shared: DaemonProcess) -> None:
-    """A client that shuts down in an orderly way would leave its slots reserved."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        namespace = blocks.namespace(model="half-closed")
-        hashes, parents = blocks.chain(3, "half-closed")
-        sock.sendall(encode(m.Register(1, namespace.to_fields(), False)))
-        sock.sendall(encode(m.Reserve(2, 0, b"".join(hashes), b"".join(parents))))
-        eventually(lambda: host_status(client)["writing_blocks"] == 3, "reserved")
-        sock.shutdown(socket.SHUT_WR)
-        read_until_closed(sock)
-        eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-
-
-def test_session_with_a_protocol_error_keeps_its_slots_until_the_client_closes(
-    shared: DaemonProcess,
-) -> None:
-    """The client's threads may still write to its slots while another client gets them."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        namespace = blocks.namespace(model="outlaw")
-        hashes, parents = blocks.chain(3, "outlaw")
-        sock.sendall(encode(m.Register(1, namespace.to_fields(), False)))
-        sock.sendall(encode(m.Reserve(2, 0, b"".join(hashes), b"".join(parents))))
-        sock.sendall(b"garbage!")
-        assert b"not a frame" in read_until_closed(sock)
-        sock.sendall(b"and more of it")
-        assert host_status(client)["writing_blocks"] == 3
-        sock.close()
-        eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", b"not a frame"),
-        (os.urandom(4096), b"not a frame"),
-        (encode(m.Status(1))[:4] + b"\xff\xff\xff\xff", b"exceeds the limit"),
-        (encode(m.Reserve(1, 77, bytes(32), bytes(32))), b"handle 77 is not registered"),
-        (encode(m.Acquire(1, [], bytes(32), 0, 0, 0, 0)), b"handles"),
-        (encode(m.Acquire(1, [3], bytes(32), 0, 0, 0, 0)), b"handle 3 is not registered"),
-        (encode(m.Hello(1, "again")), b"unknown, or out of order"),
-        (encode(m.Welcome(1, b"", "", 1)), b"unknown, or out of order"),
-    ],
-    ids=["http", "random", "huge", "handle", "no handles", "foreign", "hello twice", "mirrored"],
-)
-def test_malformed_input_ends_only_its_own_session_with_a_reason(
-    shared: DaemonProcess, said: bytes, reason: bytes
-) -> None:
-    """One broken client would take the node's cache away from all others."""
-    with connected(shared) as client:
-        handle = client.register(blocks.namespace(model="bystander"))
-        hashes = store(client, handle, 3, said)
-        with raw_session(shared) as sock:
-            sock.sendall(said)
-            assert reason in read_until_closed(sock)
-        assert count_served(client, handle, hashes) == 3
-        assert counter(client, "internal_errors_total") == 0
-
-
-def resident_bytes(daemon: DaemonProcess) -> int:
-    """Memory of the daemon process, without the arena."""
-    assert daemon.process is not None
-    text = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) << 10
-
-
-def test_client_that_never_reads_uses_bounded_daemon_memory(shared: DaemonProcess) -> None:
-    """One stuck engine would use up the daemon's memory."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        handle = client.register(blocks.namespace(model="quick"))
-        hashes = store(client, handle, 3, "quick")
-        before = resident_bytes(shared)
-        # An answer takes more than 1 KiB: the daemon would have to keep over 25 MiB.
-        questions = encode(m.Status(1)) * 5_000
-        for _ in range(5):
-            sock.sendall(questions)
-            assert count_served(client, handle, hashes) == 3
-        assert resident_bytes(shared) - before < 16 * MIB
-        said = read_until_closed(sock)
-        assert len(said) < 16 * MIB
-        assert counter(client, "internal_errors_total") == 0
-
-
-def test_cancelled_acquires_are_answered_and_free_their_slots_in_flight(
-    daemon: DaemonProcess,
-) -> None:
-    """Aborted requests would use up the acquires in flight, and every later one would miss."""
-    hashes, _ = blocks.chain(4)
-    blob = b"".join(hashes)
-
-    def missed(call: int) -> bytes:
-        return encode(m.Acquired(call, 0, 0, b"", 0))
-
-    with raw_session(daemon) as sock, connected(daemon) as client:
-        sock.sendall(encode(m.Register(1, blocks.namespace().to_fields(), False)))
-        calls = range(2, 302)
-        sock.sendall(
-            b"".join(
-                encode(m.Acquire(call, [0], blob, 60_000, 0, 0, 0)) + encode(m.Cancel(call))
-                for call in calls
-            )
-        )
-        said = b""
-        while not all(missed(call) in said for call in calls):
-            said += sock.recv(1 << 16)
-        refused = counter(client, "acquires_refused_total")
-        sock.sendall(encode(m.Acquire(1000, [0], blob, 60_000, 0, 0, 0)))
-        while missed(1000) not in said:
-            said += sock.recv(1 << 16)
-        assert counter(client, "acquires_refused_total") == refused
-        assert counter(client, "internal_errors_total") == 0
-
-
 def test_acquire_of_a_repeated_hash_holds_its_slot_once() -> None:
     """A client that repeats a hash would pin a slot that could never be freed."""
     host = HostTier(64 * 4096, 16 * 4096)
@@ -727,252 +462,6 @@ def test_acquire_of_a_repeated_hash_holds_its_slot_once() -> None:
     assert [len(slots) for _, slots in lease.parts] == [3, 3]
     assert host.release(lease.lease_id, 1)
     assert not any(space.refs)
-
-
-# --- restarts as clients see them -------------------------------------------------------
-
-
-def test_calls_without_a_daemon_miss_at_once(tmp_path: Path) -> None:
-    """A node whose tierd is down would answer requests late, or not at all."""
-    client = Client(str(tmp_path / "none.sock"), name="test")
-    handle = client.register(blocks.namespace())
-    hashes, parents = blocks.chain(3)
-    started = time.monotonic()
-    for _ in range(20):
-        assert client.put(handle, [(hashes[0], parents[0], bytes(4096))]) == [False]
-        assert client.get(handle, hashes, 60_000) == []
-        assert client.reserve(handle, hashes, parents) is None
-        assert client.acquire([handle], hashes, 60_000) is None
-        assert client.begin_acquire([handle], hashes, 60_000).done
-        assert client.lease_views(handle, b"epoch", [0]) is None
-        assert not client.populate(1 << 20)
-        client.poll()
-        client.wait(0.5)
-    assert (time.monotonic() - started) / 20 < 0.05
-    with pytest.raises(DisconnectedError, match=r"none\.sock"):
-        client.status()
-    client.close()
-
-
-def test_stopped_daemon_costs_a_call_at_most_its_timeout(l2_daemon: DaemonProcess) -> None:
-    """A hung daemon would hang the engine's worker."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=200) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            started = time.monotonic()
-            assert client.get(handle, hashes, 100) == []
-            assert time.monotonic() - started < 1.0
-            for _ in range(3):
-                started = time.monotonic()
-                assert client.put(handle, [(hashes[0], hashes[1], bytes(4096))]) == [False]
-                assert time.monotonic() - started < 0.6
-        finally:
-            l2_daemon.process.send_signal(signal.SIGCONT)
-        eventually(lambda: count_served(client, handle, hashes) == 3, "served again")
-
-
-def test_restart_voids_old_leases_and_reservations(l2_daemon: DaemonProcess) -> None:
-    """A commit or lease of the last incarnation would publish or read slots of this one."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        stored = store(client, handle, 3, "old")
-        lease = client.acquire([handle], stored, 0)
-        assert lease is not None
-        hashes, parents = blocks.chain(3, "half")
-        reservation = client.reserve(handle, hashes, parents)
-        assert reservation is not None
-        epoch = client.epoch
-        l2_daemon.kill()
-        client.wait(SOON_S)
-        assert not client.connected
-        assert client.epoch == b""
-        assert not handle.ready
-        assert client.commit(reservation) == [False] * 3
-        l2_daemon.start()
-        wait_until_registered(client, handle)
-        assert client.epoch not in (epoch, b"")
-        store(client, handle, 3, "new")
-        assert client.commit(reservation) == [False] * 3
-        client.abort(reservation)
-        client.release(lease)
-        # The memory of the last incarnation is still mapped: leased blocks can be loaded.
-        views = client.lease_views(handle, lease.epoch, lease.slots[0])
-        assert views is not None
-        for view, block_hash in zip(views, stored, strict=True):
-            assert view[:4096] == blocks.payload(handle.namespace, block_hash)
-        assert count_served(client, handle, hashes) == 0
-        assert host_status(client)["writing_blocks"] == 0
-
-
-def test_leased_blocks_stay_readable_after_the_daemon_dies(l2_daemon: DaemonProcess) -> None:
-    """vLLM fails a request whose load fails: a crash of tierd would cost users answers."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        lease = client.acquire([handle], hashes, 0)
-        assert lease is not None
-        l2_daemon.kill()
-        for _ in range(3):
-            views = client.lease_views(handle, lease.epoch, lease.slots[0])
-            assert views is not None
-            for view, block_hash in zip(views, hashes, strict=True):
-                assert view[:4096] == blocks.payload(handle.namespace, block_hash)
-            client.poll()
-        assert client.lease_views(handle, b"elsewhen", lease.slots[0]) is None
-
-
-def test_leased_blocks_stay_readable_while_the_session_reconnects(l2_daemon: DaemonProcess) -> None:
-    """Loads of blocks that the daemon still holds would fail after a broken session."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=100) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        lease = client.acquire([handle], hashes, 0)
-        assert lease is not None
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        assert client.reserve(handle, *blocks.chain(1, "lost")) is None
-        assert not client.connected
-        l2_daemon.process.send_signal(signal.SIGCONT)
-
-        def readable() -> bool:
-            views = client.lease_views(handle, lease.epoch, lease.slots[0])
-            return views is not None and all(
-                view[:4096] == blocks.payload(handle.namespace, block_hash)
-                for view, block_hash in zip(views, hashes, strict=True)
-            )
-
-        end = time.monotonic() + SOON_S
-        while not handle.ready:
-            assert readable(), "a lease was unreadable while the session was made again"
-            assert time.monotonic() < end
-            client.wait(0.001)
-        assert readable()
-
-
-def test_reserved_slots_are_not_reused_after_a_session_breaks(l2_daemon: DaemonProcess) -> None:
-    """A copy under way when the session broke would write into another client's block."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=100) as slow, connected(l2_daemon) as other:
-        own = slow.register(blocks.namespace())
-        reservation = slow.reserve(own, *blocks.chain(3, "slow"))
-        assert reservation is not None
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(DisconnectedError):
-            slow.status()
-        l2_daemon.process.send_signal(signal.SIGCONT)
-        handle = other.register(blocks.namespace())
-        hashes = store(other, handle, 6, "other")
-        for view in reservation.views:
-            assert view is not None
-            view[:] = b"\xee" * len(view)
-        assert count_served(other, handle, hashes) == 6
-        assert slow.commit(reservation) == [False] * 3
-        eventually(lambda: host_status(other)["writing_blocks"] == 0, "slots come back")
-
-
-class FakeDaemon:
-    """Accepts one client and sends fixed chunks, whatever the client sends."""
-
-    def __init__(self, path: Path, *said: bytes) -> None:
-        self.path = str(path)
-        self._said = said
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        sock, _ = self._listener.accept()
-        with sock:
-            for chunk in self._said:
-                sock.recv(1 << 16)
-                sock.sendall(chunk)
-            while sock.recv(1 << 16):
-                pass
-
-    def __enter__(self) -> FakeDaemon:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        self._listener.close()
-
-
-WELCOME = encode(m.Welcome(m.PROTOCOL_VERSION, b"fake", "0", 1000))
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"garbage from a daemon gone wrong",
-        WELCOME + WELCOME,
-        WELCOME + encode(m.Registered(1, 0, 8192, 1)),
-        WELCOME + encode(m.Registered(1, 0, 4096, 0)),
-        WELCOME + encode(m.Registered(99, 0, 4096, 1)),
-        WELCOME + encode(m.Registered(1, 0, 4096, 1)) + encode(m.Segment(0, 0)),
-        WELCOME + encode(m.Status(1)),
-        encode(m.Registered(1, 0, 4096, 1)),
-    ],
-    ids=[
-        "garbage",
-        "welcome twice",
-        "slot size",
-        "no slots",
-        "unknown call",
-        "segment without memory",
-        "mirrored",
-        "no welcome",
-    ],
-)
-def test_client_disconnects_from_a_daemon_that_breaks_the_protocol(
-    tmp_path: Path, said: bytes
-) -> None:
-    """A wrong message would be believed, or raise inside an engine."""
-    with FakeDaemon(tmp_path / "fake.sock", said) as fake:
-        client = Client(fake.path, name="test", call_timeout_ms=2000)
-        handle = client.register(blocks.namespace())
-        assert client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]) == [False]
-        assert not client.connected
-        assert "protocol" in client.last_error
-        client.close()
-
-
-# --- stopping ---------------------------------------------------------------------------
-
-
-def test_stop_finishes_pending_backups(daemon: DaemonProcess) -> None:
-    """An upgrade would lose what engines stored in the last seconds."""
-    with connected(daemon) as client:
-        handle = client.register(blocks.namespace(100_000))
-        hashes = store(client, handle, 300)
-        assert daemon.stop() == 0
-        assert not Path(daemon.socket).exists()
-        assert "not backed up" not in daemon.log.read_text()
-        daemon.start()
-        wait_until_registered(client, handle)
-        wait_until_indexed(client)
-        assert count_served(client, handle, hashes) == 300
-
-
-def test_stop_ends_sessions_and_removes_the_socket(l2_daemon: DaemonProcess) -> None:
-    """Each stop would take systemd's timeout, and each engine's."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        store(client, handle, 3)
-        reservation = client.reserve(handle, *blocks.chain(2, "open"))
-        assert reservation is not None
-        started = time.monotonic()
-        assert l2_daemon.stop() == 0
-        assert time.monotonic() - started < 5.0
-        client.poll()
-        assert not client.connected
-        assert client.commit(reservation) == [False, False]
-        assert not Path(l2_daemon.socket).exists()
-        assert "Traceback" not in l2_daemon.log.read_text()
 
 
 class LyingBackend(MemoryBackend):

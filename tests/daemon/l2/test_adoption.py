@@ -34,6 +34,19 @@ def daemon_in(tmp_path: Path, manager: ServiceManager, *, capacity: str = "64MiB
     return DaemonProcess(tmp_path / "d", capacity=capacity, storage="", manager=manager)
 
 
+@contextlib.contextmanager
+def connected(
+    tmp_path: Path, manager: ServiceManager, *, capacity: str = "64MiB"
+) -> Iterator[tuple[DaemonProcess, Client, Handle]]:
+    """Run a daemon with one registered client, which is closed at the end."""
+    with daemon_in(tmp_path, manager, capacity=capacity) as daemon:
+        client = daemon.client()
+        try:
+            yield daemon, client, client.register(namespace())
+        finally:
+            client.close()
+
+
 def put(client: Client, handle: Handle, hashes: list[bytes]) -> int:
     blocks = zip(hashes, parents_of(hashes), map(content, hashes), strict=True)
     return sum(client.put(handle, list(blocks)))
@@ -110,11 +123,8 @@ def test_host_memory_survives_a_daemon_restart(
     tmp_path: Path, manager: ServiceManager, end: str
 ) -> None:
     """A crash or an upgrade would empty host memory, and every user would pay for it."""
-    daemon = daemon_in(tmp_path, manager)
     hashes = chain("a", BLOCKS)
-    with daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         assert put(client, handle, hashes) == BLOCKS
         wait_verifiable(client, BLOCKS)
         for _ in range(2):
@@ -126,7 +136,6 @@ def test_host_memory_survives_a_daemon_restart(
         more = chain("b", BLOCKS)
         assert put(client, handle, more) == BLOCKS
         assert count_served(client, handle, more) == BLOCKS
-        client.close()
 
 
 @pytest.mark.slow
@@ -148,9 +157,7 @@ def test_client_keeps_its_mappings_across_a_restart(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """After each restart every engine would fault its memory in again, seconds for each GiB."""
-    with daemon_in(tmp_path, manager) as daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         hashes = chain("a", 4)
         assert put(client, handle, hashes) == 4
         wait_verifiable(client, 4)
@@ -167,7 +174,6 @@ def test_client_keeps_its_mappings_across_a_restart(
         restart(daemon, (client, handle))
         assert count_served(client, handle, hashes) == 4
         assert address() == before
-        client.close()
 
 
 @pytest.mark.slow
@@ -175,9 +181,7 @@ def test_blocks_damaged_between_incarnations_are_not_served(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """Memory that changed while no daemon ran would be served as a prompt's KV."""
-    with daemon_in(tmp_path, manager) as daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         hashes = chain("a", BLOCKS)
         assert put(client, handle, hashes) == BLOCKS
         wait_verifiable(client, BLOCKS)
@@ -191,7 +195,6 @@ def test_blocks_damaged_between_incarnations_are_not_served(
         assert counters(client)["rotten_blocks_total"] == 1
         assert put(client, handle, hashes) == BLOCKS
         assert count_served(client, handle, hashes) == BLOCKS
-        client.close()
 
 
 @pytest.mark.slow
@@ -199,9 +202,9 @@ def test_slots_under_an_old_lease_are_not_reused_after_a_restart(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """An engine that still copies from a block when the daemon dies would copy another's bytes."""
-    with daemon_in(tmp_path, manager, capacity="4MiB") as daemon:
-        client, other = daemon.client(), daemon.client()
-        handle, other_handle = client.register(namespace()), other.register(namespace())
+    with connected(tmp_path, manager, capacity="4MiB") as (daemon, client, handle):
+        other = daemon.client()
+        other_handle = other.register(namespace())
         hashes = chain("a", 100)
         put(client, handle, hashes)
         count = count_served(client, handle, hashes)
@@ -218,7 +221,6 @@ def test_slots_under_an_old_lease_are_not_reused_after_a_restart(
             for block_hash, view in zip(hashes, views, strict=False):
                 assert view[: len(content(block_hash))] == content(block_hash)
         assert time.monotonic_ns() < lease.expires_ns
-        client.close()
         other.close()
 
 
@@ -230,9 +232,9 @@ def test_leased_slots_without_a_ledger_record_are_not_reused_after_a_restart(
     """Blocks that were leased before their checksum, or flushed, have no record in the ledger: a
     reader would copy another block's bytes after a crash."""
     count = 1000
-    with daemon_in(tmp_path, manager) as daemon:
-        client, other = daemon.client(), daemon.client()
-        handle, other_handle = client.register(namespace()), other.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
+        other = daemon.client()
+        other_handle = other.register(namespace())
         hashes = chain("a", count)
         assert put(client, handle, hashes) == count
         lease = client.acquire([handle], hashes, 2000)
@@ -256,7 +258,6 @@ def test_leased_slots_without_a_ledger_record_are_not_reused_after_a_restart(
             for block_hash, view in zip(hashes, views, strict=True):
                 assert view == content(block_hash), "wrong bytes under a valid lease"
         assert time.monotonic_ns() < lease.expires_ns
-        client.close()
         other.close()
 
 
@@ -283,9 +284,9 @@ def test_writer_of_a_former_incarnation_damages_no_block(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """An engine that was stopped in the middle of a store would write into another's block."""
-    with daemon_in(tmp_path, manager, capacity="4MiB") as daemon:
-        client, other = daemon.client(), daemon.client()
-        handle, other_handle = client.register(namespace()), other.register(namespace())
+    with connected(tmp_path, manager, capacity="4MiB") as (daemon, client, handle):
+        other = daemon.client()
+        other_handle = other.register(namespace())
         mine = chain("a", 8)
         reservation = client.reserve(handle, mine, parents_of(mine))
         assert reservation is not None
@@ -305,7 +306,6 @@ def test_writer_of_a_former_incarnation_damages_no_block(
             assert count_served(other, other_handle, chain(f"b{tag}", 4)) == count
         assert client.commit(reservation) == [False] * 8
         wait_until(lambda: not host_of(other)["doubtful_blocks"], 20, "slots stay quarantined")
-        client.close()
         other.close()
 
 
@@ -314,10 +314,7 @@ def test_lower_capacity_keeps_as_many_blocks_as_fit(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """Lowering host.capacity would cost all of L2, or have no effect."""
-    daemon = daemon_in(tmp_path, manager)
-    with daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         hashes = chain("a", 1500)
         assert put(client, handle, hashes[:750]) == 750
         assert sum(put_after(client, handle, hashes, 750)) == 750
@@ -333,7 +330,6 @@ def test_lower_capacity_keeps_as_many_blocks_as_fit(
         )
         count = count_served(client, handle, hashes)
         assert 200 <= count <= limit // (32 << 10)
-        client.close()
 
 
 @pytest.mark.slow
@@ -341,9 +337,7 @@ def test_unreadable_segments_are_dropped_and_logged(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """A ledger of another version, or half a segment, would keep tierd from starting."""
-    with daemon_in(tmp_path, manager) as daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         put(client, handle, chain("a", 300))
         wait_verifiable(client, 300)
         arena = sorted({name for name, _ in manager.kept if "-" not in name})
@@ -367,7 +361,6 @@ def test_unreadable_segments_are_dropped_and_logged(
         assert host_of(client)["blocks"] == counters(client)["adopted_blocks_total"]
         assert put(client, handle, chain("z", 300)) == 300
         assert count_served(client, handle, chain("z", 300)) == 300
-        client.close()
 
 
 @pytest.mark.slow
@@ -375,9 +368,7 @@ def test_restarts_leave_no_descriptors_in_the_service_manager(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """Each restart would leave descriptors behind, until the service manager has no room."""
-    with daemon_in(tmp_path, manager) as daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager) as (daemon, client, handle):
         put(client, handle, chain("a", 40))
         wait_verifiable(client, 40)
 
@@ -392,7 +383,6 @@ def test_restarts_leave_no_descriptors_in_the_service_manager(
             )
         assert names(incarnations=False) == before
         assert count_served(client, handle, chain("a", 40)) == 40
-        client.close()
 
 
 @pytest.mark.slow
@@ -400,9 +390,7 @@ def test_stopped_engine_does_not_block_stores_of_others(
     tmp_path: Path, manager: ServiceManager
 ) -> None:
     """One frozen engine would take memory from all others, for as long as it is frozen."""
-    with daemon_in(tmp_path, manager, capacity="4MiB") as daemon:
-        client = daemon.client()
-        handle = client.register(namespace())
+    with connected(tmp_path, manager, capacity="4MiB") as (daemon, client, handle):
         hashes = chain("a", 100)
         put(client, handle, hashes)
         read, write = os.pipe()
@@ -419,7 +407,6 @@ def test_stopped_engine_does_not_block_stores_of_others(
         finally:
             os.close(write)
             os.waitpid(child, 0)
-        client.close()
 
 
 @pytest.mark.slow
