@@ -202,6 +202,8 @@ def test_leased_blocks_are_not_evicted_under_pressure(tmp_path: Path) -> None:
 
 
 def test_client_context_manager_ends_the_session_on_exit(l2_daemon: DaemonProcess) -> None:
+    """A client's exception would leave its session open, and its namespaces in use."""
+
     def sessions(watcher: Client) -> int:
         namespaces = watcher.status()["namespaces"]
         assert isinstance(namespaces, list)

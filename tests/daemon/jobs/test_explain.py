@@ -577,16 +577,15 @@ def test_explain_block_of_another_namespace() -> None:
                 "differs": {"weights": ["rev-1", "rev-3"], "kv_dtype": ["float32", "fp8"]},
             },
         ]
-        assert (
-            bench.raw[0].calls("contains") == 3
-        )  # A namespace with another hash root cannot have them.
-        first, second, nobody = [block["why"] for block in body["blocks"]]
+        # A namespace with another hash root cannot have them.
+        assert bench.raw[0].calls("contains") == 3
+        first, second, third = [block["why"] for block in body["blocks"]]
         assert first[:2] == [
             {"what": "other_namespace", "other": 0, "in": ["host", 0]},
             {"what": "other_namespace", "other": 1, "in": ["host", 0]},
         ]
         assert second[0] == {"what": "other_namespace", "other": 1, "in": ["host", 0]}
-        assert nobody[0]["what"] == "restart"
+        assert third[0]["what"] == "restart"
         # A tier alone is enough, even if the requested namespace is unknown.
         bench.forget()
         body = await explain(bench, hashes, blocks.namespace(PAGE, weights="rev-9"))

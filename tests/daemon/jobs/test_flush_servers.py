@@ -38,8 +38,8 @@ def flush(daemon: DaemonProcess, *words: str) -> dict:
         [*command, "--socket", daemon.socket, *words], capture_output=True, text=True, check=False
     )
     assert done.stdout, done.stderr
-    told: dict = json.loads(done.stdout)
-    return {**told, "exit": done.returncode}
+    result: dict = json.loads(done.stdout)
+    return {**result, "exit": done.returncode}
 
 
 def fill(daemon: DaemonProcess) -> None:
@@ -148,12 +148,12 @@ def test_flush_of_a_redis_cluster_whose_slots_move(tmp_path: Path, case: str) ->
                 cluster.move(3, range(FIRST_SLOTS), finish=True)
             if case == "a master leaves":
                 cluster.nodes[0].kill()
-            told = flush(daemon)
-            assert told["complete"], told
-            assert told["exit"] == 0
+            result = flush(daemon)
+            assert result["complete"], result
+            assert result["exit"] == 0
             assert count_served(daemon) == 0
             if case == "slots move":
-                assert "moved" in told["tiers"][0]["garbage"]
+                assert "moved" in result["tiers"][0]["garbage"]
             # The tier is as useful as before.
             fill(daemon)
 
@@ -213,8 +213,8 @@ def test_flush_of_a_full_redis(tmp_path: Path) -> None:
             fill(daemon)
             client = server.client()
             client.config_set("maxmemory", client.info("memory")["used_memory"])
-            told = flush(daemon)
-            assert told["complete"], told
+            result = flush(daemon)
+            assert result["complete"], result
             assert count_served(daemon) == 0
             client.close()
 
@@ -240,9 +240,9 @@ def test_flush_of_a_slow_object_store_ends_and_deletes_the_blocks(tmp_path: Path
         with DaemonProcess(tmp_path, capacity="64MiB", storage=table) as daemon:
             daemon.wait_tier("s", "ready")
             assert count_served(daemon, hashes[:2]) == 2
-            told = flush(daemon)
-            assert told["complete"], told
-            assert told["tiers"][0]["blocks"] == 1200
+            result = flush(daemon)
+            assert result["complete"], result
+            assert result["tiers"][0]["blocks"] == 1200
             assert [name for name in fake.objects if "/marks/" not in name] == []
             assert count_served(daemon, hashes[:2]) == 0
         assert odd not in fake.objects
@@ -267,9 +267,9 @@ def test_flushed_blocks_of_a_temporarily_unreadable_slab_stay_away(tmp_path: Pat
         daemon.start()
         daemon.wait_tier("disk", "ready")
         assert count_served(daemon) == 0
-        told = flush(daemon)
-        assert told["complete"]
-        assert "could be looked at" in told["tiers"][0]["garbage"]
+        result = flush(daemon)
+        assert result["complete"]
+        assert "could be looked at" in result["tiers"][0]["garbage"]
         daemon.stop()
         path.unlink()
         os.rename(aside, path)
@@ -303,16 +303,16 @@ def test_flush_during_a_redis_failover(tmp_path: Path) -> None:
             marks = new_client.smembers("tierd:marks")
             new_client.replicaof("NO", "ONE")
             old_client.replicaof("127.0.0.1", new.port)
-            told = flush(daemon)
-            assert not told["complete"]
-            assert "is a replica" in told["tiers"][0]["why"]
+            result = flush(daemon)
+            assert not result["complete"]
+            assert "is a replica" in result["tiers"][0]["why"]
             assert new_client.smembers("tierd:marks") == marks
             address.target = ("127.0.0.1", new.port)
-            told = flush(daemon)
-            while not told["complete"]:
+            result = flush(daemon)
+            while not result["complete"]:
                 # Until its breaker has noticed that the address leads to a master again.
-                assert time.monotonic() < deadline + READY_S, told
-                told = flush(daemon)
+                assert time.monotonic() < deadline + READY_S, result
+                result = flush(daemon)
             assert new_client.smembers("tierd:marks") - marks
             assert count_served(daemon) == 0
             fill(daemon)

@@ -54,8 +54,8 @@ def test_scrub_of_sound_tiers_changes_nothing() -> None:
         work = await scrub(bench)
         status = work.status()
         assert status["complete"]
-        assert [told.blocks for told in work.tiers] == [100, 100]
-        assert [told.size_bytes for told in work.tiers] == [100 * PAGE] * 2
+        assert [entry.blocks for entry in work.tiers] == [100, 100]
+        assert [entry.size_bytes for entry in work.tiers] == [100 * PAGE] * 2
         assert counted(bench)["scrubbed_blocks"] == 200
         assert sum(counted(bench).values()) == 200
         assert not bench.space.items  # It loaded nothing into L2.
@@ -87,7 +87,7 @@ def test_scrub_repairs_rot_from_l2_and_from_another_tier() -> None:
         damage(first, hashes[7])
         damage(second, hashes[7])
         work = await scrub(bench)
-        assert [(told.corrupt, told.repaired) for told in work.tiers] == [(1, 0), (0, 0)]
+        assert [(entry.corrupt, entry.repaired) for entry in work.tiers] == [(1, 0), (0, 0)]
         assert key(hashes[7]) not in first.blocks
         assert key(hashes[7]) not in second.blocks  # Its rot was found when it was read.
         assert counted(bench)["scrub_corrupt"] == 4
@@ -249,7 +249,7 @@ def test_shared_tier_is_scrubbed_only_when_named() -> None:
     async def test(bench: Bench) -> None:
         bench.store(10)
         await bench.backed_up()
-        assert [told.tier.name for told in (await scrub(bench)).tiers] == ["tier0"]
+        assert [entry.tier.name for entry in (await scrub(bench)).tiers] == ["tier0"]
         assert (await scrub(bench, 1)).tiers[0].blocks == 10
 
     async def alone(bench: Bench) -> None:
@@ -286,8 +286,8 @@ def test_scrub_command(tmp_path, capsys, monkeypatch) -> None:
             file.seek(5 * 2 * PAGE + PAGE)
             file.write(b"rot!")
         assert command("--json") == 1
-        (told,) = json.loads(capsys.readouterr().out)["tiers"]
-        assert (told["corrupt"], told["repaired"]) == (1, 1)
+        (entry,) = json.loads(capsys.readouterr().out)["tiers"]
+        assert (entry["corrupt"], entry["repaired"]) == (1, 1)
         assert command("--tier", "disk") == 0
         capsys.readouterr()
 
@@ -296,8 +296,8 @@ def test_scrub_command(tmp_path, capsys, monkeypatch) -> None:
         follow = Operator._follow
 
         def interrupted(self, order, timeout_s):
-            for told in follow(self, order, timeout_s):
-                yield told
+            for entry in follow(self, order, timeout_s):
+                yield entry
                 if isinstance(order, m.Scrub):
                     raise KeyboardInterrupt
 

@@ -298,11 +298,11 @@ def test_writer_of_a_former_incarnation_damages_no_block(
         for tag in tags:
             put(other, other_handle, chain(f"b{tag}", 4))
         assert host_of(other)["doubtful_blocks"] >= 8
-        had = {tag: count_served(other, other_handle, chain(f"b{tag}", 4)) for tag in tags}
+        served = {tag: count_served(other, other_handle, chain(f"b{tag}", 4)) for tag in tags}
         for view in reservation.views:
             assert view is not None
             view[:] = b"\xee" * len(view)
-        for tag, count in had.items():
+        for tag, count in served.items():
             assert count_served(other, other_handle, chain(f"b{tag}", 4)) == count
         assert client.commit(reservation) == [False] * 8
         wait_until(lambda: not host_of(other)["doubtful_blocks"], 20, "slots stay quarantined")

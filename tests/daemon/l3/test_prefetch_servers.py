@@ -174,13 +174,13 @@ class Scene:
         hashes, _ = chain(CHAIN_BLOCKS, tag)
         waited_ms, starved_ms = -self.waited_ms(client), -self.starved_ms()
         allowed_ms: float = ALLOWED_MS[self.policy] - WAITED_MS
-        told = self.policy != "best_effort"
+        ready_sent = self.policy != "best_effort"
         began = time.monotonic()
         pending = client.begin_acquire([handle], hashes, 10_000, waited_ms=WAITED_MS)
         while not pending.done:
-            if not told and time.monotonic() - began >= READY_MS / 1000:
+            if not ready_sent and time.monotonic() - began >= READY_MS / 1000:
                 client.ready(pending)
-                told = True
+                ready_sent = True
                 allowed_ms = 1000 * (time.monotonic() - began)
             client.poll()
             time.sleep(0.0005)

@@ -232,7 +232,7 @@ def check_outage(scene: Scene, outage: AbstractContextManager[None]) -> None:
                 scene.counter("breaker_probes_failed_total") >= failed + PROBES
                 or scene.opened("reads") >= trials + PROBES
             ),
-            "nobody looks whether the tier is back",
+            "no probe looks whether the tier is back",
         )
         asked = scene.traffic.since(stopped, time.monotonic())
         # One more trial may be under way.
@@ -302,7 +302,7 @@ def test_damaged_stored_blocks_are_not_served(kept: SceneKeeper[Redis] | SceneKe
     with kept.judged() as scene:
         for damage in DAMAGES:
             assert scene.plant(damage) > CHAINS
-            scene.wait_more(f"nobody notices: {damage}", "get_corrupt_total", count=5)
+            scene.wait_more(f"the damage is not noticed: {damage}", "get_corrupt_total", count=5)
             scene.wait_in_use()
 
 

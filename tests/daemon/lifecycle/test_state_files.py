@@ -19,6 +19,7 @@ async def pieces(*given: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_state_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """A reader would find half of a file."""
     path = tmp_path / "state" / "kept"
     await replace_file(path, pieces(b"old"))
     await replace_file(path, pieces(b"ne", b"w"))
@@ -29,6 +30,7 @@ async def test_state_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 async def test_failed_or_cancelled_write_keeps_the_old_contents(tmp_path: Path) -> None:
+    """A failed or cancelled write would lose the last good file."""
     path = tmp_path / "kept"
     await replace_file(path, pieces(b"old"))
     half_written = asyncio.Event()
@@ -54,6 +56,7 @@ async def test_failed_or_cancelled_write_keeps_the_old_contents(tmp_path: Path) 
 
 
 async def test_file_in_the_place_of_the_state_directory_is_an_error(tmp_path: Path) -> None:
+    """A start would report a traceback in place of the wrong path."""
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         await replace_file(tmp_path / "file" / "kept", pieces(b"new"))
