@@ -1,22 +1,27 @@
-"""A real daemon and its clients: bytes, restarts, deaths, hostile peers and full memory."""
+"""A real daemon and its clients: bytes, leases, full memory and moved blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support import blocks
+from tests.support.daemon_client import (
+    connected,
+    count_served,
+    counter,
+    eventually,
+    host_status,
+    store,
+    wait_until_registered,
+)
 from tests.support.daemon_process import DaemonProcess
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
@@ -29,7 +34,7 @@ from tierd.daemon.l3.promotion import Waiter
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
-from tierd.errors import DisconnectedError, RefusedError
+from tierd.errors import RefusedError
 from tierd.testing.backend import MemoryBackend
 from tierd.types import BlockKey
 from tierd.wire import messages as m
@@ -37,117 +42,25 @@ from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd.wire.session import encode
 
 pytestmark = pytest.mark.slow
-
-SOON_S = 10.0
 WAIT_MS = 60_000
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until `condition` holds."""
-    end = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {SOON_S} s: {what}"
-        time.sleep(0.005)
-
-
-def registered(client: Client, handle: Handle) -> None:
-    """Wait until the client has found the daemon again."""
-    end = time.monotonic() + SOON_S
-    client.poll()
-    while not handle.ready:
-        assert time.monotonic() < end, client.last_error
-        client.wait(0.05)
-        time.sleep(0.005)
-
-
-@contextmanager
-def connected(daemon: DaemonProcess, *, timeout_ms: int = 5000) -> Iterator[Client]:
-    with Client(daemon.socket, name="test", call_timeout_ms=timeout_ms) as client:
-        yield client
-
-
-def store(client: Client, handle: Handle, count: int, tag: object = 0) -> list[bytes]:
-    """Store a chain of self-naming blocks; its hashes."""
-    hashes, parents = blocks.chain(count, tag)
-    done = client.put(
-        handle,
-        [
-            (h, parent, blocks.payload(handle.namespace, h))
-            for h, parent in zip(hashes, parents, strict=True)
-        ],
-    )
-    assert done == [True] * count
-    return hashes
-
-
-def served(client: Client, handle: Handle, hashes: list[bytes], deadline_ms: int = 5000) -> int:
-    """How long the prefix is that the daemon gives; every byte of it must be right."""
-    got = client.get(handle, hashes, deadline_ms)
-    for view, block_hash in zip(got, hashes, strict=False):
-        assert bytes(view) == blocks.payload(handle.namespace, block_hash)
-    return len(got)
-
-
-def host_status(client: Client) -> dict[str, int]:
-    host = client.status()["host"]
-    assert isinstance(host, dict)
-    return host
-
-
-def counter(client: Client, name: str) -> int:
-    counters = client.status()["counters"]
-    assert isinstance(counters, dict)
-    return int(counters.get(name, 0))
-
-
-def indexed(client: Client) -> None:
-    """Wait until every storage tier knows what it has."""
-
-    def ready() -> bool:
-        tiers = client.status()["storage"]
-        assert isinstance(tiers, list)
-        return all(tier["state"] == "ready" for tier in tiers)
-
-    eventually(ready, "storage tiers indexed")
 
 
 # --- bytes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4096, 5000, 300_001])
-def test_bytes_come_back_exactly(l2_daemon: DaemonProcess, block_bytes: int) -> None:
+def test_blocks_are_read_back_byte_for_byte(l2_daemon: DaemonProcess, block_bytes: int) -> None:
     """An engine would decode from KV that is not its own."""
     with connected(l2_daemon) as client:
         handle = client.register(blocks.namespace(block_bytes))
         hashes = store(client, handle, 50)
-        assert served(client, handle, hashes) == 50
-        assert served(client, handle, hashes[:7]) == 7
-        assert served(client, handle, [*hashes[:3], bytes(32), *hashes[4:]]) == 3
+        assert count_served(client, handle, hashes) == 50
+        assert count_served(client, handle, hashes[:7]) == 7
+        assert count_served(client, handle, [*hashes[:3], bytes(32), *hashes[4:]]) == 3
         assert client.get(handle, [bytes(32)], 0) == []
         buffers = [bytearray(block_bytes) for _ in range(3)]
         assert len(client.get(handle, hashes, 0, into=buffers)) == 3
         assert bytes(buffers[2]) == blocks.payload(handle.namespace, hashes[2])
-
-
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_blocks_outlive_the_daemon(daemon: DaemonProcess, how: str) -> None:
-    """A restart would cost every warm prefix of the node."""
-    with connected(daemon) as client:
-        handle = client.register(blocks.namespace(20_000))
-        hashes = store(client, handle, 64)
-        if how == "SIGTERM":
-            # With backups pending: the drain has to finish them.
-            assert daemon.stop() == 0
-            assert not Path(daemon.socket).exists()
-        else:
-            daemon.wait_backed_up()
-            daemon.kill()
-        daemon.start()
-        registered(client, handle)
-        indexed(client)
-        assert host_status(client)["blocks"] == 0
-        assert served(client, handle, hashes) == 64
-        assert host_status(client)["blocks"] == 64
 
 
 @pytest.mark.parametrize(
@@ -164,7 +77,7 @@ def test_blocks_outlive_the_daemon(daemon: DaemonProcess, how: str) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_equal_hashes_of_two_namespaces_are_kept_apart(
+def test_namespaces_do_not_share_blocks_with_equal_hashes(
     shared: DaemonProcess, change: dict[str, object]
 ) -> None:
     """KV of another dtype, model or rank would be served because the tokens are the same."""
@@ -173,21 +86,21 @@ def test_equal_hashes_of_two_namespaces_are_kept_apart(
         mine = client.register(blocks.namespace(model=tag))
         other = client.register(blocks.namespace(4096, **{"model": tag, **change}))
         hashes = store(client, mine, 4, tag)
-        assert served(client, other, hashes) == 0
+        assert count_served(client, other, hashes) == 0
         store(client, other, 2, tag)
-        assert served(client, other, hashes) == 2
-        assert served(client, mine, hashes) == 4
+        assert count_served(client, other, hashes) == 2
+        assert count_served(client, mine, hashes) == 4
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One tierd without storage for the tests that leave it as it was."""
+    """A tierd without storage, shared by tests that leave it unchanged."""
     with DaemonProcess(tmp_path_factory.mktemp("shared") / "tierd", storage="") as process:
         yield process
 
 
-def test_a_prefix_counts_only_where_every_rank_has_it(l2_daemon: DaemonProcess) -> None:
-    """One rank would compute on KV of blocks that another rank cannot load: a hang or garbage."""
+def test_acquire_counts_only_blocks_that_every_rank_has(l2_daemon: DaemonProcess) -> None:
+    """A rank would compute on blocks that another rank cannot load: a hang or garbage."""
     ranks = [blocks.namespace(tp_rank=rank, tp_size=4) for rank in range(4)]
     clients = [l2_daemon.client(f"rank {rank}") for rank in range(4)]
     try:
@@ -221,7 +134,7 @@ def test_a_prefix_counts_only_where_every_rank_has_it(l2_daemon: DaemonProcess) 
             client.close()
 
 
-def test_several_writers_of_one_block_agree(l2_daemon: DaemonProcess) -> None:
+def test_concurrent_stores_of_the_same_block_do_not_tear_it(l2_daemon: DaemonProcess) -> None:
     """Data-parallel engines that store the same prompt at once would tear a block."""
     namespace = blocks.namespace(70_000)
     clients = [l2_daemon.client() for _ in range(4)]
@@ -240,7 +153,7 @@ def test_several_writers_of_one_block_agree(l2_daemon: DaemonProcess) -> None:
         for thread in threads:
             thread.join()
         for client, handle in zip(clients, handles, strict=True):
-            assert served(client, handle, hashes) == 40
+            assert count_served(client, handle, hashes) == 40
         assert host_status(clients[0])["blocks"] == 40
         assert host_status(clients[0])["writing_blocks"] == 0
     finally:
@@ -254,17 +167,17 @@ MIB = 1 << 20
 
 
 @contextmanager
-def small(
+def small_daemon(
     tmp_path: Path, *, extra_host: str = "", capacity: str = "16MiB"
 ) -> Iterator[DaemonProcess]:
-    """A tierd whose memory is soon full: 16 blocks of 1 MiB."""
+    """A tierd with room for only 16 blocks of 1 MiB."""
     with DaemonProcess(tmp_path / "small", capacity=capacity, storage=extra_host) as process:
         yield process
 
 
-def test_a_lease_keeps_its_blocks_under_pressure(tmp_path: Path) -> None:
+def test_leased_blocks_are_not_evicted_under_pressure(tmp_path: Path) -> None:
     """A promised block would be evicted before the engine has loaded it."""
-    with small(tmp_path) as process, connected(process) as client:
+    with small_daemon(tmp_path) as process, connected(process) as client:
         handle = client.register(blocks.namespace(MIB))
         hashes = store(client, handle, 6, "leased")
         lease = client.acquire([handle], hashes, 0)
@@ -283,12 +196,14 @@ def test_a_lease_keeps_its_blocks_under_pressure(tmp_path: Path) -> None:
         client.release(lease)
         for n in range(10, 14):
             store(client, handle, 5, n)
-        assert served(client, handle, hashes) == 0
+        assert count_served(client, handle, hashes) == 0
         assert host_status(client)["leases"] == 0
         assert counter(client, "evicted_blocks_total") > 0
 
 
-def test_leaving_a_clients_context_ends_its_session(l2_daemon: DaemonProcess) -> None:
+def test_client_context_manager_ends_the_session_on_exit(l2_daemon: DaemonProcess) -> None:
+    """A client's exception would leave its session open, and its namespaces in use."""
+
     def sessions(watcher: Client) -> int:
         namespaces = watcher.status()["namespaces"]
         assert isinstance(namespaces, list)
@@ -303,10 +218,10 @@ def test_leaving_a_clients_context_ends_its_session(l2_daemon: DaemonProcess) ->
         eventually(lambda: sessions(watcher) == 0, "the session has ended")
 
 
-def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
-    """Engines that crash with leases would fill the arena for ever."""
+def test_unreleased_lease_expires(tmp_path: Path) -> None:
+    """Engines that crash while holding leases would fill the arena permanently."""
     text = "lease_ttl_ms = 1000\n"
-    with small(tmp_path, extra_host=text) as process, connected(process) as client:
+    with small_daemon(tmp_path, extra_host=text) as process, connected(process) as client:
         handle = client.register(blocks.namespace(MIB))
         hashes = store(client, handle, 8, "forgotten")
         with connected(process) as crashing:
@@ -322,12 +237,12 @@ def test_a_forgotten_lease_ends(tmp_path: Path) -> None:
         assert counter(client, "leases_expired_total") == 1
         for n in range(4):
             store(client, handle, 5, n)
-        assert served(client, handle, hashes) == 0
+        assert count_served(client, handle, hashes) == 0
 
 
-def test_a_batch_larger_than_the_room_is_stored_in_part(tmp_path: Path) -> None:
-    """One block too many would lose the whole step's KV, or take more memory than configured."""
-    with small(tmp_path) as process, connected(process) as client:
+def test_put_larger_than_the_free_room_stores_a_prefix(tmp_path: Path) -> None:
+    """One block too many would lose the whole step's KV, or exceed the configured memory."""
+    with small_daemon(tmp_path) as process, connected(process) as client:
         handle = client.register(blocks.namespace(MIB))
         pinned = client.acquire([handle], store(client, handle, 8, "a"), 0)
         more = client.acquire([handle], store(client, handle, 5, "b"), 0)
@@ -339,20 +254,20 @@ def test_a_batch_larger_than_the_room_is_stored_in_part(tmp_path: Path) -> None:
             for h, p in zip(hashes, parents, strict=True)
         ]
         assert client.put(handle, batch) == [True] * 3 + [False] * 5
-        assert served(client, handle, hashes) == 3
+        assert count_served(client, handle, hashes) == 3
         client.release(pinned)
         assert client.put(handle, batch) == [True] * 8
         assert host_status(client)["allocated_bytes"] <= 16 * MIB
 
 
-def test_a_block_larger_than_the_arena_is_refused_at_registration(tmp_path: Path) -> None:
+def test_registration_is_refused_when_a_block_exceeds_the_arena(tmp_path: Path) -> None:
     """The operator would see a 0 % hit rate and no reason."""
-    with small(tmp_path) as process, connected(process) as client:
+    with small_daemon(tmp_path) as process, connected(process) as client:
         good = client.register(blocks.namespace(MIB))
         hashes = store(client, good, 3)
         with pytest.raises(RefusedError, match=rf"the namespace: .*{17 * MIB}.*host\.capacity"):
             client.register(blocks.namespace(17 * MIB))
-        # A connector asks without waiting, and never gets an error.
+        # A connector registers without waiting, and never gets an exception.
         large = client.begin_register(blocks.namespace(17 * MIB))
 
         def refused() -> bool:
@@ -363,18 +278,20 @@ def test_a_block_larger_than_the_arena_is_refused_at_registration(tmp_path: Path
         assert "host.capacity" in (large.refusal or "")
         assert client.acquire([large], hashes, 0) is None
         assert client.reserve(large, hashes[:1], hashes[:1]) is None
-        # The simple calls have no other way to say why they do nothing.
+        # The simple calls can report the refusal only by raising it.
         with pytest.raises(RefusedError, match=r"host\.capacity"):
             client.put(large, [(h, h, bytes(17 * MIB)) for h in hashes[:1]])
         with pytest.raises(RefusedError, match=r"host\.capacity"):
             client.get(large, hashes[:1], 0)
-        assert served(client, good, hashes) == 3
+        assert count_served(client, good, hashes) == 3
         assert "host.capacity" in process.log.read_text()
 
 
 @pytest.mark.slow
-def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is short would be lost once it has left host memory, and nobody know why."""
+def test_get_below_min_tokens_reports_why_tiers_were_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Short prompts would miss once evicted from host memory, with no reason given."""
     with DaemonProcess(tmp_path / "tierd", prefetch={"min_tokens": 7 * 16}) as process:
         process.wait_tier("file", "ready")
         client = process.client()
@@ -390,8 +307,8 @@ def test_a_get_of_too_few_tokens_says_so(tmp_path: Path, caplog: pytest.LogCaptu
         client.close()
 
 
-def test_a_get_without_storage_tiers_names_none(l2_daemon: DaemonProcess) -> None:
-    """An operator would lower a bound that is no reason for anything."""
+def test_get_without_storage_tiers_does_not_mention_them(l2_daemon: DaemonProcess) -> None:
+    """An operator would lower a limit that has no effect."""
     text = l2_daemon.config.read_text()
     l2_daemon.stop()
     l2_daemon.config.write_text(text.replace("min_tokens = 0", "min_tokens = 100"))
@@ -402,7 +319,7 @@ def test_a_get_without_storage_tiers_names_none(l2_daemon: DaemonProcess) -> Non
         assert client.last_error == ""
 
 
-def test_calls_at_and_beyond_the_key_limit(l2_daemon: DaemonProcess) -> None:
+def test_calls_longer_than_the_key_limit_are_split(l2_daemon: DaemonProcess) -> None:
     """A long prompt's call would be refused as a whole, or end the engine's session."""
     with connected(l2_daemon) as client:
         handle = client.register(blocks.namespace(64))
@@ -415,16 +332,16 @@ def test_calls_at_and_beyond_the_key_limit(l2_daemon: DaemonProcess) -> None:
         assert len(got) == m.KEYS_PER_CALL_MAX
         assert bytes(got[-1]) == 2 * hashes[m.KEYS_PER_CALL_MAX - 1]
         assert len(got[-1]) == size
-        assert served_fast(client, handle, hashes[100:]) == m.KEYS_PER_CALL_MAX
+        assert count_without_compare(client, handle, hashes[100:]) == m.KEYS_PER_CALL_MAX
         assert counter(client, "protocol_errors_total") == 0
 
 
-def served_fast(client: Client, handle: Handle, hashes: list[bytes]) -> int:
+def count_without_compare(client: Client, handle: Handle, hashes: list[bytes]) -> int:
     return len(client.get(handle, hashes, 5000))
 
 
-def test_the_largest_lookup_is_answered(l2_daemon: DaemonProcess) -> None:
-    """64 ranks at the key limit: the answer must fit a frame, or the engine loses its session."""
+def test_largest_acquire_fits_a_frame(l2_daemon: DaemonProcess) -> None:
+    """With 64 ranks at the key limit the answer must fit a frame, or the session ends."""
     with connected(l2_daemon) as client:
         namespace = blocks.namespace(64)
         handle = client.register(namespace)
@@ -438,7 +355,7 @@ def test_the_largest_lookup_is_answered(l2_daemon: DaemonProcess) -> None:
 
 
 def memory_of_segments(daemon: DaemonProcess) -> int:
-    """Bytes that the kernel has given to the daemon's memfds, ledgers left out."""
+    """Bytes that the kernel has allocated to the daemon's memfds, except ledgers."""
     assert daemon.process is not None
     held = {}
     for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
@@ -449,9 +366,13 @@ def memory_of_segments(daemon: DaemonProcess) -> int:
     return sum(held.values())
 
 
-def test_memory_that_was_lent_is_not_taken_back_by_faulting_it_in(tmp_path: Path) -> None:
-    """Engines that fault their segments in would take the node's memory beyond the bound."""
-    with small(tmp_path) as process, connected(process) as first, connected(process) as second:
+def test_faulting_in_old_mappings_does_not_exceed_the_capacity(tmp_path: Path) -> None:
+    """Engines that fault their segments in would take more of the node's memory than configured."""
+    with (
+        small_daemon(tmp_path) as process,
+        connected(process) as first,
+        connected(process) as second,
+    ):
         one = first.register(blocks.namespace(MIB, model="one"))
         for n in range(4):
             store(first, one, 6, n)
@@ -460,7 +381,7 @@ def test_memory_that_was_lent_is_not_taken_back_by_faulting_it_in(tmp_path: Path
             store(second, two, 6, n)
         with connected(process) as late:
             own = late.register(blocks.namespace(MIB, model="one"))
-            registered(late, own)
+            wait_until_registered(late, own)
             late.poll()
             late.populate()
         assert memory_of_segments(process) <= 16 * MIB
@@ -471,25 +392,25 @@ def test_memory_that_was_lent_is_not_taken_back_by_faulting_it_in(tmp_path: Path
         assert host_status(first)["allocated_bytes"] == 16 * MIB
         eventually(lambda: host_status(first)["backlog_blocks"] == 0, "checksums done")
         stored = store(first, one, 3, "again")
-        assert served(first, one, stored) == 3
+        assert count_served(first, one, stored) == 3
         stored = store(second, two, 3, "again")
-        assert served(second, two, stored) == 3
+        assert count_served(second, two, stored) == 3
 
 
-def test_who_stores_nothing_takes_no_memory(tmp_path: Path) -> None:
-    """Each LoRA adapter that an engine's scheduler knows would take a segment, also unused."""
-    with small(tmp_path) as process, contextlib.ExitStack() as stack:
+def test_namespace_takes_no_memory_before_a_client_can_store(tmp_path: Path) -> None:
+    """Each LoRA adapter known to an engine's scheduler would take a segment, even unused."""
+    with small_daemon(tmp_path) as process, contextlib.ExitStack() as stack:
         client = Client(process.socket, name="scheduler", map_segments=False)
         stack.callback(client.close)
-        registered(client, client.register(blocks.namespace(MIB, model="one")))
+        wait_until_registered(client, client.register(blocks.namespace(MIB, model="one")))
         assert host_status(client)["allocated_bytes"] == 0
         worker = stack.enter_context(connected(process))
-        registered(worker, worker.register(blocks.namespace(MIB, model="one")))
+        wait_until_registered(worker, worker.register(blocks.namespace(MIB, model="one")))
         assert host_status(client)["allocated_bytes"] > 0
 
 
-def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
-    """Memory is lent to another engine by moving blocks: one slip is a wrong byte."""
+def test_moved_blocks_keep_their_bytes(tmp_path: Path) -> None:
+    """Lending memory to another engine moves blocks: a mistake serves wrong bytes."""
     storage = f'[[storage]]\ntype = "file"\npath = "{tmp_path}/f"\ncapacity = "64MiB"\n'
     storage += 'reserve_free = "0"\nwrite_policy = "write_through"\n'
     with (
@@ -497,7 +418,7 @@ def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
             tmp_path / "small",
             capacity="16MiB",
             storage=storage,
-            # However busy the machine is.
+            # Generous timeouts for a busy machine.
             prefetch={"policy": "wait_complete", "timeout_max_ms": 60_000},
         ) as process,
         connected(process) as first,
@@ -508,10 +429,10 @@ def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
         chains = []
         for n in range(40):
             chains.append(store(first, one, 3 + n % 7, n))
-            # One by one: what waits for its backup is bounded, and the rest is skipped.
+            # One by one: pending backups are bounded, and further ones are skipped.
             eventually(lambda: host_status(first)["backlog_blocks"] == 0, "backed up")
         for n in range(0, 40, 3):
-            served(first, one, chains[n])
+            count_served(first, one, chains[n])
         two = second.register(blocks.namespace(30_000, model="two"))
         others = []
         for n in range(20):
@@ -519,189 +440,15 @@ def test_blocks_that_move_keep_their_bytes(tmp_path: Path) -> None:
             eventually(lambda: host_status(first)["backlog_blocks"] == 0, "backed up")
         assert counter(first, "moved_blocks_total") > 0
         assert host_status(first)["allocated_bytes"] <= 16 * MIB
-        # From L2 or the file tier: what was backed up after a move must be right as well.
-        found = [served(first, one, chain, WAIT_MS) for chain in chains]
+        # From L2 or the file tier: backups made after a move must be right as well.
+        found = [count_served(first, one, chain, WAIT_MS) for chain in chains]
         assert found == [len(chain) for chain in chains]
-        assert [served(second, two, chain, WAIT_MS) for chain in others] == [7] * 20
+        assert [count_served(second, two, chain, WAIT_MS) for chain in others] == [7] * 20
         assert counter(first, "internal_errors_total") == 0
 
 
-# --- clients that die or misbehave ----------------------------------------------------
-
-RESERVE_AND_WAIT = """
-import sys, time
-from tests.support import blocks
-from tierd.client import Client
-client = Client(sys.argv[1], name="doomed", call_timeout_ms=5000)
-handle = client.register(blocks.namespace(1 << 20))
-reservation = client.reserve(handle, *blocks.chain(5))
-assert reservation is not None
-reservation.views[0][:3] = b"abc"
-print(sum(slot is not None for slot in reservation.slots), flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_slots_of_a_killed_client_come_back(l2_daemon: DaemonProcess) -> None:
-    """Every engine crash would cost memory, and its half-written blocks might be served."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", RESERVE_AND_WAIT, l2_daemon.socket],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-    )
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"5\n"
-        with connected(l2_daemon) as client:
-            handle = client.register(blocks.namespace(MIB))
-            hashes, parents = blocks.chain(5)
-            assert host_status(client)["writing_blocks"] == 5
-            other = client.reserve(handle, hashes, parents)
-            assert other is not None
-            assert other.slots == [None] * 5
-            assert not any(other.present)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-            assert served(client, handle, hashes) == 0
-            assert store(client, handle, 5) == hashes
-            assert served(client, handle, hashes) == 5
-    finally:
-        child.kill()
-        child.wait()
-        assert child.stdout is not None
-        child.stdout.close()
-
-
-def raw_session(daemon: DaemonProcess) -> socket.socket:
-    """A socket that has greeted the daemon, for tests that break the rules."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(SOON_S)
-    sock.connect(daemon.socket)
-    sock.sendall(encode(m.Hello(m.PROTOCOL_VERSION, "raw")))
-    return sock
-
-
-def everything(sock: socket.socket) -> bytes:
-    """All that the daemon says until it ends the session."""
-    said = b""
-    while chunk := sock.recv(1 << 16):
-        said += chunk
-    return said
-
-
-def test_a_client_that_half_closes_has_let_go(shared: DaemonProcess) -> None:
-    """A client that ends in an orderly way would leave its slots reserved."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        namespace = blocks.namespace(model="half-closed")
-        hashes, parents = blocks.chain(3, "half-closed")
-        sock.sendall(encode(m.Register(1, namespace.to_fields(), False)))
-        sock.sendall(encode(m.Reserve(2, 0, b"".join(hashes), b"".join(parents))))
-        eventually(lambda: host_status(client)["writing_blocks"] == 3, "reserved")
-        sock.shutdown(socket.SHUT_WR)
-        everything(sock)
-        eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-
-
-def test_a_session_that_broke_the_rules_keeps_its_slots_until_it_closes(
-    shared: DaemonProcess,
-) -> None:
-    """The client's threads may still be writing to slots that another would get."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        namespace = blocks.namespace(model="outlaw")
-        hashes, parents = blocks.chain(3, "outlaw")
-        sock.sendall(encode(m.Register(1, namespace.to_fields(), False)))
-        sock.sendall(encode(m.Reserve(2, 0, b"".join(hashes), b"".join(parents))))
-        sock.sendall(b"garbage!")
-        assert b"not a frame" in everything(sock)
-        sock.sendall(b"and more of it")
-        assert host_status(client)["writing_blocks"] == 3
-        sock.close()
-        eventually(lambda: host_status(client)["writing_blocks"] == 0, "slots come back")
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", b"not a frame"),
-        (os.urandom(4096), b"not a frame"),
-        (encode(m.Status(1))[:4] + b"\xff\xff\xff\xff", b"exceeds the limit"),
-        (encode(m.Reserve(1, 77, bytes(32), bytes(32))), b"handle 77 is not registered"),
-        (encode(m.Acquire(1, [], bytes(32), 0, 0, 0, 0)), b"handles"),
-        (encode(m.Acquire(1, [3], bytes(32), 0, 0, 0, 0)), b"handle 3 is not registered"),
-        (encode(m.Hello(1, "again")), b"unknown, or out of order"),
-        (encode(m.Welcome(1, b"", "", 1)), b"unknown, or out of order"),
-    ],
-    ids=["http", "random", "huge", "handle", "no handles", "foreign", "hello twice", "mirrored"],
-)
-def test_garbage_ends_its_own_session_with_a_reason(
-    shared: DaemonProcess, said: bytes, reason: bytes
-) -> None:
-    """One broken client would take the node's cache away from all the others."""
-    with connected(shared) as client:
-        handle = client.register(blocks.namespace(model="bystander"))
-        hashes = store(client, handle, 3, said)
-        with raw_session(shared) as sock:
-            sock.sendall(said)
-            assert reason in everything(sock)
-        assert served(client, handle, hashes) == 3
-        assert counter(client, "internal_errors_total") == 0
-
-
-def resident_bytes(daemon: DaemonProcess) -> int:
-    """Memory of the daemon itself, without the arena."""
-    assert daemon.process is not None
-    text = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(text.split("RssAnon:")[1].split()[0]) << 10
-
-
-def test_a_client_that_never_reads_costs_a_bounded_amount(shared: DaemonProcess) -> None:
-    """One stuck engine would take the daemon's memory, then everybody's."""
-    with connected(shared) as client, raw_session(shared) as sock:
-        handle = client.register(blocks.namespace(model="quick"))
-        hashes = store(client, handle, 3, "quick")
-        before = resident_bytes(shared)
-        # An answer takes more than 1 KiB: the daemon would have to keep over 25 MiB.
-        questions = encode(m.Status(1)) * 5_000
-        for _ in range(5):
-            sock.sendall(questions)
-            assert served(client, handle, hashes) == 3
-        assert resident_bytes(shared) - before < 16 * MIB
-        said = everything(sock)
-        assert len(said) < 16 * MIB
-        assert counter(client, "internal_errors_total") == 0
-
-
-def test_a_cancelled_lookup_is_answered(daemon: DaemonProcess) -> None:
-    """Aborted requests would use up the lookups in flight, and every later one would miss."""
-    hashes, _ = blocks.chain(4)
-    blob = b"".join(hashes)
-
-    def missed(call: int) -> bytes:
-        return encode(m.Acquired(call, 0, 0, b"", 0))
-
-    with raw_session(daemon) as sock, connected(daemon) as client:
-        sock.sendall(encode(m.Register(1, blocks.namespace().to_fields(), False)))
-        calls = range(2, 302)
-        sock.sendall(
-            b"".join(
-                encode(m.Acquire(call, [0], blob, 60_000, 0, 0, 0)) + encode(m.Cancel(call))
-                for call in calls
-            )
-        )
-        said = b""
-        while not all(missed(call) in said for call in calls):
-            said += sock.recv(1 << 16)
-        refused = counter(client, "acquires_refused_total")
-        sock.sendall(encode(m.Acquire(1000, [0], blob, 60_000, 0, 0, 0)))
-        while missed(1000) not in said:
-            said += sock.recv(1 << 16)
-        assert counter(client, "acquires_refused_total") == refused
-        assert counter(client, "internal_errors_total") == 0
-
-
-def test_a_block_asked_for_twice_is_held_once() -> None:
-    """A client that repeats a hash would pin a slot that nobody can ever free."""
+def test_acquire_of_a_repeated_hash_holds_its_slot_once() -> None:
+    """A client that repeats a hash would pin a slot that could never be freed."""
     host = HostTier(64 * 4096, 16 * 4096)
     space = host.open_space(blocks.namespace())
     assert space is not None
@@ -719,252 +466,8 @@ def test_a_block_asked_for_twice_is_held_once() -> None:
     assert not any(space.refs)
 
 
-# --- what clients see of the daemon's life --------------------------------------------
-
-
-def test_without_a_daemon_every_call_misses_at_once(tmp_path: Path) -> None:
-    """A node whose tierd is down would serve no request, or each one late."""
-    client = Client(str(tmp_path / "none.sock"), name="test")
-    handle = client.register(blocks.namespace())
-    hashes, parents = blocks.chain(3)
-    started = time.monotonic()
-    for _ in range(20):
-        assert client.put(handle, [(hashes[0], parents[0], bytes(4096))]) == [False]
-        assert client.get(handle, hashes, 60_000) == []
-        assert client.reserve(handle, hashes, parents) is None
-        assert client.acquire([handle], hashes, 60_000) is None
-        assert client.begin_acquire([handle], hashes, 60_000).done
-        assert client.lease_views(handle, b"epoch", [0]) is None
-        assert not client.populate(1 << 20)
-        client.poll()
-        client.wait(0.5)
-    assert (time.monotonic() - started) / 20 < 0.05
-    with pytest.raises(DisconnectedError, match=r"none\.sock"):
-        client.status()
-    client.close()
-
-
-def test_a_stopped_daemon_costs_a_call_its_timeout(l2_daemon: DaemonProcess) -> None:
-    """A hung daemon would hang the engine's worker with it."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=200) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            started = time.monotonic()
-            assert client.get(handle, hashes, 100) == []
-            assert time.monotonic() - started < 1.0
-            for _ in range(3):
-                started = time.monotonic()
-                assert client.put(handle, [(hashes[0], hashes[1], bytes(4096))]) == [False]
-                assert time.monotonic() - started < 0.6
-        finally:
-            l2_daemon.process.send_signal(signal.SIGCONT)
-        eventually(lambda: served(client, handle, hashes) == 3, "served again")
-
-
-def test_after_a_restart_old_promises_are_void(l2_daemon: DaemonProcess) -> None:
-    """A commit or lease of the last life would publish or read slots of this one."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        stored = store(client, handle, 3, "old")
-        lease = client.acquire([handle], stored, 0)
-        assert lease is not None
-        hashes, parents = blocks.chain(3, "half")
-        reservation = client.reserve(handle, hashes, parents)
-        assert reservation is not None
-        epoch = client.epoch
-        l2_daemon.kill()
-        client.wait(SOON_S)
-        assert not client.connected
-        assert client.epoch == b""
-        assert not handle.ready
-        assert client.commit(reservation) == [False] * 3
-        l2_daemon.start()
-        registered(client, handle)
-        assert client.epoch not in (epoch, b"")
-        store(client, handle, 3, "new")
-        assert client.commit(reservation) == [False] * 3
-        client.abort(reservation)
-        client.release(lease)
-        # The memory of the last life is still mapped: what was promised can be loaded.
-        views = client.lease_views(handle, lease.epoch, lease.slots[0])
-        assert views is not None
-        for view, block_hash in zip(views, stored, strict=True):
-            assert view[:4096] == blocks.payload(handle.namespace, block_hash)
-        assert served(client, handle, hashes) == 0
-        assert host_status(client)["writing_blocks"] == 0
-
-
-def test_a_promise_outlives_the_daemon(l2_daemon: DaemonProcess) -> None:
-    """vLLM fails the request when a load fails: a crash of tierd would cost users answers."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        lease = client.acquire([handle], hashes, 0)
-        assert lease is not None
-        l2_daemon.kill()
-        for _ in range(3):
-            views = client.lease_views(handle, lease.epoch, lease.slots[0])
-            assert views is not None
-            for view, block_hash in zip(views, hashes, strict=True):
-                assert view[:4096] == blocks.payload(handle.namespace, block_hash)
-            client.poll()
-        assert client.lease_views(handle, b"elsewhen", lease.slots[0]) is None
-
-
-def test_a_promise_outlives_its_session(l2_daemon: DaemonProcess) -> None:
-    """A session that broke and came back would make loads fail that the daemon still keeps."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=100) as client:
-        handle = client.register(blocks.namespace())
-        hashes = store(client, handle, 3)
-        lease = client.acquire([handle], hashes, 0)
-        assert lease is not None
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        assert client.reserve(handle, *blocks.chain(1, "lost")) is None
-        assert not client.connected
-        l2_daemon.process.send_signal(signal.SIGCONT)
-
-        def readable() -> bool:
-            views = client.lease_views(handle, lease.epoch, lease.slots[0])
-            return views is not None and all(
-                view[:4096] == blocks.payload(handle.namespace, block_hash)
-                for view, block_hash in zip(views, hashes, strict=True)
-            )
-
-        end = time.monotonic() + SOON_S
-        while not handle.ready:
-            assert readable(), "a lease was unreadable while the session was made again"
-            assert time.monotonic() < end
-            client.wait(0.001)
-        assert readable()
-
-
-def test_slots_that_are_being_filled_outlive_a_broken_session(l2_daemon: DaemonProcess) -> None:
-    """A copy that was under way when the session broke would write into another's block."""
-    assert l2_daemon.process is not None
-    with connected(l2_daemon, timeout_ms=100) as slow, connected(l2_daemon) as other:
-        own = slow.register(blocks.namespace())
-        reservation = slow.reserve(own, *blocks.chain(3, "slow"))
-        assert reservation is not None
-        l2_daemon.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(DisconnectedError):
-            slow.status()
-        l2_daemon.process.send_signal(signal.SIGCONT)
-        handle = other.register(blocks.namespace())
-        hashes = store(other, handle, 6, "other")
-        for view in reservation.views:
-            assert view is not None
-            view[:] = b"\xee" * len(view)
-        assert served(other, handle, hashes) == 6
-        assert slow.commit(reservation) == [False] * 3
-        eventually(lambda: host_status(other)["writing_blocks"] == 0, "slots come back")
-
-
-class FakeDaemon:
-    """Not a daemon: it says what it was told to, whatever the client says."""
-
-    def __init__(self, path: Path, *said: bytes) -> None:
-        self.path = str(path)
-        self._said = said
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        sock, _ = self._listener.accept()
-        with sock:
-            for chunk in self._said:
-                sock.recv(1 << 16)
-                sock.sendall(chunk)
-            while sock.recv(1 << 16):
-                pass
-
-    def __enter__(self) -> FakeDaemon:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        self._listener.close()
-
-
-WELCOME = encode(m.Welcome(m.PROTOCOL_VERSION, b"fake", "0", 1000))
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"garbage from a daemon gone wrong",
-        WELCOME + WELCOME,
-        WELCOME + encode(m.Registered(1, 0, 8192, 1)),
-        WELCOME + encode(m.Registered(1, 0, 4096, 0)),
-        WELCOME + encode(m.Registered(99, 0, 4096, 1)),
-        WELCOME + encode(m.Registered(1, 0, 4096, 1)) + encode(m.Segment(0, 0)),
-        WELCOME + encode(m.Status(1)),
-        encode(m.Registered(1, 0, 4096, 1)),
-    ],
-    ids=[
-        "garbage",
-        "welcome twice",
-        "slot size",
-        "no slots",
-        "unknown call",
-        "segment without memory",
-        "mirrored",
-        "no welcome",
-    ],
-)
-def test_a_daemon_that_breaks_the_protocol_is_left(tmp_path: Path, said: bytes) -> None:
-    """A wrong message would be believed, or raise inside an engine."""
-    with FakeDaemon(tmp_path / "fake.sock", said) as fake:
-        client = Client(fake.path, name="test", call_timeout_ms=2000)
-        handle = client.register(blocks.namespace())
-        assert client.put(handle, [(bytes(32), blocks.ROOT, bytes(4096))]) == [False]
-        assert not client.connected
-        assert "protocol" in client.last_error
-        client.close()
-
-
-# --- leaving --------------------------------------------------------------------------
-
-
-def test_the_drain_finishes_pending_backups(daemon: DaemonProcess) -> None:
-    """An upgrade would lose what engines stored in the last seconds."""
-    with connected(daemon) as client:
-        handle = client.register(blocks.namespace(100_000))
-        hashes = store(client, handle, 300)
-        assert daemon.stop() == 0
-        assert not Path(daemon.socket).exists()
-        assert "not backed up" not in daemon.log.read_text()
-        daemon.start()
-        registered(client, handle)
-        indexed(client)
-        assert served(client, handle, hashes) == 300
-
-
-def test_stop_ends_sessions_and_leaves_no_socket(l2_daemon: DaemonProcess) -> None:
-    """systemd would wait for its timeout at each stop, and engines for theirs."""
-    with connected(l2_daemon) as client:
-        handle = client.register(blocks.namespace())
-        store(client, handle, 3)
-        reservation = client.reserve(handle, *blocks.chain(2, "open"))
-        assert reservation is not None
-        started = time.monotonic()
-        assert l2_daemon.stop() == 0
-        assert time.monotonic() - started < 5.0
-        client.poll()
-        assert not client.connected
-        assert client.commit(reservation) == [False, False]
-        assert not Path(l2_daemon.socket).exists()
-        assert "Traceback" not in l2_daemon.log.read_text()
-
-
 class LyingBackend(MemoryBackend):
-    """A third party's backend with a bug: what it calls a hit is another block, or no block."""
+    """A third party's backend with a bug: its hits are another block, or no block."""
 
     lie: str = ""
 
@@ -992,8 +495,8 @@ class LyingBackend(MemoryBackend):
     "lie",
     ["another hash", "another namespace", "another length", "no header", "too few", "a crash"],
 )
-async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
-    """A bug in a third party's backend would be served as somebody's KV, or pin its slots."""
+async def test_wrong_answers_of_a_backend_are_misses(lie: str) -> None:
+    """A bug in a third party's backend would serve wrong KV, or leave slots pinned."""
     backend = LyingBackend(marks={pack_mark(Mark("", 1))})
     backend.lie = lie
     tier = StorageTier(StorageConfig(type="lying", name="lying"), backend)
@@ -1031,7 +534,7 @@ async def test_a_backend_that_confuses_blocks_gives_misses(lie: str) -> None:
         assert tier.counters["wrong_answers_total"] == 1
 
 
-def test_a_status_of_many_long_namespaces_fits_a_frame() -> None:
+def test_status_of_many_long_namespaces_fits_a_frame() -> None:
     """One engine with long names would end every `tierd status`, when it is needed most."""
     node = Node(
         NodeOptions(
@@ -1061,10 +564,10 @@ def test_a_status_of_many_long_namespaces_fits_a_frame() -> None:
     node.memory.arena.close()
 
 
-def test_a_copy_that_outlived_its_lease_is_thrown_away(
+def test_get_discards_a_copy_that_took_longer_than_its_lease(
     l2_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot may have got another block meanwhile: its bytes would be served as this one."""
+    """The slot may hold another block by then, whose bytes would be served as this one's."""
     space = blocks.namespace()
     client = l2_daemon.client()
     handle = client.register(space)
@@ -1072,9 +575,9 @@ def test_a_copy_that_outlived_its_lease_is_thrown_away(
     stored = [(h, p, blocks.payload(space, h)) for h, p in zip(hashes, parents, strict=True)]
     assert all(client.put(handle, stored))
     assert len(client.get(handle, hashes, 1000)) == 2
-    # A copy that takes longer than any lease: the clock has gone on when it is done.
-    late_ns = time.monotonic_ns() + 3_600_000_000_000
-    monkeypatch.setattr("tierd.client.client.time.monotonic_ns", lambda: late_ns)
+    # A copy that takes longer than any lease: the clock has advanced when it is done.
+    expired_ns = time.monotonic_ns() + 3_600_000_000_000
+    monkeypatch.setattr("tierd.client.client.time.monotonic_ns", lambda: expired_ns)
     assert client.get(handle, hashes, 1000) == []
     monkeypatch.undo()
     assert len(client.get(handle, hashes, 1000)) == 2

@@ -1,4 +1,4 @@
-"""The daemon copies between an engine's pages and L2: with a real daemon and its copy process."""
+"""Copies between an engine's pages and L2, by a real daemon and its copy process."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tierd.client import Client
 pytestmark = [pytest.mark.slow]
 
 SLOW = '[copy]\nbandwidth_max = "1MiB"\n'
-"""A block each 30 ms: what happens in the middle of a copy can be brought about."""
+"""One block per 30 ms, so that tests can act in the middle of a copy."""
 
 CANARY = b"\xca"
 CANARY_S = 0.2
-"""How long pages are watched that nobody may write any more."""
+"""Seconds for which pages are watched that must no longer be written."""
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon for all tests that leave it alive."""
+    """A daemon shared by all tests that leave it running."""
     with DaemonProcess(tmp_path_factory.mktemp("node") / "tierd", storage="") as process:
         yield process
         assert "internal_errors_total" not in process.status()["counters"]
@@ -56,7 +56,7 @@ def engine(node: DaemonProcess) -> Iterator[PageEngine]:
 
 @pytest.fixture(scope="module")
 def slow_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon that copies slowly, for all tests that leave it alive."""
+    """A slow-copying daemon shared by all tests that leave it running."""
     with DaemonProcess(
         tmp_path_factory.mktemp("slow") / "tierd", storage="", extra=SLOW
     ) as process:
@@ -73,7 +73,7 @@ def slow(slow_node: DaemonProcess) -> Iterator[PageEngine]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A daemon with 256 slots of BLOCK_BYTES, eight a segment."""
+    """A daemon with 256 slots of BLOCK_BYTES, eight per segment."""
     with DaemonProcess(tmp_path / "tierd", storage="", capacity="8MiB") as process:
         yield process
         assert "internal_errors_total" not in process.status()["counters"]
@@ -86,7 +86,7 @@ def copy_pid(engine: PageEngine) -> int:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process stands still."""
+    """Stop a process with SIGSTOP."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -96,7 +96,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def store_new(engine: PageEngine, count: int, first: int = 1) -> list[bytes]:
-    """Hashes of new blocks that the daemon has then."""
+    """Store new blocks; returns the hashes that the daemon then holds."""
     hashes = chain(os.urandom(8), count)
     blocks = range(first, first + count)
     engine.compute(hashes, blocks)
@@ -105,7 +105,7 @@ def store_new(engine: PageEngine, count: int, first: int = 1) -> list[bytes]:
 
 
 def begin_load(engine: PageEngine, hashes: list[bytes], first: int):
-    """A lease, a copy into pages that hold a canary, and its job."""
+    """Return a lease, a copy into pages filled with a canary, and its job."""
     fill(engine, range(first, first + len(hashes)))
     begun = engine.begin_load(hashes, range(first, first + len(hashes)))
     assert begun is not None
@@ -117,38 +117,38 @@ def fill(engine: PageEngine, blocks: range) -> None:
         engine.write(block, CANARY * engine.block_bytes)
 
 
-def untouched(engine: PageEngine, blocks: range) -> None:
-    """Fill pages that nobody may write any more, and see that nobody does."""
+def assert_untouched(engine: PageEngine, blocks: range) -> None:
+    """Fill pages that must no longer be written, and assert that they stay unchanged."""
     fill(engine, blocks)
     time.sleep(CANARY_S)
     for block in blocks:
         assert engine.read(block) == CANARY * engine.block_bytes, f"block {block} was written"
 
 
-def no_leak(engine: PageEngine) -> None:
-    """Nothing is reserved or under way once the daemon has seen to all that it was told."""
+def assert_no_leak(engine: PageEngine) -> None:
+    """Assert that nothing is reserved or under way once the daemon has handled all messages."""
 
-    def still() -> bool:
+    def idle() -> bool:
         status = engine.status()
         copies = sum(process["under_way"] for process in status["copies"])
         return not copies and not status["host"]["writing_blocks"]
 
-    wait_until(still, 20, "slots or copies have leaked")
+    wait_until(idle, 20, "slots or copies have leaked")
 
 
-def served_right(client: Client, engine: PageEngine, hashes: list[bytes]) -> int:
-    """How many blocks are served, to one who reads the arena itself; all bytes compared."""
+def count_served(client: Client, engine: PageEngine, hashes: list[bytes]) -> int:
+    """Return how many blocks a reader of the arena is served; compares all bytes."""
     handle = client.register(engine.handle.namespace)
     got = client.get(handle, hashes, 2000)
     assert [bytes(x) for x in got] == [content(h, engine.block_bytes) for h in hashes[: len(got)]]
     return len(got)
 
 
-# --- what it is for ---------------------------------------------------------------------
+# --- stores and loads --------------------------------------------------------------------
 
 
-def test_what_is_stored_is_loaded(engine: PageEngine, node: DaemonProcess) -> None:
-    """A block would come back with other bytes, or not at all."""
+def test_stored_blocks_are_loaded_with_equal_bytes(engine: PageEngine, node: DaemonProcess) -> None:
+    """A block would be loaded with other bytes, or not at all."""
     before = Counter(engine.status()["counters"])
     hashes = store_new(engine, 20)
     assert engine.load(hashes, range(30, 50)) == 20
@@ -157,13 +157,13 @@ def test_what_is_stored_is_loaded(engine: PageEngine, node: DaemonProcess) -> No
     assert counted["copy_store_bytes_total"] == counted["copy_load_bytes_total"] == 20 * BLOCK_BYTES
     assert counted["copy_store_blocks_total"] == counted["copy_load_blocks_total"] == 20
     assert status["host"]["writing_blocks"] == 0
-    # Others read what the daemon has copied from the arena itself.
+    # Other clients read the copied blocks from the arena.
     with contextlib.closing(node.client()) as other:
-        assert served_right(other, engine, hashes) == 20
+        assert count_served(other, engine, hashes) == 20
 
 
-def test_an_operator_sees_the_device(engine: PageEngine, node: DaemonProcess) -> None:
-    """Whether a GPU's copies run, and at full speed, could be asked only in JSON."""
+def test_status_shows_the_copy_device(engine: PageEngine, node: DaemonProcess) -> None:
+    """Only JSON would show whether a GPU's copies run, and at full speed."""
     told = subprocess.run(
         [sys.executable, "-m", "tierd.cli.main", "status", "--socket", node.socket],
         capture_output=True,
@@ -174,7 +174,7 @@ def test_an_operator_sees_the_device(engine: PageEngine, node: DaemonProcess) ->
     assert "pinned of" in told.stdout
 
 
-def test_a_store_reads_its_pages_only_after_its_event(engine: PageEngine) -> None:
+def test_store_waits_for_its_event_before_reading_pages(engine: PageEngine) -> None:
     """A block would be stored before the GPU has computed it."""
     hashes = chain("late", 8)
     fill(engine, range(1, 9))
@@ -190,32 +190,32 @@ def test_a_store_reads_its_pages_only_after_its_event(engine: PageEngine) -> Non
     assert engine.load(hashes, range(20, 28)) == 8
 
 
-def test_an_event_that_never_happens_keeps_nobody_else_waiting(
+def test_copy_waiting_for_an_event_does_not_block_others(
     engine: PageEngine, node: DaemonProcess
 ) -> None:
-    """One engine that hangs would stop the copies of all others of its device."""
+    """One engine that hangs would stop the copies of all others on its device."""
     hashes = chain("never", 4)
     reservation, store = engine.begin_store(hashes, range(1, 5), 0, engine.event.promise())
     with PageEngine(node.socket, name="other", model="other") as other:
         other.wait_attached()
         assert other.load(store_new(other, 8), range(20, 28)) == 8
         assert not store.done
-        # Not even its own copies that wait for nothing.
+        # Nor its own copies that wait for nothing.
         assert engine.load(store_new(engine, 8, 10), range(20, 28)) == 8
         assert not store.done
     assert engine.done(store) == 0
     assert "event" in store.reason
     engine.client.abort(reservation)
-    no_leak(engine)
-    # And not the next one that waits, for what happens.
+    assert_no_leak(engine)
+    # Nor the next waiting copy, whose event occurs.
     reservation, store = engine.begin_store(hashes, range(1, 5), 0, engine.event.record())
     assert engine.done(store) == 4
     engine.client.abort(reservation)
     assert "copy_process_kills_total" not in engine.status()["counters"]
 
 
-def test_layers_come_one_after_the_other(slow_node: DaemonProcess) -> None:
-    """An engine would compute with layers that are not there yet, or wait for the last one."""
+def test_layers_are_loaded_one_after_the_other(slow_node: DaemonProcess) -> None:
+    """An engine would compute with layers that have not arrived, or wait for the last one."""
     ends = [PAGE_BYTES * (layer + 1) for layer in range(LAYERS)]
     with PageEngine(slow_node.socket, layer_ends=ends) as engine:
         engine.wait_attached()
@@ -243,7 +243,7 @@ def test_layers_come_one_after_the_other(slow_node: DaemonProcess) -> None:
 # --- ends -------------------------------------------------------------------------------
 
 
-def test_nothing_is_copied_after_a_detach(node: DaemonProcess) -> None:
+def test_detach_stops_all_copies(node: DaemonProcess) -> None:
     """An engine would free or reuse pages that are still written."""
     with PageEngine(node.socket, blocks=12, page_bytes=2 << 20) as engine:
         engine.wait_attached()
@@ -265,9 +265,9 @@ def test_nothing_is_copied_after_a_detach(node: DaemonProcess) -> None:
                         job=engine.jobs,
                     )
                 )
-            # Until the first page has come.
+            # Until the first page has arrived.
             assert engine.client.detach(engine.attachment)
-            # As soon as that is said, by the gate and by the pages.
+            # From this answer on, according to the gate and to the pages.
             for job in range(engine.jobs - 3, engine.jobs + 1):
                 assert engine.gate.call_off(job)
             assert all(load.done for load in loads)
@@ -283,7 +283,7 @@ def test_nothing_is_copied_after_a_detach(node: DaemonProcess) -> None:
         assert cut, "every load was done before the detach"
 
 
-def test_another_namespace_shares_what_was_exported(slow: PageEngine) -> None:
+def test_second_namespace_reuses_exported_memory(slow: PageEngine) -> None:
     """New weights would have all KV memory opened a second time, or none of it."""
     copier = copy_pid(slow)
     old, old_hashes = slow.attachment, store_new(slow, 4)
@@ -298,20 +298,20 @@ def test_another_namespace_shares_what_was_exported(slow: PageEngine) -> None:
     assert slow.probes == [True, True]
 
 
-def test_a_load_that_is_being_written_is_stopped_soon(slow: PageEngine) -> None:
-    """An aborted request would keep its pages until all of its blocks have come."""
+def test_cancelled_load_stops_soon(slow: PageEngine) -> None:
+    """An aborted request would keep its pages until all of its blocks have arrived."""
     hashes = store_new(slow, 20)
     lease, pending, job = begin_load(slow, hashes, 30)
     wait_until(lambda: slow.view(31, 0)[:1] != CANARY, 20, "nothing is loaded")
     slow.settle(job)
-    assert slow.read(49) == CANARY * BLOCK_BYTES, "it came to its end"
-    untouched(slow, range(30, 50))
+    assert slow.read(49) == CANARY * BLOCK_BYTES, "the load was completed"
+    assert_untouched(slow, range(30, 50))
     assert 0 < slow.done(pending) < 20
     assert pending.reason == "called off"
     slow.client.release(lease)
 
 
-def test_an_abort_waits_for_the_copy_that_fills(slow: PageEngine) -> None:
+def test_abort_waits_for_the_copy_into_its_slots(slow: PageEngine) -> None:
     """Slots would be filled with two engines' blocks at once."""
     copier = copy_pid(slow)
     with stopped(copier):
@@ -320,28 +320,28 @@ def test_an_abort_waits_for_the_copy_that_fills(slow: PageEngine) -> None:
         time.sleep(0.1)
         assert slow.status()["host"]["writing_blocks"] == 10
     assert slow.done(pending) == 10
-    no_leak(slow)
+    assert_no_leak(slow)
 
 
-def test_slots_outlive_their_session_while_they_are_filled(
+def test_slots_being_filled_outlive_their_session(
     slow: PageEngine, slow_node: DaemonProcess
 ) -> None:
-    """The copy for an engine that has gone would write into blocks of others."""
+    """A departed engine's copy would write into other blocks."""
     with PageEngine(slow_node.socket, name="gone") as gone:
         gone.wait_attached()
         with stopped(copy_pid(slow)):
             reservation, _ = gone.begin_store(chain(os.urandom(8), 10), range(1, 11))
             gone.client.close()
-            # The client keeps its socket until it hears that nobody else fills the slots.
+            # The client keeps its socket until the daemon confirms that no copy fills the slots.
             gone.client.abort(reservation)
             wait_until(
                 lambda: slow.status()["namespaces"][0]["sessions"] == 1, 10, "it does not end"
             )
             assert slow.status()["host"]["writing_blocks"] == 10
-        no_leak(slow)
+        assert_no_leak(slow)
 
 
-def test_slots_that_are_loaded_outlive_their_lease(small: DaemonProcess) -> None:
+def test_slots_being_loaded_outlive_their_lease(small: DaemonProcess) -> None:
     """An engine would get other blocks' bytes once the daemon is short of memory."""
     with PageEngine(small.socket) as engine, contextlib.closing(small.client()) as other:
         engine.wait_attached()
@@ -350,7 +350,7 @@ def test_slots_that_are_loaded_outlive_their_lease(small: DaemonProcess) -> None
         with stopped(copy_pid(engine)):
             lease, pending, _ = begin_load(engine, hashes, 20)
             engine.client.release(lease)
-            # More than the arena has, until nothing of before is left but what is held.
+            # Store more than the arena holds, until only held slots remain of the old blocks.
             for _ in range(3):
                 new = chain(os.urandom(8), 120)
                 blocks = zip(new, parents_of(new), map(content, new), strict=True)
@@ -358,11 +358,11 @@ def test_slots_that_are_loaded_outlive_their_lease(small: DaemonProcess) -> None
         assert engine.done(pending) == 8
         for at, block_hash in enumerate(hashes):
             assert engine.read(20 + at) == content(block_hash)
-        no_leak(engine)
+        assert_no_leak(engine)
 
 
-def test_memory_is_given_back_only_once_nobody_has_it_pinned(small: DaemonProcess) -> None:
-    """A device would go on writing to pages that are no longer the arena's."""
+def test_memory_is_returned_only_after_the_device_has_unpinned_it(small: DaemonProcess) -> None:
+    """A device would keep writing to pages that no longer belong to the arena."""
     with (
         PageEngine(small.socket) as engine,
         PageEngine(small.socket, name="other", model="other") as other,
@@ -377,31 +377,31 @@ def test_memory_is_given_back_only_once_nobody_has_it_pinned(small: DaemonProces
         with stopped(copy_pid(engine)):
             blocks = zip(new, parents_of(new), map(content, new), strict=True)
             assert all(other.client.put(other.handle, list(blocks)))
-            # Longer than the daemon looks for memory to be given back.
+            # Longer than the daemon's interval between attempts to return memory.
             time.sleep(1.5)
             assert arena.held_bytes() > 7 << 20
         wait_until(lambda: arena.held_bytes() < 6 << 20, 10, "memory is not given back")
         both = arena.held_bytes() + Arena(small.pid, other.handle.namespace.digest).held_bytes()
         assert both <= 8 << 20
         assert other.load(new[:50], range(1, 51)) == 50
-        # And the other way: what was hollow is filled again, and pinned again.
+        # The reverse: decommitted memory is filled and pinned again.
         other.client.close()
         hashes = store_new(engine, 50)
         wider = [store_new(engine, 50) for _ in range(4)]
         for each in (hashes, *wider):
             assert engine.load(each, range(1, 51)) == 50
-        no_leak(engine)
+        assert_no_leak(engine)
 
 
 class Arena:
-    """The segments of a namespace in a daemon, by their descriptors."""
+    """A namespace's segments in a daemon, found through its descriptors."""
 
     def __init__(self, pid: int, digest: bytes) -> None:
         self._folder = Path(f"/proc/{pid}/fd")
         self._name = f"/memfd:tierd-{digest.hex()[:12]}-"
 
     def held_bytes(self) -> int:
-        """Memory behind them, by the kernel's count."""
+        """Bytes of memory behind the segments, as counted by the kernel."""
         held = {}
         for path in self._folder.iterdir():
             if os.readlink(path).startswith(self._name):
@@ -410,13 +410,13 @@ class Arena:
         return sum(held.values())
 
 
-# --- deaths -----------------------------------------------------------------------------
+# --- crashes ----------------------------------------------------------------------------
 
 
-def test_an_engine_that_dies_is_let_go_of_though_a_child_holds_its_socket(
+def test_killed_engine_is_detached_though_its_child_holds_the_socket(
     slow: PageEngine, slow_node: DaemonProcess
 ) -> None:
-    """A new engine would not start: the memory of the dead one is still open."""
+    """A new engine would not start: the memory of the dead one would still be open."""
     copier = copy_pid(slow)
     with subprocess.Popen(
         [sys.executable, "-m", "tests.support.page_engine", slow_node.socket],
@@ -434,17 +434,17 @@ def test_an_engine_that_dies_is_let_go_of_though_a_child_holds_its_socket(
             process.kill()
             process.wait()
             wait_until(lambda: mappings(copier, inode) == 0, 10, "its memory stays open")
-            no_leak(slow)
-            assert Path(f"/proc/{child}/fd").exists(), "its child had ended, too"
+            assert_no_leak(slow)
+            assert Path(f"/proc/{child}/fd").exists(), "the child has ended as well"
         finally:
             os.kill(child, signal.SIGKILL)
     assert copy_pid(slow) == copier
 
 
-def test_a_copy_process_that_dies_costs_its_copies_only(
+def test_crashed_copy_process_costs_only_its_copies(
     slow: PageEngine, slow_node: DaemonProcess
 ) -> None:
-    """A crash of a device's driver would take L2, or the engine, with it."""
+    """A crash of a device's driver would end the daemon, or the engine."""
     loaded, stored = store_new(slow, 20), chain(os.urandom(8), 20)
     slow.compute(stored, range(1, 21))
     lease, load, job = begin_load(slow, loaded, 30)
@@ -456,10 +456,10 @@ def test_a_copy_process_that_dies_costs_its_copies_only(
     assert (load.blocks, store.blocks) == (0, 0)
     assert "signal 9" in load.reason
     assert slow.gate.call_off(job)
-    untouched(slow, range(30, 50))
+    assert_untouched(slow, range(30, 50))
     assert not any(slow.client.commit(reservation, store.blocks))
     slow.client.release(lease)
-    no_leak(slow)
+    assert_no_leak(slow)
     slow.wait(lambda: slow.attachment.ready)
     assert copy_pid(slow) != first
     assert slow.probes == [True] + [False] * (len(slow.probes) - 1)
@@ -468,10 +468,10 @@ def test_a_copy_process_that_dies_costs_its_copies_only(
     assert slow.store(stored, range(1, 21)) == 20
 
 
-def test_an_engine_that_comes_while_the_copy_process_dies_is_attached(
+def test_engine_attaching_while_the_copy_process_crashes_is_attached(
     slow: PageEngine, slow_node: DaemonProcess
 ) -> None:
-    """It would copy by itself for as long as it lives, for a crash that was another's doing."""
+    """It would copy by itself until its end, for a crash that another engine caused."""
     with stopped(copy_pid(slow)), PageEngine(slow_node.socket, name="new") as new:
         new.wait(lambda: new.client.connected and new.probes)
         new.status()
@@ -480,8 +480,8 @@ def test_an_engine_that_comes_while_the_copy_process_dies_is_attached(
         assert new.load(store_new(new, 3), range(10, 13)) == 3
 
 
-def test_a_copy_process_that_hangs_is_killed(tmp_path: Path) -> None:
-    """A device that hangs would keep slots, and the engine's copies, for ever."""
+def test_hanging_copy_process_is_killed(tmp_path: Path) -> None:
+    """A hanging device would keep slots, and the engine's copies, indefinitely."""
     with (
         DaemonProcess(
             tmp_path / "tierd", storage="", extra="[copy]\njob_timeout_ms = 500\n"
@@ -495,24 +495,24 @@ def test_a_copy_process_that_hangs_is_killed(tmp_path: Path) -> None:
         os.kill(hung, signal.SIGSTOP)
         lease, load, job = begin_load(engine, hashes, 30)
         reservation, store = engine.begin_store(chain("x", 5), range(1, 6))
-        assert served_right(other, engine, hashes) == 20
+        assert count_served(other, engine, hashes) == 20
         assert engine.done(load) == 0
         assert "took over 0.5 s" in load.reason
         assert engine.done(store) == 0
         engine.settle(job)
-        untouched(engine, range(30, 50))
+        assert_untouched(engine, range(30, 50))
         engine.client.abort(reservation)
         engine.client.release(lease)
-        no_leak(engine)
+        assert_no_leak(engine)
         engine.wait(lambda: engine.attachment.ready)
         assert engine.load(hashes, range(30, 50)) == 20
         assert engine.status()["counters"]["copy_process_kills_total"] == 1
 
 
-def test_a_load_that_a_stopped_daemon_has_not_read_is_called_off(
+def test_load_that_a_stopped_daemon_has_not_read_is_cancelled(
     engine: PageEngine, node: DaemonProcess
 ) -> None:
-    """A daemon that wakes up would write into pages that the engine uses for others."""
+    """A daemon that resumes would write into pages that the engine uses for other requests."""
     hashes = store_new(engine, 20)
     lease = engine.client.acquire([engine.handle], hashes, 2000)
     assert lease is not None
@@ -525,13 +525,13 @@ def test_a_load_that_a_stopped_daemon_has_not_read_is_called_off(
         fill(engine, range(30, 50))
     assert engine.done(pending) == 0
     assert pending.reason == "called off"
-    untouched(engine, range(30, 50))
+    assert_untouched(engine, range(30, 50))
     engine.client.release(lease)
     assert engine.load(hashes, range(30, 50)) == 20
 
 
-def test_nothing_is_written_once_the_daemon_was_killed(tmp_path: Path) -> None:
-    """An engine would wait for a daemon that is no more, or take pages that are written."""
+def test_copies_stop_when_the_daemon_is_killed(tmp_path: Path) -> None:
+    """An engine would wait for a dead daemon, or reuse pages that are still written."""
     with (
         DaemonProcess(tmp_path / "tierd", storage="", extra=SLOW) as daemon,
         PageEngine(daemon.socket) as engine,
@@ -543,11 +543,11 @@ def test_nothing_is_written_once_the_daemon_was_killed(tmp_path: Path) -> None:
         copier = copy_pid(engine)
         daemon.kill()
         engine.settle(job, 5.0)
-        assert engine.read(49) == CANARY * BLOCK_BYTES, "it was done before"
-        untouched(engine, range(30, 50))
+        assert engine.read(49) == CANARY * BLOCK_BYTES, "the load was complete before the kill"
+        assert_untouched(engine, range(30, 50))
         assert engine.done(pending) == 0
         wait_until(lambda: not Path(f"/proc/{copier}").exists(), 10, "its copy process stays")
-        # After an upgrade, say: the engine is attached again by itself.
+        # As after an upgrade: the engine attaches again by itself.
         daemon.start()
         engine.wait(lambda: engine.attachment.ready)
         assert engine.load(store_new(engine, 5), range(30, 35)) == 5

@@ -1,6 +1,6 @@
-"""What a client must not say to a daemon that copies: it costs that session, and nobody else.
+"""Invalid copy messages end only the session that sent them.
 
-With a real daemon and its copy process, and peers that say what no client of ours would.
+A real daemon with its copy process serves peers that send messages no real client would.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def witness(node: DaemonProcess) -> Iterator[PageEngine]:
-    """An engine that is to notice nothing of what others do."""
+    """An engine that other sessions' errors must not affect."""
     with PageEngine(node.socket, name="witness", model="witness") as made:
         made.wait_attached()
-        # The others' namespace has its memory, and its descriptors, from now on.
+        # From here on the peers' namespace has its memory and descriptors.
         with PageEngine(node.socket) as first:
             first.wait_attached()
             first.check_works()
         yield made
 
 
-# --- what ends a session ----------------------------------------------------------------
+# --- messages that end a session ---------------------------------------------------------
 
 
 def part_of_nothing(peer: RawPeer) -> None:
@@ -155,7 +155,7 @@ def other_namespace(peer: RawPeer) -> None:
 
 
 def filling(peer: RawPeer) -> tuple[int, int]:
-    """An attachment, and a reservation that is being filled: its copy waits for an event."""
+    """Return an attachment, and a reservation whose copy waits for an event."""
     handle, _ = peer.attached()
     counter = counter_handle(0, 0)
     peer.attach(handle, events=bytes([len(counter)]) + counter)
@@ -226,7 +226,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("say", ENDINGS, ids=[x.__name__ for x in ENDINGS])
-def test_a_wrong_message_ends_its_session_alone(
+def test_invalid_copy_message_ends_only_its_session(
     node: DaemonProcess, witness: PageEngine, say: Callable[[RawPeer], None]
 ) -> None:
     """One broken client would take the others' copies, or the daemon's descriptors."""
@@ -248,10 +248,10 @@ def test_a_wrong_message_ends_its_session_alone(
     witness.check_works()
 
 
-def test_a_client_that_leaves_at_any_time_leaves_nothing(
+def test_client_that_disconnects_at_any_point_leaks_nothing(
     node: DaemonProcess, witness: PageEngine
 ) -> None:
-    """Each engine that dies while it starts would leave its memory open for ever."""
+    """Each engine that dies while it starts would leave its memory open permanently."""
     daemon, copier = node.pid, witness.copy_pid()
     before = descriptors(daemon), descriptors(copier)
     for number in range(60):
@@ -280,10 +280,12 @@ def test_a_client_that_leaves_at_any_time_leaves_nothing(
     witness.check_works()
 
 
-# --- what is answered, with nothing copied ----------------------------------------------
+# --- answered without a copy -------------------------------------------------------------
 
 
-def test_what_is_not_there_is_not_copied(node: DaemonProcess, witness: PageEngine) -> None:
+def test_copies_of_missing_blocks_and_slots_are_refused(
+    node: DaemonProcess, witness: PageEngine
+) -> None:
     """A late or wrong LOAD or STORE would read freed slots, or write another engine's."""
     hashes = chain(os.urandom(8), 2)
     with RawPeer(node.socket) as peer, RawPeer(node.socket) as other:
@@ -308,7 +310,7 @@ def test_what_is_not_there_is_not_copied(node: DaemonProcess, witness: PageEngin
         assert peer.hear(m.Committed).blocks == 2
         peer.store(attachment, mine, [1, 2])
         assert copied() == (0, "nothing is reserved or attached")
-        # Reserved and not committed, never reserved, not there at all.
+        # Reserved and not committed, never reserved, and nonexistent slots.
         for slot in (*foreign_slots(other, theirs), 100, 0xFFFF_FFFF):
             peer.load(attachment, [slot], [1])
             assert copied() == (0, "a slot is not readable")
@@ -322,7 +324,7 @@ def test_what_is_not_there_is_not_copied(node: DaemonProcess, witness: PageEngin
         assert copied()[0] == 0
         peer.load(attachment, [], [])
         assert copied() == (0, "")
-        # As far as a number goes.
+        # The largest job number.
         peer.load(attachment, [slot], [1], job=(1 << 63) - 1)
         assert copied() == (1, "")
         peer.say(m.Detach(peer.call(), attachment + 99))
@@ -332,16 +334,14 @@ def test_what_is_not_there_is_not_copied(node: DaemonProcess, witness: PageEngin
 
 
 def foreign_slots(peer: RawPeer, handle: int) -> tuple[int, ...]:
-    """Slots that a peer has reserved and not filled."""
+    """Return slots that a peer has reserved and not filled."""
     hashes = chain(os.urandom(8), 2)
     peer.say(m.Reserve(peer.call(), handle, b"".join(hashes), bytes(64)))
     return m.unpack_slots(peer.hear(m.Reserved).slots)
 
 
-def test_a_session_has_only_so_many_copies_under_way(
-    node: DaemonProcess, witness: PageEngine
-) -> None:
-    """A client that asks without end would bury all others' copies under its own."""
+def test_copies_under_way_are_bounded_per_session(node: DaemonProcess, witness: PageEngine) -> None:
+    """A client that sends copies without end would delay all others' copies."""
     count = COPIES_MAX + 44
     with RawPeer(node.socket) as peer:
         handle, _ = peer.attached()
@@ -356,7 +356,7 @@ def test_a_session_has_only_so_many_copies_under_way(
         peer.hear(m.Committed)
         peer.say(m.Acquire(peer.call(), [handle], hashes[0], 0, 0, 0, 0))
         [slot] = m.unpack_slots(peer.hear(m.Acquired).slots)
-        # Behind an event that does not happen before all are under way.
+        # Behind an event that does not occur before all are under way.
         blocks = m.pack_slots([2])
         for job in range(count):
             load = m.Load(peer.call(), attachment, m.pack_slots([slot]), blocks, 1 << 62, job, 0, 1)

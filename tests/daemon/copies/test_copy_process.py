@@ -1,4 +1,4 @@
-"""One copy process, asked as the daemon asks it: what it has open, and what it has pinned."""
+"""A single copy process under the daemon's requests: its open and pinned memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEGMENT_BYTES = 1 << 20
 
 
 class Rig:
-    """A copy process of the host's, and memory to attach."""
+    """A copy process for the host device, and memory to attach."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -50,7 +50,7 @@ class Rig:
         self.gate_fd = make_gate()
 
     async def attach(self, number: int) -> Reply:
-        """Attach the memory; the answer."""
+        """Attach the memory; returns the answer."""
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         export = self.memory.export
         part = export.parts[0]
@@ -74,7 +74,7 @@ class Rig:
         return await answer
 
     def opened(self, name: str) -> int:
-        """How many descriptors of such a memfd the process has."""
+        """Return how many descriptors of the named memfd the process has open."""
         count = 0
         for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -82,7 +82,7 @@ class Rig:
         return count
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what the process brings about."""
+        """Wait for an effect of the process."""
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -94,7 +94,7 @@ class Rig:
 
 
 def run(test: Callable[[Rig], Coroutine[object, object, None]]) -> None:
-    """Run a test with a rig of its own."""
+    """Run a test with its own rig."""
 
     async def main() -> None:
         rig = Rig()
@@ -107,60 +107,60 @@ def run(test: Callable[[Rig], Coroutine[object, object, None]]) -> None:
     asyncio.run(main())
 
 
-def test_descriptors_of_an_attach_that_was_not_sent_are_not_another_s() -> None:
-    """When descriptors run out, the next engine would have its gate taken for its pages."""
+def test_descriptors_of_a_failed_attach_are_not_taken_for_the_next() -> None:
+    """When descriptors run out, the next engine's gate would be taken for its pages."""
 
     async def test(rig: Rig) -> None:
         assert (await rig.attach(1)).ok
-        # As far as it came with the one before.
+        # As much as the failed attach has sent.
         for _ in range(3):
             rig.process._say(0, frames.Bring(), rig.gate_fd)
         answer = await rig.attach(2)
         assert answer.ok, answer.text
-        # Each attachment has a gate, opened and mapped; the memory is open once.
+        # Each attachment has its own gate, opened and mapped; the memory is opened once.
         await rig.until(lambda: (rig.opened("gate"), rig.opened("pages")) == (4, 1))
 
     run(test)
 
 
-def test_memory_that_is_hollow_by_then_is_not_pinned_when_the_device_is_open() -> None:
-    """A device would keep pages that are no longer the arena's, and copy to and from them."""
+def test_decommitted_memory_is_not_pinned_when_the_device_opens() -> None:
+    """A device would keep pages that no longer belong to the arena, and copy to and from them."""
 
     async def test(rig: Rig) -> None:
         space = blocks.namespace(SEGMENT_BYTES // 16)
-        hollow, live = (Segment.create(space, index, 16) for index in range(2))
-        for segment in (hollow, live):
+        decommitted, committed = (Segment.create(space, index, 16) for index in range(2))
+        for segment in (decommitted, committed):
             rig.process.share(segment)
-        rig.process.unpin(hollow)
-        await rig.until(lambda: not hollow.pins)
+        rig.process.unpin(decommitted)
+        await rig.until(lambda: not decommitted.pins)
         assert (await rig.attach(1)).ok
         await rig.until(lambda: rig.process.pinning.pinned_bytes == SEGMENT_BYTES)
-        # A call that is answered after all that was to be pinned.
-        rig.process.unpin(live)
-        await rig.until(lambda: not live.pins)
+        # Answered only after all pinning is done.
+        rig.process.unpin(committed)
+        await rig.until(lambda: not committed.pins)
         assert rig.process.pinning.pinned_bytes == 0
         # Filled again, it is pinned again.
-        rig.process.share(hollow)
+        rig.process.share(decommitted)
         await rig.until(lambda: rig.process.pinning.pinned_bytes == SEGMENT_BYTES)
         rig.process.kill("the test is over")
         await rig.ended.wait()
-        assert not hollow.pins
-        for segment in (hollow, live):
+        assert not decommitted.pins
+        for segment in (decommitted, committed):
             os.close(segment.fd)
             os.close(segment.ledger.fd)
 
     run(test)
 
 
-def test_session_that_ends_while_it_is_told_of_the_end() -> None:
-    """Other engines would ask for copies of a process that is no more, until they are restarted."""
+def test_session_that_ends_during_detach_notification() -> None:
+    """Other engines would request copies from a dead process until they are restarted."""
     copies = SimpleNamespace(sessions=[], counters=Counter())
     process = SimpleNamespace(dying="it has ended", call=lambda *_: None)
     told = []
 
     def send(message: m.FromDaemon) -> None:
         told.append(message)
-        # The client has gone: that is how the session learns of it.
+        # The client has gone: the session learns of it by this call.
         session.close(lambda: None)
 
     session = SessionCopies(1, cast("CopyProcesses", copies), send)
@@ -173,8 +173,8 @@ def test_session_that_ends_while_it_is_told_of_the_end() -> None:
     assert not session.attachments
 
 
-async def test_a_bug_in_a_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for what the thread was doing would wait for ever."""
+async def test_exception_in_a_copy_thread_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of the failed thread would wait indefinitely."""
     near, far = socket.socketpair()
     process = Process(far, HOST_UUID, 0, 1.0)
     reasons: list[str] = []

@@ -1,8 +1,8 @@
-"""Copies that are given up at random moments: abort, preemption, a new attachment, a kill.
+"""Copies cancelled at random moments: aborts, preemptions, new attachments and kills.
 
-After each round no slot has leaked, what is served is what its hash names, and pages that were
-given back have not been written. With a real daemon and its copy process, whose timing differs
-each time; TIERD_RACE_ROUNDS sets how often each is tried.
+After each round no slot has leaked, served blocks match their hashes, and pages given back have not
+been written. A real daemon and copy process run, with different timing each time; TIERD_RACE_ROUNDS
+sets the number of rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROUNDS = int(os.environ.get("TIERD_RACE_ROUNDS", "1000"))
 KILLS, ATTACHMENTS = ROUNDS // 4, ROUNDS // 2
-"""Fewer, because each takes a process and an attachment, or an attachment."""
+"""Fewer rounds, because each needs a process and an attachment, or an attachment."""
 
 PAGE_BYTES = 2048
 BLOCK_BYTES = LAYERS * PAGE_BYTES
@@ -43,7 +43,7 @@ CANARY = 0xCA
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon without tiers, whose leases end soon once their engine is dead."""
+    """A daemon without tiers, whose leases expire soon after their engine's death."""
     folder = tmp_path_factory.mktemp("node") / "tierd"
     with DaemonProcess(folder, storage="lease_ttl_ms = 5000\n") as process:
         yield process
@@ -58,7 +58,7 @@ def racer(node: DaemonProcess) -> Iterator[Racer]:
 
 
 class Racer(PageEngine):
-    """An engine that gives up what it has begun."""
+    """An engine that cancels its own copies."""
 
     def __init__(self, socket: str, name: str = "racer") -> None:
         super().__init__(socket, blocks=BLOCKS, page_bytes=PAGE_BYTES, name=name)
@@ -70,7 +70,8 @@ class Racer(PageEngine):
         self.fresh = 0
 
     def some_pages(self, count: int, half: int) -> list[int]:
-        """Block 0 is the probe's; a half each round, so that the other can be watched."""
+        """Choose pages from one half per round, so that the other half can be watched. Block 0 is
+        the probe's."""
         first, last = (1, BLOCKS // 2) if half else (BLOCKS // 2, BLOCKS)
         return self.random.sample(range(first, last), count)
 
@@ -90,14 +91,14 @@ class Racer(PageEngine):
             assert self.read(block) == content(block_hash, BLOCK_BYTES), "a wrong byte was loaded"
 
     def check_served(self, hashes: list[bytes], count: int) -> None:
-        """Just so many are there, all with the right bytes."""
+        """Assert that exactly `count` blocks are served, with the right bytes."""
         got = self.client.get(self.handle, hashes, 2000)
         assert len(got) == count
         for block_hash, view in zip(hashes, got, strict=False):
             assert view == content(block_hash, BLOCK_BYTES), "a wrong byte is served"
 
     def pause(self, span_s: float) -> None:
-        """A random moment, exact to microseconds."""
+        """Pause for a random time, exact to microseconds."""
         end = time.perf_counter() + self.random.random() * span_s
         while time.perf_counter() < end:
             pass
@@ -109,7 +110,7 @@ class Racer(PageEngine):
         return begun
 
     def copy_s(self, hashes: list[bytes]) -> float:
-        """How long a load takes, from its call to its answer."""
+        """Return a load's duration, from its call to its answer."""
         times = []
         for _ in range(20):
             began = time.perf_counter()
@@ -131,20 +132,20 @@ class Racer(PageEngine):
         self.outcomes[kind] += 1
 
     def check_nothing_leaked(self) -> None:
-        def still() -> bool:
+        def idle() -> bool:
             status = self.status()
             host, copies = status["host"], status["copies"]
             return not (
                 host["writing_blocks"] or host["leases"] or any(x["under_way"] for x in copies)
             )
 
-        wait_until(still, 20, "slots, leases or copies have leaked")
+        wait_until(idle, 20, "slots, leases or copies have leaked")
         counters = self.status()["counters"]
         assert "internal_errors_total" not in counters
         assert "protocol_errors_total" not in counters
 
 
-def test_loads_that_are_called_off(racer: Racer) -> None:
+def test_cancelled_loads_do_not_write_afterwards(racer: Racer) -> None:
     """An aborted request's pages would be written after another request has got them."""
     hashes = racer.new_chain(CHAIN_BLOCKS)
     racer.compute(hashes, range(1, CHAIN_BLOCKS + 1))
@@ -169,8 +170,8 @@ def test_loads_that_are_called_off(racer: Racer) -> None:
     assert racer.outcomes["none"] > ROUNDS // 100
 
 
-def test_stores_whose_pages_are_used_anew(racer: Racer) -> None:
-    """A preempted request's blocks would be served with the bytes of the next one."""
+def test_stores_of_preempted_pages_are_cut_at_the_fence(racer: Racer) -> None:
+    """A preempted request's blocks would be served with the bytes of the next request."""
     hashes = racer.new_chain(CHAIN_BLOCKS)
     racer.compute(hashes, range(1, CHAIN_BLOCKS + 1))
     assert racer.store(hashes, range(1, CHAIN_BLOCKS + 1)) == CHAIN_BLOCKS
@@ -185,7 +186,7 @@ def test_stores_whose_pages_are_used_anew(racer: Racer) -> None:
         racer.client.poll()
         good = count
         if not pending.done:
-            # What a fence says: from this block on the pages are others' now.
+            # Like a fence: from this block on the pages belong to other requests.
             good = racer.random.randrange(count)
             racer.fill(blocks[good:])
             racer.outcomes["cut"] += 1
@@ -196,8 +197,8 @@ def test_stores_whose_pages_are_used_anew(racer: Racer) -> None:
     assert racer.outcomes["cut"] > ROUNDS // 20
 
 
-def test_attachments_that_end_while_copies_run(racer: Racer) -> None:
-    """Weights that are changed would mix two models' blocks, or have freed pages written."""
+def test_detach_while_copies_run(racer: Racer) -> None:
+    """Changed weights would mix two models' blocks, or freed pages would be written."""
     handles = [racer.handle, *(racer.client.register(x) for x in more_namespaces())]
     kept: dict[int, list[bytes]] = {}
     span_s = 0.0
@@ -246,8 +247,8 @@ def more_namespaces() -> list[Namespace]:
     return [namespace(f"m{number}", BLOCK_BYTES) for number in range(2)]
 
 
-def test_engines_that_are_killed(node: DaemonProcess, racer: Racer) -> None:
-    """A crashed engine would leave slots reserved, half a block to be served, or memory open."""
+def test_killed_engines_leak_nothing(node: DaemonProcess, racer: Racer) -> None:
+    """A crashed engine would leave slots reserved, half a block served, or memory open."""
     with Zygote(node.socket) as zygote:
         for number in range(KILLS):
             tag, pid = zygote.start()
@@ -267,7 +268,7 @@ def test_engines_that_are_killed(node: DaemonProcess, racer: Racer) -> None:
                 assert racer.store(hashes, range(1, 9)) == 8
                 assert racer.load(hashes, range(9, 17)) == 8
     assert racer.outcomes["served"] > 8 * KILLS, "all were killed before they stored more"
-    # Leases of the dead end at their time.
+    # Leases of dead engines expire.
     status = racer.status()
     [process] = status["copies"]
     wait_until(lambda: own_mappings(process["pid"]) == 1, 20, "memory of the dead stays open")
@@ -280,7 +281,7 @@ def own_mappings(pid: int) -> int:
 
 
 class Zygote:
-    """A process that forks engines, sooner than they could be started. A context manager."""
+    """A context manager of a process that forks engines, which is faster than starting them."""
 
     def __init__(self, path: str) -> None:
         self._process = subprocess.Popen(
@@ -298,7 +299,7 @@ class Zygote:
         self._process.communicate()
 
     def start(self) -> tuple[str, int]:
-        """Tag and process id of an engine that has stored its first chain, and goes on."""
+        """Return tag and process id of an engine that has stored its first chain, and continues."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._next += 1
@@ -310,17 +311,17 @@ class Zygote:
         return tag.decode(), int(pid)
 
 
-def breed(path: str) -> None:
-    """Fork an engine for each line of the input."""
+def fork_engines(path: str) -> None:
+    """Fork one engine per line of the input."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
             with contextlib.suppress(BaseException):
-                be_victim(path, f"victim-{line.strip()}")
+                run_until_killed(path, f"victim-{line.strip()}")
             os._exit(1)
 
 
-def be_victim(path: str, tag: str) -> None:
+def run_until_killed(path: str, tag: str) -> None:
     """Store and load until killed."""
     engine = Racer(path, tag)
     engine.wait_attached()
@@ -339,4 +340,4 @@ def be_victim(path: str, tag: str) -> None:
 
 
 if __name__ == "__main__":
-    breed(sys.argv[1])
+    fork_engines(sys.argv[1])

@@ -1,4 +1,7 @@
-"""What a daemon refuses to copy, and says why: with a real daemon and its copy process."""
+"""Attachments that a daemon refuses, and the reasons it gives.
+
+With a real daemon and its copy process.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 @pytest.fixture(scope="module")
 def witness(node: DaemonProcess) -> Iterator[PageEngine]:
-    """An engine that is to notice nothing of what others do."""
+    """An engine that other sessions' errors must not affect."""
     with PageEngine(node.socket, name="witness", model="witness") as made:
         made.wait_attached()
         yield made
@@ -48,7 +51,7 @@ def witness(node: DaemonProcess) -> Iterator[PageEngine]:
 
 @pytest.fixture
 def engine(node: DaemonProcess, witness: PageEngine) -> Iterator[PageEngine]:
-    """An engine that is attached, in the same session from its first to its last copy."""
+    """An attached engine, in the same session from its first to its last copy."""
     with PageEngine(node.socket) as made:
         made.wait_attached()
         before = made.client.fileno(), made.attachment.number
@@ -185,13 +188,13 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("what", "reason"), REFUSALS, ids=[x[0].__name__ for x in REFUSALS])
-def test_what_cannot_be_copied_is_refused_with_the_reason(
+def test_unsupported_attachment_is_refused_with_the_reason(
     engine: PageEngine,
     node: DaemonProcess,
     what: Callable[[PageEngine], dict[str, Any]],
     reason: str,
 ) -> None:
-    """An engine would copy the wrong memory, or nobody would know why the daemon does not copy."""
+    """An engine would copy the wrong memory, or not be told why the daemon does not copy."""
     changes = what(engine)
     copier = engine.copy_pid()
     attachment = engine.attach(**changes)
@@ -201,14 +204,14 @@ def test_what_cannot_be_copied_is_refused_with_the_reason(
     engine.client.detach(attachment)
 
 
-def test_a_process_without_a_device_does_not_stay(engine: PageEngine) -> None:
+def test_copy_process_without_a_usable_device_ends(engine: PageEngine) -> None:
     """Every GPU that a container cannot see would leave a process behind."""
     attachment = engine.attach(**no_gpu(engine))
     assert "GPU" in engine.refusal(attachment)
     engine.wait(lambda: len(engine.status()["copies"]) == 1)
 
 
-def test_a_session_has_only_so_many_attachments(engine: PageEngine) -> None:
+def test_attachments_are_bounded_per_session(engine: PageEngine) -> None:
     """An engine that forgets to detach would fill the copy process."""
     probe = engine.probe(True)
     more = [engine.attach(probe=lambda _: probe) for _ in range(ATTACHMENTS_MAX)]
@@ -224,8 +227,8 @@ def test_a_session_has_only_so_many_attachments(engine: PageEngine) -> None:
         assert engine.client.detach(attachment)
 
 
-def test_one_allocation_under_two_numbers_is_mapped_once(engine: PageEngine) -> None:
-    """What shares memory, as layers of a pool do, would cost a device's address space twice."""
+def test_allocation_exported_under_two_numbers_is_mapped_once(engine: PageEngine) -> None:
+    """Layers of a pool share memory, which would take a device's address space twice."""
     fd = os.dup(engine.memory.export.parts[0].fd)
     again = engine.memory.export._replace(parts=(Part(0, engine.memory.export.size_bytes, fd),))
     copier = engine.copy_pid()
@@ -243,10 +246,10 @@ def test_one_allocation_under_two_numbers_is_mapped_once(engine: PageEngine) -> 
     engine.check_works()
 
 
-def test_an_allocation_is_let_go_of_with_its_last_attachment(
+def test_allocation_is_unmapped_with_its_last_attachment(
     node: DaemonProcess, witness: PageEngine
 ) -> None:
-    """An engine that frees its KV would leave it in the copy process, as long as that lives."""
+    """An engine's freed KV memory would stay in the copy process until that ends."""
     with PageEngine(node.socket) as engine:
         engine.wait_attached()
         copier = engine.copy_pid()
@@ -262,8 +265,8 @@ def test_an_allocation_is_let_go_of_with_its_last_attachment(
         wait_until(lambda: descriptors(node.pid) < held[1], 10, "an export stays open")
 
 
-def test_blocks_of_tiny_pieces_are_taken(engine: PageEngine) -> None:
-    """One engine's odd layout would look like a device that hangs, and end everybody's copies."""
+def test_layout_of_many_tiny_pieces_is_accepted(engine: PageEngine) -> None:
+    """One engine's odd layout would look like a hanging device, and end everyone's copies."""
     copier = engine.copy_pid()
     handle = engine.client.register(namespace("tiny", RUNS_MAX))
     runs = tuple(Run(0, 2 * at, 1) for at in range(RUNS_MAX))

@@ -1,4 +1,4 @@
-"""Metrics and health over HTTP: what Prometheus reads, and who cannot harm the daemon by it."""
+"""Metrics and health over HTTP: their contents, and protection against slow or hostile clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLOCK_BYTES = 4096
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node that nothing runs."""
+    """A node whose tasks do not run."""
     made = Node(
         NodeOptions(
             capacity_bytes=64 << 20,
@@ -54,8 +54,8 @@ def node() -> Iterator[Node]:
     made.memory.arena.close()
 
 
-def test_every_metric_is_named_and_explained() -> None:
-    """A dashboard would guess what a number means, and in which unit it is."""
+def test_every_metric_has_a_help_text_and_a_base_unit() -> None:
+    """A dashboard's author would have to guess what a number means, and its unit."""
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
@@ -65,8 +65,8 @@ def test_every_metric_is_named_and_explained() -> None:
         assert not re.search(r"_(ms|s|mib|kb)(_total)?$", metric.name), "base units only"
 
 
-def test_the_page_names_metrics_that_there_are() -> None:
-    """An alert that was copied from the page would never fire."""
+def test_metrics_named_in_the_docs_exist() -> None:
+    """An alert copied from the page would never fire."""
     text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     section = text.partition("## What to watch")[2].partition("\n## ")[0]
     named = set(re.findall(r"tierd_[a-z_]+[a-z]", section))
@@ -74,8 +74,8 @@ def test_the_page_names_metrics_that_there_are() -> None:
     assert {name.removesuffix("_bucket") for name in named} <= {m.name for m in METRICS}
 
 
-def test_a_counter_without_a_row_is_shown(node: Node) -> None:
-    """What was added to the status last would be missing where it is looked for."""
+def test_counter_without_a_table_row_is_exported(node: Node) -> None:
+    """A counter added to the status last would be missing from the metrics."""
     node.counters["brand_new_total"] = 7
     node.counters["stored_blocks_total"] = 3
     families = read(scrape(node.status()))
@@ -85,7 +85,7 @@ def test_a_counter_without_a_row_is_shown(node: Node) -> None:
     assert families["tierd_requested_blocks_total"].value() == 0
 
 
-def test_namespaces_have_bounded_labels(node: Node) -> None:
+def test_namespace_labels_are_bounded(node: Node) -> None:
     """Engines that come and go would fill Prometheus with series."""
     spaces = [node.register(namespace(model=f"model {number}")) for number in range(60)]
     for number, space in enumerate(spaces[5:]):
@@ -101,7 +101,7 @@ def test_namespaces_have_bounded_labels(node: Node) -> None:
 
 
 @given(st.text(), st.text())
-def test_no_name_can_forge_a_line(value: str, about: str) -> None:
+def test_model_name_cannot_inject_a_metric_line(value: str, about: str) -> None:
     """An engine's model name could set any metric."""
     about += "."
     metric = Metric("tierd_x", about, lambda _: [MetricSample((("model", value),), 1.5)])
@@ -109,7 +109,7 @@ def test_no_name_can_forge_a_line(value: str, about: str) -> None:
     assert read(text)["tierd_x"].value(model=value) == 1.5
 
 
-# --- the server, by itself ----------------------------------------------------------
+# --- the server by itself -------------------------------------------------------------
 
 
 def ask(admin: Admin, path: str, method: str = "GET") -> tuple[int, str]:
@@ -119,7 +119,7 @@ def ask(admin: Admin, path: str, method: str = "GET") -> tuple[int, str]:
     return int(head.split()[1]), body.decode()
 
 
-def test_ready_and_healthy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readyz_and_healthz(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes would send engines to a daemon that does not serve, or kill one that does."""
     admin = Admin(node)
     assert ask(admin, "/readyz") == (503, "starting\n")
@@ -135,8 +135,8 @@ def test_ready_and_healthy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "31 s" in why
 
 
-def test_a_page_is_not_made_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks in a loop would take the loop's time from the engines."""
+def test_pages_are_cached_between_requests(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that requests in a loop would take the event loop's time from the engines."""
     now_s, made = 100.0, 0
 
     def slow(_: object) -> str:
@@ -171,14 +171,14 @@ def test_a_page_is_not_made_again_and_again(node: Node, monkeypatch: pytest.Monk
         ("192.0.2.1:9464", "allow_remote = true"),
     ],
 )
-def test_an_address_that_is_wrong_or_open_is_refused(listen: str, says: str) -> None:
-    """The whole network could read what the node does, by a slip of the pen."""
+def test_wrong_or_public_admin_address_is_refused(listen: str, says: str) -> None:
+    """A typo would let the whole network read what the node does."""
     with pytest.raises(ConfigError, match=re.escape(says)):
         tcp_listener(AdminConfig(listen=listen))
 
 
-def test_addresses_that_are_allowed() -> None:
-    """An operator who means it could not have it."""
+def test_allowed_admin_addresses() -> None:
+    """An operator could not use an address that is safe."""
     for listen, remote in (("127.0.0.1:0", False), ("0.0.0.0:0", True)):
         with tcp_listener(AdminConfig(listen=listen, allow_remote=remote)) as listener:
             taken = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -186,8 +186,8 @@ def test_addresses_that_are_allowed() -> None:
                 tcp_listener(AdminConfig(listen=taken))
 
 
-def test_the_configuration_of_admin() -> None:
-    """A key that is spelt wrong would leave the node without metrics, and nobody know."""
+def test_admin_configuration() -> None:
+    """A misspelt key would leave the node without metrics, unnoticed."""
     raw = {"host": {"capacity": "1GiB"}}
     assert parse({**raw}, {}).admin.listen == ""
     environ = {"TIERD_ADMIN_LISTEN": "[::1]:1", "TIERD_ADMIN_ALLOW_REMOTE": "true"}
@@ -204,7 +204,7 @@ def test_the_configuration_of_admin() -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon with a file tier, for tests that leave it as it was."""
+    """A daemon with a file tier, shared by tests that leave it unchanged."""
     directory = tmp_path_factory.mktemp("tierd")
     file = {"path": str(directory / "store"), "capacity": "64MiB", "reserve_free": "0"}
     storage = table("file", file) + ADMIN
@@ -213,14 +213,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 
 def exchange(port: int, sent: bytes) -> bytes:
-    """All that comes back for some bytes, until the daemon has closed its end."""
+    """Send bytes; returns all that comes back until the daemon closes the connection."""
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(sent)
-        return everything(sock)
+        return read_until_closed(sock)
 
 
-def everything(sock: socket.socket) -> bytes:
+def read_until_closed(sock: socket.socket) -> bytes:
     parts = []
     with contextlib.suppress(ConnectionError):
         while part := sock.recv(1 << 16):
@@ -229,8 +229,8 @@ def everything(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.slow
-def test_pages(shared: DaemonProcess) -> None:
-    """Prometheus, Kubernetes and operators would not find what they know by name."""
+def test_admin_pages(shared: DaemonProcess) -> None:
+    """Prometheus, Kubernetes and operators would not find the paths that they expect."""
     port = port_of(shared)
     assert fetch(port, "/readyz")[1] == fetch(port, "/healthz?verbose=1")[1] == "ok\n"
     response, body = fetch(port, "/v1/status")
@@ -268,7 +268,7 @@ def test_pages(shared: DaemonProcess) -> None:
         (b"GET /healthz HTTP/1.1\r\n\r\n" * 50, b"200"),
     ],
 )
-def test_garbage_is_answered_once(shared: DaemonProcess, sent: bytes, status: bytes) -> None:
+def test_malformed_http_is_answered_once(shared: DaemonProcess, sent: bytes, status: bytes) -> None:
     """A port scan, or a browser, would end the daemon or fill its log."""
     lines = shared.log.read_text().count("\n")
     reply = exchange(port_of(shared), sent)
@@ -279,33 +279,33 @@ def test_garbage_is_answered_once(shared: DaemonProcess, sent: bytes, status: by
 
 
 @pytest.mark.slow
-def test_a_request_may_come_byte_by_byte(shared: DaemonProcess) -> None:
-    """What the network splits would not be understood."""
+def test_request_sent_byte_by_byte_is_answered(shared: DaemonProcess) -> None:
+    """A request split by the network would not be understood."""
     with socket.create_connection(("127.0.0.1", port_of(shared)), WAIT_S) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n":
             sock.send(bytes([byte]))
-        # A client that has said all, and closes its half first.
+        # A client that has sent everything, and closes its half first.
         sock.shutdown(socket.SHUT_WR)
-        assert everything(sock).endswith(b"\r\n\r\nok\n")
+        assert read_until_closed(sock).endswith(b"\r\n\r\nok\n")
 
 
 @pytest.mark.slow
-def test_a_client_that_goes_on_talking(shared: DaemonProcess) -> None:
-    """It would be reset before it has read the reply, or be listened to for ever."""
+def test_client_that_keeps_sending_is_closed_after_the_reply(shared: DaemonProcess) -> None:
+    """It would be reset before it has read the reply, or be read from indefinitely."""
     with socket.create_connection(("127.0.0.1", port_of(shared)), WAIT_S) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert everything(sock).endswith(b"ok\n")
+        assert read_until_closed(sock).endswith(b"ok\n")
         for _ in range(10):
             sock.sendall(b"more")
-        # Buffers on the way hold a few MiB, and nobody takes what is behind them.
+        # Socket buffers hold a few MiB, and nothing reads what comes after.
         with pytest.raises(ConnectionError):
             sock.sendall(bytes(64 << 20))
 
 
 @pytest.mark.slow
-def test_slow_clients_hurt_nobody(shared: DaemonProcess) -> None:
-    """A few that open connections and say nothing would end scraping, or hold up engines."""
+def test_slow_http_clients_do_not_block_scrapes_or_engines(shared: DaemonProcess) -> None:
+    """A few silent connections would stop scraping, or hold up engines."""
     port = port_of(shared)
     client = shared.client()
     with contextlib.ExitStack() as opened:
@@ -315,24 +315,24 @@ def test_slow_clients_hurt_nobody(shared: DaemonProcess) -> None:
         ]
         for number, sock in enumerate(lazy):
             with contextlib.suppress(ConnectionError):
-                # Half ask and do not read, half do not even finish asking.
+                # Half send a request and read nothing, half do not finish their request.
                 sock.sendall(b"GET /v1/status HTTP/1.1\r\n" + b"\r\n" * (number % 2))
         assert "host" in client.status()
 
-        def scraped() -> bool:
+        def can_scrape() -> bool:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 return fetch(port, "/healthz")[1] == "ok\n"
             return False
 
-        wait_until(scraped, WAIT_S, "lazy clients keep their places")
+        wait_until(can_scrape, WAIT_S, "lazy clients keep their places")
         for sock in lazy:
-            everything(sock)  # Each has been closed.
+            read_until_closed(sock)  # Each has been closed.
     client.close()
 
 
 @pytest.mark.slow
-def test_a_unix_socket(tmp_path: Path) -> None:
-    """Where loopback is shared with others, metrics could not be kept from them."""
+def test_admin_serves_on_a_unix_socket(tmp_path: Path) -> None:
+    """Where loopback is shared, metrics could not be kept from other users."""
     path = tmp_path / "admin.sock"
     storage = f'[admin]\nlisten = "{path}"\n'
     with DaemonProcess(tmp_path / "tierd", capacity="16MiB", storage=storage):
@@ -341,12 +341,12 @@ def test_a_unix_socket(tmp_path: Path) -> None:
             sock.settimeout(WAIT_S)
             sock.connect(str(path))
             sock.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-            assert read(everything(sock).partition(b"\r\n\r\n")[2].decode())
+            assert read(read_until_closed(sock).partition(b"\r\n\r\n")[2].decode())
     assert not path.exists()
 
 
 def counters(families: dict[str, Family]) -> dict[tuple[object, ...], float]:
-    """All that may only grow."""
+    """All series that may only grow."""
     return {
         (name, *key): value
         for name, family in families.items()
@@ -356,10 +356,10 @@ def counters(families: dict[str, Family]) -> dict[tuple[object, ...], float]:
 
 
 @pytest.mark.slow
-def test_counters_tell_what_happens(tmp_path: Path) -> None:
+def test_counters_follow_real_traffic_and_never_decrease(tmp_path: Path) -> None:
     """A rate over a counter that goes down, or does not go up, is a wrong graph."""
     server = RedisServer(tmp_path / "redis")
-    # Written at once: what waits until it is evicted is written whenever the machine gets to it.
+    # Write through: backups on eviction would come at an unknown time.
     keys = {"write_policy": "write_through", "deadline_ms": 5000, "slow_ms": 5000, "probe_ms": 50}
     file = {"path": str(tmp_path / "store"), "capacity": "64MiB", "reserve_free": "0"}
     redis = {**server.options(), "name": 'a "b"', "timeout_ms": 5000}
@@ -372,11 +372,11 @@ def test_counters_tell_what_happens(tmp_path: Path) -> None:
     ):
         handle = client.register(space)
         for name in ("file", 'a "b"'):
-            daemon.wait_tier(name, "ready")  # What is stored before is not for them.
+            daemon.wait_tier(name, "ready")  # Blocks stored earlier are not backed up to it.
         port = port_of(daemon)
         last: dict[tuple[object, ...], float] = {}
 
-        def scraped() -> dict[str, Family]:
+        def fetch_families() -> dict[str, Family]:
             nonlocal last
             families = metrics(port)
             now = counters(families)
@@ -389,17 +389,17 @@ def test_counters_tell_what_happens(tmp_path: Path) -> None:
             hashes, parents = chain(32, number)
             blocks = [(h, p, payload(space, h)) for h, p in zip(hashes, parents, strict=True)]
             client.put(handle, blocks)
-            scraped()
+            fetch_families()
             daemon.wait_backed_up()
         assert len(client.get(handle, chain(32, 0)[0], 5000)) == 32
         daemon.wait_backed_up()
         status: dict = client.status()
 
         def caught_up() -> bool:
-            return scraped()["tierd_uptime_seconds"].value() >= float(status["uptime_s"])
+            return fetch_families()["tierd_uptime_seconds"].value() >= float(status["uptime_s"])
 
         wait_until(caught_up, WAIT_S, "the scrape stays behind the status")
-        families = scraped()
+        families = fetch_families()
         shown = families["tierd_tier_written_blocks_total"]
         for tier in status["storage"]:
             for outcome in ("stored", "present", "refused", "error"):
@@ -412,9 +412,9 @@ def test_counters_tell_what_happens(tmp_path: Path) -> None:
         moved = families["tierd_tier_moved_bytes_total"].value(tier="file", direction="read")
         assert moved == 32 * BLOCK_BYTES
 
-        # A tier goes away and comes back.
+        # A tier fails and recovers.
         def breaker(state: str) -> float:
-            return scraped()["tierd_tier_breaker_state"].value(
+            return fetch_families()["tierd_tier_breaker_state"].value(
                 tier='a "b"', direction="write", state=state
             )
 
@@ -429,7 +429,7 @@ def test_counters_tell_what_happens(tmp_path: Path) -> None:
             return breaker("open") == 1
 
         wait_until(tripped, WAIT_S, "the scrape does not show the open breaker")
-        families = scraped()
+        families = fetch_families()
         assert breaker("closed") == 0
         assert families["tierd_tier_state"].value(tier='a "b"', state="failing") == 1
         assert families["tierd_tier_state"].value(tier="file", state="ready") == 1
@@ -438,17 +438,17 @@ def test_counters_tell_what_happens(tmp_path: Path) -> None:
         )
         assert fetch(port, "/readyz")[1] == fetch(port, "/healthz")[1] == "ok\n"
         server.start()
-        # Half open until a real batch has gone well.
+        # Half open until a real batch has succeeded.
         wait_until(lambda: not tripped() and breaker("closed"), WAIT_S, "the tier is not back")
 
 
 @pytest.mark.slow
-def test_not_ready_while_stopping(tmp_path: Path) -> None:
-    """Engines would be sent to a daemon that is about to end, or a scrape miss its last words."""
+def test_readyz_fails_while_stopping(tmp_path: Path) -> None:
+    """Engines would be sent to a daemon that is about to end, or the last scrape be lost."""
     with RedisServer(tmp_path / "redis") as server:
         options = {
             **server.options(),
-            # The stop lasts until the server goes on.
+            # The stop lasts until the server continues.
             "deadline_ms": 60_000,
             "slow_ms": 60_000,
             "timeout_ms": 60_000,
@@ -461,7 +461,7 @@ def test_not_ready_while_stopping(tmp_path: Path) -> None:
             extra="drain_timeout_ms = 600000",
         )
         with daemon, contextlib.closing(daemon.client()) as client:
-            daemon.wait_tier("redis", "ready")  # It is given nothing before.
+            daemon.wait_tier("redis", "ready")  # No block is written to it before.
             server.pause()
             space = namespace(BLOCK_BYTES)
             handle = client.register(space)

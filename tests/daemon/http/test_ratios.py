@@ -1,4 +1,4 @@
-"""What STATUS and metrics show of hits: by tier, lost, of no use, and at twice the size."""
+"""Hit ratios in STATUS and metrics: by tier, lost, of no use, and at twice the capacity."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def counted(part: dict[str, object], name: str) -> object:
 
 
 async def ask(bench: Bench, hashes: list[bytes]) -> None:
-    """What a session does for an ACQUIRE."""
+    """Acquire as a session does."""
     node, spaces = bench.node, [bench.space]
     settled, lease, _ = node.acquire_now(1, spaces, hashes)
     node.learning.note(spaces, hashes, 0)
@@ -54,8 +54,8 @@ async def ask(bench: Bench, hashes: list[bytes]) -> None:
     await bench.learned()
 
 
-def test_hits_are_told_by_the_tier_that_they_came_from() -> None:
-    """An operator could not see whether the tier that is paid for brings anything."""
+def test_hits_are_counted_by_the_tier_that_served_them() -> None:
+    """An operator could not see whether a paid-for tier is useful."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8)
@@ -79,8 +79,8 @@ def test_hits_are_told_by_the_tier_that_they_came_from() -> None:
     run(test)
 
 
-def test_written_and_never_read_is_told() -> None:
-    """An operator could not see that a drive is worn for nothing."""
+def test_blocks_written_and_never_read_are_counted() -> None:
+    """An operator could not see that a drive is worn out for nothing."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8)
@@ -96,8 +96,8 @@ def test_written_and_never_read_is_told() -> None:
     run(test, config("tier"))
 
 
-def test_hits_of_an_arena_of_twice_the_size_are_told() -> None:
-    """An operator could not see whether more memory would pay."""
+def test_hit_ratio_at_twice_the_capacity_is_estimated() -> None:
+    """An operator could not see whether more memory would help."""
 
     async def test(bench: Bench) -> None:
         refuse_all(bench)
@@ -115,13 +115,13 @@ def test_hits_of_an_arena_of_twice_the_size_are_told() -> None:
         for hashes in chains:
             await ask(bench, hashes)
         status = host(bench.node.status())
-        assert status["hit_ratio_at_twice"] == 0.5, "all have left long ago"
+        assert status["hit_ratio_at_twice"] == 0.5, "all were evicted long ago"
 
     run(test, SELECTIVE, blocks_in_l2=64)
 
 
-def test_evictions_are_told_by_reason_and_hits_by_what_was_refused() -> None:
-    """An operator could not see what takes the blocks, or that the write budget is too small."""
+def test_evictions_are_counted_by_reason_and_lost_hits_by_refusal() -> None:
+    """An operator could not see why blocks are evicted, or that the write budget is too small."""
 
     async def test(bench: Bench) -> None:
         refuse_all(bench)
@@ -145,6 +145,6 @@ def test_evictions_are_told_by_reason_and_hits_by_what_was_refused() -> None:
     run(test, SELECTIVE)
 
 
-def test_the_configuration_knows_every_policy() -> None:
-    """A policy that replay recommends could not be configured."""
+def test_every_replay_policy_can_be_configured() -> None:
+    """A policy recommended by replay could not be configured."""
     assert sorted(POLICIES) == sorted(eviction.value for eviction in Eviction)

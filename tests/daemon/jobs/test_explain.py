@@ -1,4 +1,4 @@
-"""Explain: where blocks are, and the right reason why they are not where they are not."""
+"""Explain: where blocks are, and why they are missing elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierd.wire import messages as m
 
 
 async def explain(bench: Bench, hashes: Sequence[bytes], namespace: Namespace = SPACE) -> dict:
-    """The answer to an EXPLAIN."""
+    """Return the answer to an EXPLAIN."""
     body: dict = await bench.node.explainer.explain(namespace.digest, hashes)
     assert len(body["blocks"]) == len(hashes)
     m.encode(m.Explained(1, body))
@@ -37,8 +37,8 @@ async def explain(bench: Bench, hashes: Sequence[bytes], namespace: Namespace = 
     return body
 
 
-def test_where_blocks_are() -> None:
-    """Blocks would be said to be where they are not."""
+def test_explain_locates_blocks() -> None:
+    """Blocks would be reported where they are not."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -71,8 +71,8 @@ def test_where_blocks_are() -> None:
     run(test)
 
 
-def test_tiers_are_asked_for_what_no_engine_has_asked_for_yet() -> None:
-    """After a restart nothing could be explained before an engine is back."""
+def test_explain_asks_tiers_about_blocks_that_no_engine_has_requested() -> None:
+    """After a restart nothing could be explained before an engine has connected."""
 
     async def test(bench: Bench) -> None:
         other = blocks.namespace(model="other")
@@ -83,8 +83,8 @@ def test_tiers_are_asked_for_what_no_engine_has_asked_for_yet() -> None:
     run(test)
 
 
-def test_a_tier_that_does_not_answer_is_unknown() -> None:
-    """One dead server would keep an operator waiting, or be said to have nothing."""
+def test_explain_reports_a_tier_without_an_answer_as_unknown() -> None:
+    """One dead server would keep an operator waiting, or be reported as empty."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -101,8 +101,8 @@ def test_a_tier_that_does_not_answer_is_unknown() -> None:
     run(test, config("dead", deadline_ms=5000, slow_ms=5000), config("well"))
 
 
-def test_hostile_explain() -> None:
-    """A client could have the daemon look for ever, or break on a wrong length."""
+def test_explain_limits_hostile_requests() -> None:
+    """A client could make the daemon search indefinitely, or crash on a wrong length."""
 
     async def test(bench: Bench) -> None:
         sent: list[m.Message] = []
@@ -122,7 +122,7 @@ def test_hostile_explain() -> None:
         assert isinstance(sent[1], m.Explained)
         assert sent[1].call == 2
         assert len(m.encode(sent[1])) < 1 << 20
-        # And nobody is told who has gone.
+        # A session that has closed gets no answer.
         bench.raw[0].hangs = {"contains"}
         orders.explain(m.Explain(4, SPACE.digest, b"h" * 32))
         await asyncio.sleep(0.1)
@@ -137,24 +137,24 @@ def test_hostile_explain() -> None:
 # --- reasons ----------------------------------------------------------------------------
 
 
-async def why(bench: Bench, block_hash: bytes) -> list[dict]:
-    """The reasons that are given for one block."""
+async def reasons_of(bench: Bench, block_hash: bytes) -> list[dict]:
+    """Return the reasons given for one block."""
     reasons: list[dict] = (await explain(bench, [block_hash]))["blocks"][0]["why"]
     return reasons
 
 
-def only(**changes: object):
-    """The only tier of a test, which writes everything at once unless told otherwise."""
+def only_tier(**changes: object):
+    """Configure the only tier of a test; it writes everything at once by default."""
     return config("disk", **changes)
 
 
 def selective(bench: Bench, demand: float) -> None:
-    """Have the tier's policy demand so much of a block."""
+    """Set the demand of the tier's write budget."""
     bench.node.backups.queues[0].writes.budget.demand = demand
 
 
-def test_never_stored() -> None:
-    """A prompt that no engine has stored would look like one that was lost."""
+def test_explain_never_stored() -> None:
+    """A prompt that no engine has stored would look like a lost one."""
 
     async def test(bench: Bench) -> None:
         await asyncio.sleep(7)
@@ -166,52 +166,56 @@ def test_never_stored() -> None:
         assert block["why"] == [{"what": "restart", "ago_s": 7, "kept": False}, never]
         assert block["uses"] == 1
         bench.node.counters["adopted_blocks_total"] = 1
-        assert (await why(bench, asked[0]))[0] == {"what": "restart", "ago_s": 7, "kept": True}
+        assert (await reasons_of(bench, asked[0]))[0] == {
+            "what": "restart",
+            "ago_s": 7,
+            "kept": True,
+        }
         await asyncio.sleep(YOUNG_S)
-        assert await why(bench, asked[0]) == [never]
-        # What left so long ago that nobody remembers cannot be told from it.
+        assert await reasons_of(bench, asked[0]) == [never]
+        # A block evicted so long ago that its record is gone cannot be told apart.
         for number in range(40):
             bench.store(25, number)
         bench.forget()
-        assert await why(bench, asked[0]) == [{"what": "never_stored", "forgets": True}]
+        assert await reasons_of(bench, asked[0]) == [{"what": "never_stored", "forgets": True}]
 
-    run(test, only(write_policy=WritePolicy.WRITE_BACK))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_not_admitted_yet() -> None:
-    """An operator would not learn that a block has to be used once more, or when it is written."""
+def test_explain_not_admitted_yet() -> None:
+    """An operator would not learn that a block needs one more use, or when it is written."""
 
     async def test(bench: Bench) -> None:
         selective(bench, 0.2)
         [block_hash] = hashes = bench.store(1)
-        [reason] = await why(bench, block_hash)
+        [reason] = await reasons_of(bench, block_hash)
         assert reason["what"] == "not_admitted"
         assert (reason["uses"], reason["uses_min"]) == (0, 3)
         bench.node.learning.note([bench.space], hashes, 0)
         await bench.learned()
-        [reason] = await why(bench, block_hash)
+        [reason] = await reasons_of(bench, block_hash)
         assert (reason["uses"], reason["uses_min"]) == (1, 3)
         assert 0 <= reason["chance"] <= 1
         assert reason["chance_min"] == pytest.approx(0.2**0.1, abs=0.001)
 
-    run(test, only(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_uses=3))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_uses=3))
 
 
-def test_not_admitted_before_it_leaves() -> None:
+def test_explain_waiting_for_eviction_with_write_back() -> None:
     """With write_back every block would look like a lost write."""
 
     async def test(bench: Bench) -> None:
         [block_hash] = bench.store(1)
-        assert await why(bench, block_hash) == [
+        assert await reasons_of(bench, block_hash) == [
             {"what": "not_admitted", "tier": 0, "policy": "write_back"}
         ]
 
-    run(test, only(write_policy=WritePolicy.WRITE_BACK))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
 
 
 @pytest.mark.parametrize("by", Evicted)
-def test_evicted(by: Evicted) -> None:
-    """Nobody would know that memory is too small, or what took it."""
+def test_explain_evicted(by: Evicted) -> None:
+    """An operator would not learn that memory is too small, or what evicted the block."""
 
     async def test(bench: Bench) -> None:
         selective(bench, 0.9)
@@ -230,30 +234,30 @@ def test_evicted(by: Evicted) -> None:
             {"what": "evicted", "by": by.value},
             {"what": "refused_by_budget", "tier": 0, "demand": 0.9},
         ]
-        # It stays so once a request has asked for it, and nothing but that once it is back.
+        # The reason stays after a request has asked for the block, and ends once it is back.
         bench.node.learning.note([bench.space], hashes, 0)
         await bench.learned()
-        assert (await why(bench, hashes[2]))[1]["what"] == "refused_by_budget"
+        assert (await reasons_of(bench, hashes[2]))[1]["what"] == "refused_by_budget"
         selective(bench, 0.9)
         bench.store(3)
-        assert [r["what"] for r in await why(bench, hashes[2])] == ["refused_by_budget"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[2])] == ["refused_by_budget"]
 
-    run(test, only(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE))
 
 
-def test_a_full_arena_says_what_it_evicted_for() -> None:
-    """The reason would be another than that of the counters."""
+def test_explain_eviction_for_another_namespace() -> None:
+    """Explain would give another reason than the counters."""
 
     async def test(bench: Bench) -> None:
         stored = [h for number in range(20) for h in bench.store(16, number)]
-        reason = (await why(bench, next(h for h in stored if h not in bench.space.items)))[0]
+        reason = (await reasons_of(bench, next(h for h in stored if h not in bench.space.items)))[0]
         assert (reason["what"], reason["by"]) == ("evicted", "room")
 
-    run(test, only(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=0.01))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_THROUGH_SELECTIVE, write_share=0.01))
 
 
-def test_flushed() -> None:
-    """What an operator dropped would look like a fault."""
+def test_explain_flushed() -> None:
+    """A deliberate flush would look like a fault."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(2)
@@ -263,24 +267,27 @@ def test_flushed() -> None:
         work = flushes.begin("", host=True, numbers=[0])
         bench.node.spawn(lambda: flushes.run(work), "flush")
         async with flushes.tiers_alone:
-            assert (await why(bench, hashes[0]))[0] == {"what": "being_flushed"}
+            assert (await reasons_of(bench, hashes[0]))[0] == {"what": "being_flushed"}
         await work.done.wait()
         await asyncio.sleep(9)
-        reasons = await why(bench, hashes[0])
+        reasons = await reasons_of(bench, hashes[0])
         assert [reason.pop("ago_s") in range(8, 11) for reason in reasons] == [True, True]
         assert reasons == [{"what": "flushed"}, {"what": "flushed", "tier": 0}]
-        # It is not what became of a block that came later.
+        # The reason does not apply to a block stored later.
         bench.store(2)
         await bench.backed_up()
         await bench.raw[0].delete_many(bench.tiers[0].epochs.now(SPACE.digest), hashes)
         bench.forget()
-        assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[0])] == [
+            "evicted",
+            "tier_dropped",
+        ]
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_a_flush_of_another_tier() -> None:
-    """A tier that is too small would be excused by each flush of another one."""
+def test_explain_ignores_a_flush_of_another_tier() -> None:
+    """A tier that is too small would be excused by each flush of another tier."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(2)
@@ -291,14 +298,14 @@ def test_a_flush_of_another_tier() -> None:
         bench.node.spawn(lambda: flushes.run(work), "flush")
         await work.done.wait()
         await bench.raw[0].delete_many(SCOPE, hashes)
-        reasons = await why(bench, hashes[0])
+        reasons = await reasons_of(bench, hashes[0])
         assert [(r["what"], r["tier"]) for r in reasons] == [("tier_dropped", 0), ("flushed", 1)]
 
     run(test, config("small"), config("flushed"))
 
 
-def test_checksum_failed() -> None:
-    """A disk that rots would cost hits, and nobody would look at it."""
+def test_explain_checksum_failed() -> None:
+    """A failing disk would cost hits without being noticed."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(3)
@@ -307,27 +314,27 @@ def test_checksum_failed() -> None:
         damage(bench.raw[0], hashes[1])
         assert await bench.acquire(hashes) == 1
         await asyncio.sleep(60)
-        reasons = await why(bench, hashes[1])
+        reasons = await reasons_of(bench, hashes[1])
         assert reasons[0]["what"] == "evicted"
         assert reasons[1].pop("ago_s") in range(59, 62)
         assert reasons[1:] == [{"what": "checksum_failed", "tier": 0}]
-        # Of L2 as well; and it is over once the block is there again.
+        # In L2 as well; the reason ends once the block is there again.
         slot = bench.space.items[hashes[0]]
         bench.node.memory.drop(bench.space, [slot])
-        [reason] = await why(bench, hashes[0])
+        [reason] = await reasons_of(bench, hashes[0])
         assert reason == {"what": "checksum_failed", "ago_s": reason["ago_s"]}
         bench.store(3)
         await bench.backed_up()
-        assert await why(bench, hashes[1]) == []
+        assert await reasons_of(bench, hashes[1]) == []
         await asyncio.sleep(5)
         await bench.raw[0].delete_many(SCOPE, hashes)
-        assert [r["what"] for r in await why(bench, hashes[1])] == ["tier_dropped"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[1])] == ["tier_dropped"]
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_breaker_open() -> None:
-    """During an outage blocks would be said to be lost."""
+def test_explain_breaker_open() -> None:
+    """During an outage blocks would be reported as lost."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(2)
@@ -343,14 +350,14 @@ def test_breaker_open() -> None:
         assert tier["circuits"]["reads"]["state"] == "open"
         assert "no answer within" in tier["circuits"]["reads"]["why"]
         assert tier["circuits"]["reads"]["since_s"] > 0
-        # It has nothing to do with what the tier is known not to have.
+        # It does not apply to blocks that the tier is known to lack.
         bench.node.backups.queues[0].writes.missed.add(SPACE.digest, hashes[:1], Miss.FULL)
-        assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[0])] == ["evicted"]
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_a_tier_that_is_not_open_or_does_not_answer() -> None:
+def test_explain_tier_not_open_or_not_answering() -> None:
     """A wrong password would look like an empty tier."""
 
     async def test(bench: Bench) -> None:
@@ -361,7 +368,7 @@ def test_a_tier_that_is_not_open_or_does_not_answer() -> None:
         await asyncio.sleep(0.1)
         bench.raw[0].hangs = set()
         bench.raw[0].plan = FaultPlan({InjectedFault.FAIL_CALL: 1.0})
-        assert (await why(bench, b"h" * 32))[0] == {"what": "no_answer", "tier": 0}
+        assert (await reasons_of(bench, b"h" * 32))[0] == {"what": "no_answer", "tier": 0}
 
     away = Tier()
     away.open_errors = [BackendError("wrong password")] * 1000
@@ -369,8 +376,8 @@ def test_a_tier_that_is_not_open_or_does_not_answer() -> None:
     run(test, *configs, raw=[Tier(), away])
 
 
-def test_deadline_missed() -> None:
-    """A tier that is merely slow would look like one that has nothing."""
+def test_explain_deadline_missed() -> None:
+    """A slow tier would look like an empty one."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -385,7 +392,7 @@ def test_deadline_missed() -> None:
         assert block["tiers"] == [0]
         assert block["why"][0]["what"] == "deadline_missed"
         assert block["why"][0]["ago_s"] in range(4, 7)
-        assert [r["what"] for r in await why(bench, nobodys)] == ["restart", "never_stored"]
+        assert [r["what"] for r in await reasons_of(bench, nobodys)] == ["restart", "never_stored"]
         # Or the engine did not wait for it.
         patience = Patience()
         patience.end()
@@ -393,18 +400,18 @@ def test_deadline_missed() -> None:
         end_ns = bench.loop.now_ns + 10**10
         await bench.node.acquire(1, [bench.space], hashes, end_ns, patience=patience)
         bench.raw[0].takes_s = 0.0
-        assert (await why(bench, hashes[0]))[0]["ago_s"] < 2
+        assert (await reasons_of(bench, hashes[0]))[0]["ago_s"] < 2
         # Until a request has got it.
         assert await bench.acquire(hashes) == 4
-        assert await why(bench, hashes[0]) == []
+        assert await reasons_of(bench, hashes[0]) == []
         await asyncio.sleep(2)
         bench.forget()
-        assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[0])] == ["evicted"]
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_not_worth() -> None:
+def test_explain_load_not_worth_it() -> None:
     """Loads that are refused on purpose would look like a fault."""
 
     async def test(bench: Bench) -> None:
@@ -420,34 +427,34 @@ def test_not_worth() -> None:
         )
         assert lease is None
         bench.raw[0].takes_s = 0.0
-        assert [r["what"] for r in await why(bench, hashes[3])] == ["not_worth", "evicted"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[3])] == ["not_worth", "evicted"]
 
-    run(test, only(slow_ms=60_000, deadline_ms=60_000))
+    run(test, only_tier(slow_ms=60_000, deadline_ms=60_000))
 
 
-def test_skipped_and_waiting() -> None:
-    """A tier that is too slow to be written to, or fails, would look like a choice."""
+def test_explain_backup_skipped_or_waiting() -> None:
+    """A tier too slow to be written to, or one that fails, would look like a choice."""
 
     async def test(bench: Bench) -> None:
         raw = bench.raw[0]
         raw.takes_s = 1.0
         first = bench.store(4, "first")
         second = bench.store(4, "second")
-        assert await why(bench, first[0]) == [{"what": "waiting", "tier": 0}]
-        assert await why(bench, second[3]) == [{"what": "skipped", "tier": 0, "by": "full"}]
+        assert await reasons_of(bench, first[0]) == [{"what": "waiting", "tier": 0}]
+        assert await reasons_of(bench, second[3]) == [{"what": "skipped", "tier": 0, "by": "full"}]
         await bench.backed_up()
         raw.takes_s, raw.hangs = 0.0, {"put"}
         third = bench.store(4, "third")
         await bench.backed_up()
-        assert await why(bench, third[0]) == [{"what": "skipped", "tier": 0, "by": "failed"}]
+        assert await reasons_of(bench, third[0]) == [{"what": "skipped", "tier": 0, "by": "failed"}]
         assert not bench.tiers[0].writes_allowed
         fourth = bench.store(4, "fourth")
-        assert await why(bench, fourth[0]) == [{"what": "skipped", "tier": 0, "by": "away"}]
+        assert await reasons_of(bench, fourth[0]) == [{"what": "skipped", "tier": 0, "by": "away"}]
 
-    run(test, only(write_queue=4 * PAGE))
+    run(test, only_tier(write_queue=4 * PAGE))
 
 
-def test_tier_dropped() -> None:
+def test_explain_dropped_by_the_tier() -> None:
     """A tier that is too small would look like a write that never happened."""
 
     async def test(bench: Bench) -> None:
@@ -456,14 +463,14 @@ def test_tier_dropped() -> None:
         await asyncio.sleep(10)
         await bench.raw[0].delete_many(SCOPE, hashes)
         dropped = {"what": "tier_dropped", "tier": 0}
-        [reason] = await why(bench, hashes[0])  # L2 has it still.
+        [reason] = await reasons_of(bench, hashes[0])  # L2 still has it.
         assert reason.pop("had_s") in range(9, 12)
         assert reason == dropped
         bench.forget()
-        evicted, reason = await why(bench, hashes[0])
+        evicted, reason = await reasons_of(bench, hashes[0])
         assert evicted["what"] == "evicted"
         assert {**dropped, "had_s": reason["had_s"]} == reason
-        # What another life has written as well, once it has come from there.
+        # A block that another incarnation wrote counts as well, once it was read from the tier.
         bench.store(3)
         await bench.backed_up()
         bench.forget()
@@ -471,13 +478,13 @@ def test_tier_dropped() -> None:
         assert await bench.acquire(hashes) == 3
         await bench.raw[0].delete_many(SCOPE, hashes)
         bench.forget()
-        assert (await why(bench, hashes[0]))[1]["what"] == "tier_dropped"
+        assert (await reasons_of(bench, hashes[0]))[1]["what"] == "tier_dropped"
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_leaving_and_dropped() -> None:
-    """What is still there for whoever asks would be missing, or what is gone would be there."""
+def test_explain_evicting_and_dropped() -> None:
+    """A block that can still be served would be reported missing, or a dropped one present."""
 
     async def test(bench: Bench) -> None:
         bench.raw[0].hangs = {"put"}
@@ -492,11 +499,11 @@ def test_leaving_and_dropped() -> None:
         assert [block["host"] for block in body["blocks"]] == ["leaving", ""]
         await bench.backed_up()
 
-    run(test, only(write_policy=WritePolicy.WRITE_BACK))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_a_tier_that_is_not_filled_from_below() -> None:
-    """A tier that is left out on purpose would be said to have dropped its blocks."""
+def test_explain_tier_not_filled_by_promotions() -> None:
+    """A tier left out on purpose would be reported to have dropped its blocks."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(2)
@@ -505,15 +512,15 @@ def test_a_tier_that_is_not_filled_from_below() -> None:
         bench.node.backups.queues[0].history._records.records.clear()
         bench.forget()
         assert await bench.acquire(hashes) == 2
-        assert await why(bench, hashes[0]) == [
+        assert await reasons_of(bench, hashes[0]) == [
             {"what": "not_admitted", "tier": 0, "policy": "fill_from_lower"}
         ]
 
     run(test, config("upper", fill_from_lower=False), config("lower"))
 
 
-def test_what_was_flushed_is_not_what_more_memory_would_have_kept() -> None:
-    """After each flush `hit_ratio_at_twice` would ask for more memory than is of use."""
+def test_flushed_blocks_do_not_count_as_hits_at_twice_the_capacity() -> None:
+    """After each flush `hit_ratio_at_twice` would ask for memory that does not help."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -523,11 +530,11 @@ def test_what_was_flushed_is_not_what_more_memory_would_have_kept() -> None:
         bench.forget()
         assert bench.space.twice(hashes) == 2
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_a_block_that_the_tier_had_already() -> None:
-    """What another node wrote into a shared tier, and it dropped, would have no reason."""
+def test_explain_dropped_block_that_another_node_wrote() -> None:
+    """A shared tier's dropped block would have no reason if another node had written it."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(1)
@@ -535,17 +542,20 @@ def test_a_block_that_the_tier_had_already() -> None:
         queue = bench.node.backups.queues[0]
         queue.history._records.records.clear()
         bench.node.backups.note_lost(bench.space, list(bench.space.items.values()), queue.bit)
-        bench.store(1)  # As an engine does that has the prompt again: the tier says PRESENT.
+        bench.store(1)  # Like an engine that computes the prompt again: the tier answers PRESENT.
         await bench.backed_up()
         await bench.raw[0].delete_many(SCOPE, hashes)
         bench.forget()
-        assert [r["what"] for r in await why(bench, hashes[0])] == ["evicted", "tier_dropped"]
+        assert [r["what"] for r in await reasons_of(bench, hashes[0])] == [
+            "evicted",
+            "tier_dropped",
+        ]
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_other_namespace() -> None:
-    """After a change of model or version nobody would see why all is cold."""
+def test_explain_block_of_another_namespace() -> None:
+    """After a change of model or version the reason for a cold cache would be hidden."""
 
     async def test(bench: Bench) -> None:
         near = bench.node.register(blocks.namespace(PAGE, weights="rev-2"))
@@ -567,25 +577,26 @@ def test_other_namespace() -> None:
                 "differs": {"weights": ["rev-1", "rev-3"], "kv_dtype": ["float32", "fp8"]},
             },
         ]
-        assert bench.raw[0].calls("contains") == 3  # Of another root it cannot have them.
-        first, second, nobody = [block["why"] for block in body["blocks"]]
+        # A namespace with another hash root cannot have them.
+        assert bench.raw[0].calls("contains") == 3
+        first, second, third = [block["why"] for block in body["blocks"]]
         assert first[:2] == [
             {"what": "other_namespace", "other": 0, "in": ["host", 0]},
             {"what": "other_namespace", "other": 1, "in": ["host", 0]},
         ]
         assert second[0] == {"what": "other_namespace", "other": 1, "in": ["host", 0]}
-        assert nobody[0]["what"] == "restart"
-        # A tier alone is enough, also where the one that is asked for is not known.
+        assert third[0]["what"] == "restart"
+        # A tier alone is enough, even if the requested namespace is unknown.
         bench.forget()
         body = await explain(bench, hashes, blocks.namespace(PAGE, weights="rev-9"))
         assert not body["known"]
         assert body["blocks"][1]["why"][0] == {"what": "other_namespace", "other": 0, "in": [0]}
         assert body["others"][0]["differs"] is None
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_not_all_other_namespaces_are_looked_at() -> None:
+def test_explain_searches_a_bounded_number_of_namespaces() -> None:
     """On a node of a thousand namespaces one question would keep the tiers busy."""
 
     async def test(bench: Bench) -> None:
@@ -594,11 +605,11 @@ def test_not_all_other_namespaces_are_looked_at() -> None:
         await explain(bench, [b"n" * 32])
         assert bench.raw[0].calls("contains") == 1 + OTHERS_MAX
 
-    run(test, only())
+    run(test, only_tier())
 
 
-def test_not_proven_yet() -> None:
-    """After a restart with memory kept, tiers would seem to be left out."""
+def test_explain_unverified_block() -> None:
+    """After a restart with kept memory, tiers would seem to be left out."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(1)
@@ -607,11 +618,11 @@ def test_not_proven_yet() -> None:
         [block] = (await explain(bench, hashes))["blocks"]
         assert (block["host"], block["why"]) == ("unproven", [{"what": "waiting", "tier": 0}])
 
-    run(test, only(write_policy=WritePolicy.WRITE_BACK))
+    run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_what_requests_did_not_get_is_bounded() -> None:
-    """A day of slow reads would take all of the daemon's memory."""
+def test_record_of_unserved_requests_is_bounded() -> None:
+    """A day of slow reads would use up the daemon's memory."""
     unserveds = Unserveds()
     digest, hashes = b"d" * 16, [b"h" * 32] * 1000
     for number in range(100):
@@ -620,6 +631,6 @@ def test_what_requests_did_not_get_is_bounded() -> None:
     assert kept == [*range(99, 99 - BLOCKS_MAX // 1000, -1)]
     assert not list(unserveds.latest(Why.LATE, b"o" * 16))
     assert not list(unserveds.latest(Why.NOT_WORTH, digest))
-    # One that is larger than the bound is the only one.
+    # A request larger than the bound is kept alone.
     unserveds.note(Unserved(Why.LATE, 100, frozenset([digest]), [b"h" * 32] * (BLOCKS_MAX + 1)))
     assert [note.at_s for note in unserveds.latest(Why.LATE, digest)] == [100]

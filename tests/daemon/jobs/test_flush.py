@@ -1,16 +1,12 @@
-"""Flush: nothing that was there before is served afterwards, by L2 or any tier."""
+"""Flush: no block from before it is served afterwards, by L2 or any tier."""
 
 from __future__ import annotations
 
 import asyncio
-import io
-import json
-import sys
 
 import pytest
 
 from tests.support import blocks
-from tests.support.daemon_process import DaemonProcess
 from tests.support.tiers.bench import SPACE, Bench, Tier, config, key, run
 from tests.support.tiers.flushing import OTHER, SlowTier, begin, flush, now, until
 from tierd.backend import (
@@ -21,8 +17,6 @@ from tierd.backend import (
     checksum,
     pack_header,
 )
-from tierd.cli.flush import _matches_nothing
-from tierd.cli.main import main
 from tierd.config import WritePolicy
 from tierd.daemon.jobs import flush as flush_module
 from tierd.daemon.session.orders import Orders
@@ -38,15 +32,15 @@ NS = 10**9
 def plant(
     raw: Tier, namespace: Namespace, block_hash: bytes, where: BlockKey | None = None
 ) -> None:
-    """A block that another node has written."""
+    """Store a block as another node would."""
     payload = blocks.payload(namespace, block_hash)
     where = where or key(block_hash, namespace)
     header = pack_header(BlockHeader(where, blocks.ROOT, len(payload), checksum(payload)))
     raw.blocks[where] = StoredBlock(header, payload)
 
 
-async def told_of(bench: Bench) -> list[dict[str, object]]:
-    """What a flush of everything says of the tiers."""
+async def flush_tiers(bench: Bench) -> list[dict[str, object]]:
+    """Flush everything; returns the tiers' part of the status."""
     status = (await flush(bench)).status()
     assert status["complete"]
     tiers = status["tiers"]
@@ -54,14 +48,14 @@ async def told_of(bench: Bench) -> list[dict[str, object]]:
     return tiers
 
 
-def test_nothing_is_served_again_and_the_counts_are_right() -> None:
-    """A flush would report success, and what it cleared would be served again (34)."""
+def test_flushed_blocks_are_not_served_and_the_counts_are_right() -> None:
+    """A flush would report success, and the cleared blocks would be served again (34)."""
 
     async def test(bench: Bench) -> None:
         first, second = bench.store(20), bench.store(10, "second")
         await bench.backed_up()
         bench.forget()
-        assert await bench.acquire(second) == 10  # In L2 once more, and in both tiers.
+        assert await bench.acquire(second) == 10  # In L2 again, and in both tiers.
         work = await flush(bench)
         assert work.status() == {
             "complete": True,
@@ -86,7 +80,7 @@ def test_nothing_is_served_again_and_the_counts_are_right() -> None:
         assert not bench.raw[0].blocks
         assert not bench.raw[1].blocks
         bench.check_nothing_is_left()
-        # And all goes on as before.
+        # The node goes on as before.
         bench.store(20)
         await bench.backed_up()
         bench.forget()
@@ -95,8 +89,8 @@ def test_nothing_is_served_again_and_the_counts_are_right() -> None:
     run(test)
 
 
-def test_another_namespace_stays() -> None:
-    """Flushing one model would cost every other one its cache."""
+def test_flush_of_one_namespace_keeps_the_others() -> None:
+    """Flushing one model would cost every other model its cache."""
 
     async def test(bench: Bench) -> None:
         other = bench.node.register(OTHER)
@@ -113,8 +107,8 @@ def test_another_namespace_stays() -> None:
     run(test)
 
 
-def test_a_namespace_that_only_a_tier_knows() -> None:
-    """After a restart, what no engine has asked for yet would outlive a flush."""
+def test_flush_of_a_namespace_known_only_to_a_tier() -> None:
+    """After a restart, a namespace that no engine has used yet would outlive a flush."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(10)
@@ -133,7 +127,7 @@ def test_a_namespace_that_only_a_tier_knows() -> None:
     run(test)
 
 
-def test_a_promotion_under_way_is_not_published() -> None:
+def test_promotion_under_way_is_not_published_after_a_flush() -> None:
     """A slow read that ends after the flush would put a flushed block back (11)."""
 
     raw = SlowTier()
@@ -146,18 +140,18 @@ def test_a_promotion_under_way_is_not_published() -> None:
         acquire = asyncio.create_task(bench.acquire(hashes, 8.0))
         await until(lambda: raw.calls("get") >= 1)
         raw.late_s = 0.0
-        again = asyncio.create_task(bench.acquire(hashes, 8.0))  # It joins what is under way.
+        again = asyncio.create_task(bench.acquire(hashes, 8.0))  # It joins the read under way.
         await asyncio.sleep(0)
         work = await flush(bench)
         assert work.status()["complete"]
-        assert bench.node.promotions.under_way  # It still reads.
+        assert bench.node.promotions.under_way  # The read is still under way.
         assert len(raw.blocks) == 0
         new = bench.store(4, "new")
         assert await bench.acquire(new) == 4
         assert await acquire == await again == 0
         await until(lambda: not bench.node.promotions.under_way)
         assert await bench.acquire(hashes) == 0
-        # The second batch of each had not begun, and the tier below was not asked.
+        # Neither read's second batch had begun, and the lower tier was not asked.
         assert raw.calls("get") == 1
         assert bench.raw[1].calls("get") == 0
         await bench.backed_up()
@@ -173,8 +167,8 @@ def test_a_promotion_under_way_is_not_published() -> None:
     )
 
 
-def test_nobody_joins_a_promotion_that_has_become_void() -> None:
-    """What an engine stores after a flush would not be had while an old read still hangs."""
+def test_acquire_does_not_join_a_promotion_from_before_the_flush() -> None:
+    """Blocks stored after a flush would miss while an old read still hangs."""
     raw = SlowTier()
 
     async def test(bench: Bench) -> None:
@@ -198,8 +192,8 @@ def test_nobody_joins_a_promotion_that_has_become_void() -> None:
     run(test, config("tier"), raw=[raw])
 
 
-def test_nothing_is_brought_while_it_goes_on() -> None:
-    """A request during a flush would bring what the tier has not dropped yet."""
+def test_nothing_is_promoted_during_a_flush() -> None:
+    """A request during a flush would promote blocks that the tier has not dropped yet."""
 
     raw = SlowTier()
 
@@ -220,8 +214,8 @@ def test_nothing_is_brought_while_it_goes_on() -> None:
     run(test, raw=[raw])
 
 
-def test_backups_queued_and_in_flight() -> None:
-    """A block that waited to be written, or was just being written, would be in the tier again."""
+def test_flush_drops_queued_and_running_backups() -> None:
+    """A block queued for backup, or just being written, would be in the tier again."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -231,7 +225,7 @@ def test_backups_queued_and_in_flight() -> None:
         await until(lambda: queue.waiting and queue.writing)
         work = await flush(bench)
         assert work.status()["complete"]
-        assert work.tiers[0].blocks == 32  # Those that were in flight.
+        assert work.tiers[0].blocks == 32  # The blocks that were in flight.
         assert raw.calls("put") == 1
         assert not raw.blocks
         assert not bench.node.backlog()
@@ -242,7 +236,7 @@ def test_backups_queued_and_in_flight() -> None:
     run(test, config("tier", write_batches=1), blocks_in_l2=1024)
 
 
-def test_blocks_that_wait_for_a_checksum() -> None:
+def test_flush_drops_blocks_that_wait_for_a_checksum() -> None:
     """A block whose checksum was being computed would be written after the flush."""
 
     async def test(bench: Bench) -> None:
@@ -259,8 +253,8 @@ def test_blocks_that_wait_for_a_checksum() -> None:
     run(test, config("tier"))
 
 
-def test_what_is_stored_meanwhile_stays_and_reaches_the_tiers() -> None:
-    """What an engine stores during a long flush would be lost, or never be backed up."""
+def test_blocks_stored_during_a_flush_are_kept_and_backed_up() -> None:
+    """Blocks that an engine stores during a long flush would be lost, or never backed up."""
 
     raw = SlowTier()
 
@@ -284,8 +278,8 @@ def test_what_is_stored_meanwhile_stays_and_reaches_the_tiers() -> None:
     run(test, raw=[raw], blocks_in_l2=1024)
 
 
-def test_leases_keep_their_bytes_and_are_given_to_nobody_else() -> None:
-    """A flush would pull slots from under an engine, or hand a leased block out again."""
+def test_leased_slots_are_not_reused_after_a_flush() -> None:
+    """A flush would take slots from an engine that reads them, or reuse a leased slot."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(10)
@@ -296,7 +290,7 @@ def test_leases_keep_their_bytes_and_are_given_to_nobody_else() -> None:
         work = await flush(bench)
         assert work.status()["host"] == {"flushed": True, "blocks": 10, "leased": 10}
         assert await bench.acquire(hashes) == 0
-        # The arena is filled anew, and yet nobody writes to what is leased.
+        # The arena is filled again, and no leased slot is overwritten.
         for number in range(40):
             bench.store(20, f"fill {number}")
         for block_hash, slot in zip(hashes, lease.parts[0][1], strict=True):
@@ -308,7 +302,7 @@ def test_leases_keep_their_bytes_and_are_given_to_nobody_else() -> None:
     run(test)
 
 
-def test_a_waiting_request_does_not_get_what_it_held() -> None:
+def test_acquire_waiting_during_a_flush_gets_no_flushed_block() -> None:
     """An ACQUIRE that waits for a tier during the flush would be answered with old blocks."""
 
     async def test(bench: Bench) -> None:
@@ -329,8 +323,8 @@ def test_a_waiting_request_does_not_get_what_it_held() -> None:
     run(test, config("tier"))
 
 
-def test_write_back_does_not_write_what_leaves() -> None:
-    """What was leaving L2 for a tier would be served again, from there or from L2."""
+def test_flush_cancels_write_back_of_evicting_blocks() -> None:
+    """Evicting blocks would be served again, from the tier or from L2."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -350,8 +344,8 @@ def test_write_back_does_not_write_what_leaves() -> None:
     run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_what_was_leaving_cannot_stay_after_all() -> None:
-    """A block that was being written as it left L2, and is asked for, would be in L2 again."""
+def test_evicting_block_is_not_revived_during_a_flush() -> None:
+    """An evicting block that is being written and is requested would be in L2 again."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -371,20 +365,20 @@ def test_what_was_leaving_cannot_stay_after_all() -> None:
     run(test, config("tier", write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_a_tier_that_is_away_is_named() -> None:
-    """A flush would be called done while a tier still serves what it has."""
+def test_flush_names_a_tier_that_is_unavailable() -> None:
+    """A flush would be called complete while a tier still serves its blocks."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(10)
         await bench.backed_up()
-        bench.raw[1]._opened = False  # Every call raises BackendError from now on.
+        bench.raw[1]._opened = False  # Every call raises BackendError from here on.
         work = await flush(bench)
         status = work.status()
         assert not status["complete"]
         assert [tier.final for tier in work.tiers] == [True, False]
         assert "not open" in work.tiers[1].why
         bench.raw[1]._opened = True
-        assert await bench.acquire(hashes) == 10  # So the warning was right.
+        assert await bench.acquire(hashes) == 10  # The warning was right.
         work = await flush(bench)
         assert work.status()["complete"]
         assert await bench.acquire(hashes) == 0
@@ -392,7 +386,7 @@ def test_a_tier_that_is_away_is_named() -> None:
     run(test)
 
 
-def test_a_tier_that_fails_for_a_moment() -> None:
+def test_flush_retries_failed_deletes_and_reports_leftovers() -> None:
     """One failed call of many would leave blocks behind."""
 
     raw = SlowTier()
@@ -409,16 +403,20 @@ def test_a_tier_that_fails_for_a_moment() -> None:
         raw.delete_fails = 1000
         again = bench.store(10, "again")
         await bench.backed_up()
-        (told,) = await told_of(bench)
-        assert (told["final"], told["left"], told["garbage"]) == (True, 10, "the disk is on fire")
+        (output,) = await flush_tiers(bench)
+        assert (output["final"], output["left"], output["garbage"]) == (
+            True,
+            10,
+            "the disk is on fire",
+        )
         assert len(raw.blocks) == 10
         assert await bench.acquire(again) == 0
 
     run(test, raw=[raw], blocks_in_l2=1024)
 
 
-def test_only_a_tier() -> None:
-    """A tier that is to be emptied would keep blocks, or L2 would think that it has them."""
+def test_flush_of_one_tier_keeps_host_memory_and_other_tiers() -> None:
+    """The tier would keep blocks, or L2 would take its blocks for already backed up."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(20)
@@ -428,7 +426,7 @@ def test_only_a_tier() -> None:
         assert not bench.raw[0].blocks
         assert len(bench.raw[1].blocks) == 20
         assert await bench.acquire(hashes) == 20
-        # An engine that presents them again has them written again.
+        # Blocks that an engine stores again are written again.
         bench.store(20)
         await bench.backed_up()
         assert len(bench.raw[0].blocks) == 20
@@ -437,8 +435,8 @@ def test_only_a_tier() -> None:
     run(test)
 
 
-def test_what_was_read_or_written_across_a_flush_counts_for_nothing() -> None:
-    """A read, or a write, that a flush overtakes would be taken for one of after it."""
+def test_reads_and_writes_across_a_flush_fail() -> None:
+    """A read or write that started before a flush would be taken for a later one."""
     raw = SlowTier()
 
     async def test(bench: Bench) -> None:
@@ -462,8 +460,8 @@ def test_what_was_read_or_written_across_a_flush_counts_for_nothing() -> None:
     run(test, config("tier"), raw=[raw])
 
 
-def test_a_tier_that_does_not_keep_the_mark() -> None:
-    """A disk that forgets the mark would serve again what a flush called gone."""
+def test_flush_is_incomplete_when_a_tier_loses_its_mark() -> None:
+    """A disk that loses the mark would serve flushed blocks again."""
 
     class Forgetful(Tier):
         async def add_mark(self, mark: str) -> None:
@@ -479,9 +477,9 @@ def test_a_tier_that_does_not_keep_the_mark() -> None:
     run(test, config("tier"), raw=[Forgetful()])
 
 
-def killed_after(steps: int) -> tuple[bool, bool, int]:
-    """A daemon killed so many turns of the loop into a flush: whether that was complete, whether it
-    had ended, and how many blocks the next daemon serves."""
+def kill_after(steps: int) -> tuple[bool, bool, int]:
+    """Kill a daemon `steps` steps of the loop into a flush; returns whether the flush was complete,
+    whether it had ended, and how many blocks the next daemon serves."""
     keeper, raw = Keeper(), Tier()
     hashes: list[bytes] = []
     seen: list[tuple[bool, bool]] = []
@@ -508,12 +506,12 @@ def killed_after(steps: int) -> tuple[bool, bool, int]:
     return *seen[0], found[0]
 
 
-def test_a_kill_between_any_two_steps() -> None:
-    """A crash in a flush, or after it, would bring back what was said to be gone: from L2, whose
-    memory outlives the daemon, or from the tier."""
+def test_flush_killed_at_any_step_brings_no_block_back_once_complete() -> None:
+    """A crash during or after a flush would bring flushed blocks back: from L2, whose memory
+    outlives the daemon, or from the tier."""
     steps, ended, incomplete = 0, False, []
     while not ended:
-        complete, ended, found = killed_after(steps)
+        complete, ended, found = kill_after(steps)
         assert not complete or not found, f"{found} blocks are back, killed after {steps} steps"
         if not complete:
             incomplete.append(found)
@@ -522,8 +520,8 @@ def test_a_kill_between_any_two_steps() -> None:
     assert max(incomplete) == 20
 
 
-def test_one_at_a_time() -> None:
-    """Two flushes at once would end each other's bar while blocks can still come back."""
+def test_second_flush_is_refused_while_one_runs() -> None:
+    """Two concurrent flushes would lift each other's bar while blocks can still come back."""
 
     raw = SlowTier()
 
@@ -540,8 +538,8 @@ def test_one_at_a_time() -> None:
     run(test, raw=[raw])
 
 
-def test_the_loop_goes_on_meanwhile() -> None:
-    """A flush of a large arena would hold up every engine's calls."""
+def test_flush_of_a_large_arena_does_not_block_the_loop() -> None:
+    """A flush of a large arena would delay every engine's calls."""
 
     async def test(bench: Bench) -> None:
         for number in range(10):
@@ -557,7 +555,7 @@ def test_the_loop_goes_on_meanwhile() -> None:
     run(test, config("tier"), blocks_in_l2=2048)
 
 
-def test_the_flush_outlives_who_asked_for_it() -> None:
+def test_flush_continues_after_its_session_closes() -> None:
     """Ctrl-C, or an operator's lost terminal, would leave a flush half done."""
     raw = SlowTier()
 
@@ -593,123 +591,3 @@ def test_the_flush_outlives_who_asked_for_it() -> None:
         assert (done.call, done.body["complete"]) == (6, True)
 
     run(test, config("tier"), raw=[raw])
-
-
-# The command, and a real daemon with a tier on disk.
-
-
-class Scene:
-    """A daemon whose L2 and file tier have blocks of two namespaces."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self.daemon = daemon
-
-    def fill(self) -> None:
-        hashes, parents = blocks.chain(40)
-        self.daemon.wait_tier("disk", "ready")
-        client = self.daemon.client()
-        for space in (SPACE, OTHER):
-            contents = [blocks.payload(space, h) for h in hashes]
-            stored = list(zip(hashes, parents, contents, strict=True))
-            assert all(client.put(client.register(space), stored))
-        client.close()
-        self.daemon.wait_backed_up()
-
-    def had(self, namespace: Namespace) -> int:
-        """Blocks of a namespace that an engine gets."""
-        hashes, _ = blocks.chain(40)
-        self.daemon.wait_tier("disk", "ready")
-        client = self.daemon.client()
-        try:
-            return len(client.get(client.register(namespace), hashes, 5000))
-        finally:
-            client.close()
-
-    def flush(self, *words: str) -> int:
-        return main(["flush", "--socket", self.daemon.socket, *words])
-
-
-@pytest.mark.slow
-def test_command(tmp_path, capsys, monkeypatch) -> None:
-    """An operator's flush would not be one, also after a restart and a SIGKILL (34, 113)."""
-    storage = (
-        f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{tmp_path}/store"\n'
-        'capacity = "64MiB"\nreserve_free = "0"\nwrite_policy = "write_through"\n'
-    )
-    daemon = DaemonProcess(tmp_path, capacity="64MiB", storage=storage)
-    with daemon:
-        scene = Scene(daemon)
-        scene.fill()
-        assert scene.flush("--namespace", SPACE.digest.hex()[:4], "--yes") == 0
-        out = capsys.readouterr().out
-        assert "host: 40 blocks dropped" in out
-        assert "disk: 40 blocks dropped" in out
-        assert SPACE.digest.hex() in out
-        assert OTHER.digest.hex() not in out
-        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
-        daemon.kill()
-        daemon.start()
-        assert (scene.had(SPACE), scene.had(OTHER)) == (0, 40)
-
-        scene.fill()
-        monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-        assert scene.flush("--all") == 2
-        assert "--yes" in capsys.readouterr().err
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-        assert scene.flush("--all", "--json") == 0
-        told = capsys.readouterr()
-        assert "40 blocks in host memory" in told.err
-        result = json.loads(told.out)
-        assert result["complete"]
-        assert result["host"]["blocks"] == 80
-        assert [tier["blocks"] for tier in result["tiers"]] == [80]
-        assert scene.had(SPACE) == scene.had(OTHER) == 0
-        assert daemon.status()["storage"][0]["blocks"] == 0
-
-        for words, named in (
-            (("--all", "--yes", "--tier", "tape"), "host, disk"),
-            (("--namespace", "abc", "--yes"), "4 to 32 digits"),
-            (("--namespace", "0123", "--yes"), "8 to 32 digits"),
-            (("--namespace", "../../etc", "--yes"), "4 to 32 digits"),
-        ):
-            assert scene.flush(*words) == 2
-            assert named in capsys.readouterr().err
-        assert scene.flush("--namespace", "01234567", "--yes") == 1
-        said = capsys.readouterr().err
-        assert "no block matches namespace 01234567" in said
-        assert f"{SPACE.digest.hex()} ({SPACE.model}, rank 0)" in said
-        assert scene.flush("--namespace", SPACE.digest.hex(), "--yes") == 0, "it is known"
-        scene.fill()
-        daemon.wait_backed_up()
-        daemon.stop()
-        daemon.start()
-        daemon.wait_tier("disk", "ready")
-        capsys.readouterr()
-        assert scene.flush("--namespace", SPACE.digest.hex()[:12], "--yes") == 0
-        assert "no block matches" not in capsys.readouterr().err, "a tier has it"
-        assert scene.flush("--all", "--yes", "--timeout", "0") == 1
-        assert "the flush goes on" in capsys.readouterr().err
-        daemon.stop()
-        assert scene.flush("--all", "--yes") == 1
-        assert "no answer from" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("namespaces", "garbage", "left", "nothing"),
-    [
-        ({}, "", 0, True),
-        ({"00": 0}, "", 0, True),
-        ({"00": 1}, "", 0, False),
-        ({}, "parts of it could not be read: x", 0, False),
-        ({}, "", 1, False),
-    ],
-)
-def test_nothing_matches_only_where_all_was_seen(
-    namespaces: dict[str, int], garbage: str, left: int, nothing: bool
-) -> None:
-    """A digest would be called a typing error because a slab of its blocks cannot be read."""
-    result: dict[str, object] = {
-        "namespaces": namespaces,
-        "tiers": [{"garbage": "", "left": 0}, {"garbage": garbage, "left": left}],
-    }
-    assert _matches_nothing(result) is nothing

@@ -1,4 +1,4 @@
-"""Flush on real servers and a real disk, where what was there comes back in every way it can."""
+"""Flush on real servers and a real disk, where old blocks can return in many ways."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FIRST_SLOTS = 16384 // 3
 
 
 def flush(daemon: DaemonProcess, *words: str) -> dict:
-    """What `tierd flush` says, with its exit status."""
+    """Run `tierd flush`; returns its JSON and exit status."""
     command = [sys.executable, "-m", "tierd.cli.main", "flush", "--all", "--yes", "--json"]
     done = subprocess.run(
         [*command, "--socket", daemon.socket, *words], capture_output=True, text=True, check=False
     )
     assert done.stdout, done.stderr
-    told: dict = json.loads(done.stdout)
-    return {**told, "exit": done.returncode}
+    result: dict = json.loads(done.stdout)
+    return {**result, "exit": done.returncode}
 
 
 def fill(daemon: DaemonProcess) -> None:
@@ -51,8 +51,8 @@ def fill(daemon: DaemonProcess) -> None:
     daemon.wait_backed_up()
 
 
-def had(daemon: DaemonProcess, hashes: Sequence[bytes] = HASHES) -> int:
-    """Blocks that an engine gets, each asked for alone."""
+def count_served(daemon: DaemonProcess, hashes: Sequence[bytes] = HASHES) -> int:
+    """Return how many blocks an engine gets, each requested alone."""
     client = daemon.client()
     try:
         handle = client.register(SPACE)
@@ -67,7 +67,7 @@ def redis_table(url: str, *more: str) -> str:
 
 
 class Cluster:
-    """A cluster of three nodes, and one that may join it."""
+    """A cluster of three nodes, and a fourth that may join it."""
 
     def __init__(self, directory: Path) -> None:
         self.cluster = RedisCluster(directory / "cluster")
@@ -95,7 +95,7 @@ class Cluster:
         self.extra.stop()
 
     def join(self) -> None:
-        """The fourth node becomes one of them."""
+        """Add the fourth node to the cluster."""
         self.clients[3].execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
         end = time.monotonic() + READY_S
         whole = {b"cluster_known_nodes:4", b"cluster_state:ok"}
@@ -107,7 +107,7 @@ class Cluster:
             time.sleep(0.05)
 
     def move(self, to: int, slots: Sequence[int], *, finish: bool) -> None:
-        """Move slots of the first node, with all that they have; unless `finish` it goes on."""
+        """Move slots and their keys from the first node; without `finish` the move stays open."""
         ids = [client.execute_command("CLUSTER", "MYID").decode() for client in self.clients]
         for slot in slots:
             self.clients[to].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -121,19 +121,19 @@ class Cluster:
                     try:
                         client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[to])
                     except redis.ResponseError as error:
-                        # A master without slots has become a replica before it was told.
+                        # A master without slots became a replica before this call.
                         if "only with masters" not in str(error):
                             raise
 
     def used_slots(self) -> list[int]:
-        """Those of the first node that have keys."""
+        """Slots of the first node that have keys."""
         keys = self.clients[0].keys("*")
         return sorted({redis.crc.key_slot(key) for key in keys if isinstance(key, bytes)})
 
 
 @pytest.mark.parametrize("case", ["slots move", "a master joins", "a master leaves"])
-def test_a_cluster_that_changes(tmp_path: Path, case: str) -> None:
-    """A scan that trusts an old map of the slots would leave blocks that are served again."""
+def test_flush_of_a_redis_cluster_whose_slots_move(tmp_path: Path, case: str) -> None:
+    """A scan that trusts an old slot map would leave blocks that are served again."""
     with Cluster(tmp_path) as cluster:
         table = redis_table(cluster.cluster.url, "cluster = true")
         with DaemonProcess(tmp_path, capacity="64MiB", storage=table) as daemon:
@@ -148,13 +148,13 @@ def test_a_cluster_that_changes(tmp_path: Path, case: str) -> None:
                 cluster.move(3, range(FIRST_SLOTS), finish=True)
             if case == "a master leaves":
                 cluster.nodes[0].kill()
-            told = flush(daemon)
-            assert told["complete"], told
-            assert told["exit"] == 0
-            assert had(daemon) == 0
+            result = flush(daemon)
+            assert result["complete"], result
+            assert result["exit"] == 0
+            assert count_served(daemon) == 0
             if case == "slots move":
-                assert "moved" in told["tiers"][0]["garbage"]
-            # It is as useful as before.
+                assert "moved" in result["tiers"][0]["garbage"]
+            # The tier is as useful as before.
             fill(daemon)
 
 
@@ -171,10 +171,10 @@ def remembering(tmp_path: Path) -> Iterator[tuple[RedisServer, DaemonProcess]]:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_redis_restored_from_an_old_dump(
+def test_flushed_blocks_stay_away_after_a_redis_restore_from_an_old_dump(
     remembering: tuple[RedisServer, DaemonProcess], tmp_path: Path, restarted: bool
 ) -> None:
-    """A server that comes back with yesterday's blocks and marks would serve what was flushed."""
+    """A server that returns with yesterday's blocks and marks would serve flushed blocks."""
     server, daemon = remembering
     fill(daemon)
     client = server.client()
@@ -195,17 +195,17 @@ def test_a_redis_restored_from_an_old_dump(
         daemon.start()
     daemon.wait_tier("r", "ready")
     deadline = time.monotonic() + READY_S
-    # Until it has read the marks of the server that came back, it goes by what it has read.
+    # Until it reads the restored server's marks, it uses those it has read before.
     while len(client.smembers("tierd:marks")) < 2:
-        had(daemon, [bytes(32)])
+        count_served(daemon, [bytes(32)])
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert had(daemon) == 0
+    assert count_served(daemon) == 0
     client.close()
 
 
-def test_a_full_redis_takes_the_mark(tmp_path: Path) -> None:
-    """A server without room, which a flush is to make, would refuse the flush for ever."""
+def test_flush_of_a_full_redis(tmp_path: Path) -> None:
+    """A server without room, which a flush is to free, would refuse every flush."""
     with RedisServer(tmp_path / "redis", "--maxmemory", "3mb") as server:
         table = redis_table(server.url, 'prefix = "tierd"')
         with DaemonProcess(tmp_path, capacity="64MiB", storage=table) as daemon:
@@ -213,14 +213,14 @@ def test_a_full_redis_takes_the_mark(tmp_path: Path) -> None:
             fill(daemon)
             client = server.client()
             client.config_set("maxmemory", client.info("memory")["used_memory"])
-            told = flush(daemon)
-            assert told["complete"], told
-            assert had(daemon) == 0
+            result = flush(daemon)
+            assert result["complete"], result
+            assert count_served(daemon) == 0
             client.close()
 
 
-def test_a_slow_object_store_is_flushed_and_cleaned(tmp_path: Path) -> None:
-    """At 20 ms a request no flush would ever end."""
+def test_flush_of_a_slow_object_store_ends_and_deletes_the_blocks(tmp_path: Path) -> None:
+    """At 20 ms per request no flush would ever end."""
     epoch = 7
     with FakeS3() as fake:
         fake.objects[f"tierd/marks/{pack_mark(Mark('', epoch))}"] = b"tierd"
@@ -239,18 +239,18 @@ def test_a_slow_object_store_is_flushed_and_cleaned(tmp_path: Path) -> None:
         )
         with DaemonProcess(tmp_path, capacity="64MiB", storage=table) as daemon:
             daemon.wait_tier("s", "ready")
-            assert had(daemon, hashes[:2]) == 2
-            told = flush(daemon)
-            assert told["complete"], told
-            assert told["tiers"][0]["blocks"] == 1200
+            assert count_served(daemon, hashes[:2]) == 2
+            result = flush(daemon)
+            assert result["complete"], result
+            assert result["tiers"][0]["blocks"] == 1200
             assert [name for name in fake.objects if "/marks/" not in name] == []
-            assert had(daemon, hashes[:2]) == 0
+            assert count_served(daemon, hashes[:2]) == 0
         assert odd not in fake.objects
         fake.script = None
 
 
-def test_what_a_disk_did_not_give_for_a_while(tmp_path: Path) -> None:
-    """A slab that cannot be read at one start would be missed by a flush, and be back later."""
+def test_flushed_blocks_of_a_temporarily_unreadable_slab_stay_away(tmp_path: Path) -> None:
+    """A slab that cannot be read at one start would be missed by a flush, and return later."""
     store = tmp_path / "store"
     table = (
         f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{store}"\ncapacity = "64MiB"\n'
@@ -263,26 +263,26 @@ def test_what_a_disk_did_not_give_for_a_while(tmp_path: Path) -> None:
         (path,) = store.glob("*/*.index")
         aside = tmp_path / "aside"
         path.rename(aside)
-        path.symlink_to(aside)  # Cannot be opened, as with EIO, EACCES or too many open files.
+        path.symlink_to(aside)  # It cannot be opened, as with EIO, EACCES or too many open files.
         daemon.start()
         daemon.wait_tier("disk", "ready")
-        assert had(daemon) == 0
-        told = flush(daemon)
-        assert told["complete"]
-        assert "could not be read" in told["tiers"][0]["garbage"]
+        assert count_served(daemon) == 0
+        result = flush(daemon)
+        assert result["complete"]
+        assert "could not be read" in result["tiers"][0]["garbage"]
         daemon.stop()
         path.unlink()
         os.rename(aside, path)
         daemon.start()
         daemon.wait_tier("disk", "ready")
-        assert had(daemon) == 0
-        # And the next flush finds it, and makes room.
+        assert count_served(daemon) == 0
+        # The next flush finds it, and frees its room.
         assert flush(daemon)["tiers"][0]["blocks"] == 40
         assert list(store.glob("*/*.slab")) == []
 
 
-def test_a_flush_amid_a_failover(tmp_path: Path) -> None:
-    """A flush whose mark only a replica has, or the master of before, would be undone."""
+def test_flush_during_a_redis_failover(tmp_path: Path) -> None:
+    """A flush whose mark only a replica or the former master has would be undone."""
     quick = ("--repl-diskless-sync-delay", "0")
     with (
         RedisServer(tmp_path / "a", *quick) as old,
@@ -303,18 +303,18 @@ def test_a_flush_amid_a_failover(tmp_path: Path) -> None:
             marks = new_client.smembers("tierd:marks")
             new_client.replicaof("NO", "ONE")
             old_client.replicaof("127.0.0.1", new.port)
-            told = flush(daemon)
-            assert not told["complete"]
-            assert "is a replica" in told["tiers"][0]["why"]
+            result = flush(daemon)
+            assert not result["complete"]
+            assert "is a replica" in result["tiers"][0]["why"]
             assert new_client.smembers("tierd:marks") == marks
             address.target = ("127.0.0.1", new.port)
-            told = flush(daemon)
-            while not told["complete"]:
-                # Until its breaker has found out that the address leads to a master now.
-                assert time.monotonic() < deadline + READY_S, told
-                told = flush(daemon)
+            result = flush(daemon)
+            while not result["complete"]:
+                # Until its breaker has noticed that the address leads to a master again.
+                assert time.monotonic() < deadline + READY_S, result
+                result = flush(daemon)
             assert new_client.smembers("tierd:marks") - marks
-            assert had(daemon) == 0
+            assert count_served(daemon) == 0
             fill(daemon)
             assert new_client.dbsize() == 41
             daemon.wait_tier("r", "ready")

@@ -1,4 +1,4 @@
-"""Flush of tiers that other nodes share: no node serves, or writes again, what was there."""
+"""Flush of tiers that nodes share: no node serves or rewrites a flushed block."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tierd.types import BlockKey
 
 
 class Server:
-    """What the nodes of a fleet share."""
+    """The storage server that a fleet's nodes share."""
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, StoredBlock] = {}
         self.marks: set[str] = set()
         self.late_s = 0.0
-        """A put is given up by its caller, and lands so much later."""
+        """Delay in s after which a put abandoned by its caller still lands."""
         self.marks_away = False
         self.loses_marks = False
 
 
 class Shared(Tier):
-    """One node's client of a server, which asks it for every block."""
+    """One node's client of the server, which asks it for every block."""
 
     shared = True
 
@@ -109,7 +109,7 @@ def fleet(
     more: Sequence[StorageConfig] = (),
     seed: int = 0,
 ) -> None:
-    """Run a test on two nodes with L2s of their own and a tier that they share."""
+    """Run a test on two nodes that share a tier and have separate L2s."""
     server = server or Server()
 
     async def scenario(loop: SimulationLoop) -> None:
@@ -151,8 +151,8 @@ def fleet(
     run_simulation(seed, scenario)
 
 
-def test_after_complete_no_other_node_finds_anything() -> None:
-    """A flush by one node would leave every other one serving what was to go."""
+def test_complete_flush_applies_to_every_node() -> None:
+    """A flush by one node would leave the others serving flushed blocks."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(20)
@@ -162,7 +162,7 @@ def test_after_complete_no_other_node_finds_anything() -> None:
         work = begin(first)
         began_s = first.loop.time()
         await until(lambda: work.tiers[0].mark is not None)
-        # Nobody has told the other node, so nothing is complete yet, and it says why.
+        # The other node has not read the mark, so the flush is not complete, and says why.
         assert not work.status()["complete"]
         await until(lambda: work.tiers[0].waits)
         assert "other nodes" in work.tiers[0].waits
@@ -178,8 +178,10 @@ def test_after_complete_no_other_node_finds_anything() -> None:
     fleet(test)
 
 
-def test_the_wait_is_as_long_as_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were it shorter, a node that has just read the marks would still serve the old blocks."""
+def test_flush_waits_until_other_nodes_must_have_read_the_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it were shorter, a node that has just read the marks would still serve old blocks."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(20)
@@ -189,7 +191,7 @@ def test_the_wait_is_as_long_as_it_must_be(monkeypatch: pytest.MonkeyPatch) -> N
         await until(lambda: work.tiers[0].mark is not None)
         served_s = 0.0
         began_s = first.loop.time()
-        # Its reading of the marks fails from now on, so that it uses the last one to the end.
+        # Further reads of the marks fail, so that it uses the last one until it expires.
         second.raw[0].server.marks_away = True  # type: ignore[attr-defined]
         for number in range(1, 20):
             if await second.acquire(hashes[number : number + 1], 0.1):
@@ -203,22 +205,22 @@ def test_the_wait_is_as_long_as_it_must_be(monkeypatch: pytest.MonkeyPatch) -> N
     fleet(test)
 
 
-def test_what_another_node_has_in_memory_does_not_come_back() -> None:
-    """A block that was flushed would be written again from another node's L2, and be served."""
+def test_flushed_blocks_in_another_nodes_memory_are_not_written_again() -> None:
+    """Another node's L2 would write a flushed block again, and it would be served."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(20)
         await first.backed_up()
         assert await second.acquire(hashes) == 20
         await flush(first)
-        # It learns of the flush when it next asks, and then has what it has for itself.
+        # It learns of the flush at its next lookup, and then keeps its blocks to itself.
         await second.acquire(hashes + second.store(1, "other"))
         await asyncio.sleep(OTHERS_S + 1)
         second.store(20)
         assert await second.acquire(hashes) == 20
         await second.backed_up()
         assert await first.acquire(hashes) == 0
-        # What it stores from now on goes to the tier as ever.
+        # Blocks stored later go to the tier as usual.
         new = second.store(10, "new")
         await second.backed_up()
         assert await first.acquire(new) == 10
@@ -226,8 +228,8 @@ def test_what_another_node_has_in_memory_does_not_come_back() -> None:
     fleet(test)
 
 
-def test_a_put_that_lands_late_is_not_served() -> None:
-    """An upload that was given up, and ends after the flush, would bring its blocks back."""
+def test_put_that_lands_after_the_flush_is_not_served() -> None:
+    """An abandoned upload that ends after the flush would bring its blocks back."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -241,15 +243,15 @@ def test_a_put_that_lands_late_is_not_served() -> None:
         assert len(server.blocks) == 4
         for bench in (first, second):
             assert await bench.acquire(hashes) == 0
-        # And the next flush finds them, and makes room.
+        # The next flush finds them, and frees their room.
         work = await flush(first)
         assert (work.tiers[0].blocks, len(server.blocks)) == (4, 0)
 
     fleet(test, server)
 
 
-def test_a_read_that_began_before_the_flush_brings_nothing() -> None:
-    """A slow GET by another node would bring a flushed block into its memory after the end."""
+def test_read_that_began_before_the_flush_publishes_nothing() -> None:
+    """A slow GET by another node would load a flushed block into its memory afterwards."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(8)
@@ -263,7 +265,7 @@ def test_a_read_that_began_before_the_flush_brings_nothing() -> None:
         bar = asyncio.create_task(first.tiers[0].epochs.bar(""))
         await bar
         await asyncio.sleep(0.1)
-        assert await acquire in (1, 8)  # Before the flush is complete either is right.
+        assert await acquire in (1, 8)  # Before the flush is complete, either is right.
         second.forget()
         await first.tiers[0].epochs.agree(bar.result())
         assert await second.acquire(hashes, 5.0) == 0
@@ -271,8 +273,8 @@ def test_a_read_that_began_before_the_flush_brings_nothing() -> None:
     fleet(test)
 
 
-def test_marks_that_cannot_be_read_are_a_miss() -> None:
-    """A node that cannot know of flushes would go on serving."""
+def test_unreadable_marks_are_a_miss() -> None:
+    """A node that cannot learn of flushes would keep serving."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -282,7 +284,7 @@ def test_marks_that_cannot_be_read_are_a_miss() -> None:
         assert await first.acquire(hashes[:2]) == 2
         server.marks_away = True
         await asyncio.sleep(EPOCH_VALID_S + 1)
-        assert await first.acquire(hashes, 3.0) == 2  # What L2 has.
+        assert await first.acquire(hashes, 3.0) == 2  # From L2.
         work = await flush(first)
         assert not work.status()["complete"]
         assert "away" in work.tiers[0].why
@@ -294,8 +296,8 @@ def test_marks_that_cannot_be_read_are_a_miss() -> None:
     fleet(test, server)
 
 
-def test_a_tier_that_does_not_keep_the_mark_is_not_final() -> None:
-    """A flush would be called complete though its mark is nowhere."""
+def test_flush_is_not_final_when_a_shared_tier_loses_the_mark() -> None:
+    """A flush would be called complete though its mark is stored nowhere."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -308,8 +310,8 @@ def test_a_tier_that_does_not_keep_the_mark_is_not_final() -> None:
     fleet(test, server)
 
 
-def test_marks_that_are_lost_bar_everything() -> None:
-    """A Redis that evicts the marks, or a restart without them, would bring flushed blocks back."""
+def test_lost_marks_block_all_reads() -> None:
+    """A Redis that evicts the marks, or restarts without them, would bring flushed blocks back."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -332,9 +334,9 @@ def test_marks_that_are_lost_bar_everything() -> None:
     fleet(test, server)
 
 
-def test_a_server_that_restarts_empty_gets_again_what_nodes_have() -> None:
-    """A Redis that restarts without its data would count as flushed: for 12 s nothing would be
-    brought from any tier, and what is hottest would never be written to it again."""
+def test_server_that_restarts_empty_is_filled_again() -> None:
+    """A Redis that restarts without its data would count as flushed: for 12 s no tier would be
+    read, and the hottest blocks would never be written to it again."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -359,8 +361,8 @@ def test_a_server_that_restarts_empty_gets_again_what_nodes_have() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_uses_do_not_bring_back_what_another_node_has_flushed(seed: int) -> None:
-    """Host memory's blocks would be found missing in the tier, and be written to it again."""
+def test_uses_do_not_restore_blocks_flushed_by_another_node(seed: int) -> None:
+    """Blocks in host memory would be found missing in the tier, and be written to it again."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(20)
@@ -382,7 +384,7 @@ def test_uses_do_not_bring_back_what_another_node_has_flushed(seed: int) -> None
         second.forget()
         await second.backed_up()
         assert await second.node.drain(10) == 0
-        assert second.raw[0].calls("contains") > 4, "uses were told"
+        assert second.raw[0].calls("contains") > 4, "uses were reported"
         assert not first.raw[0].blocks
         assert await first.acquire(hashes) == 0
         second.node.check()
@@ -390,8 +392,8 @@ def test_uses_do_not_bring_back_what_another_node_has_flushed(seed: int) -> None
     fleet(test, seed=seed)
 
 
-def test_a_write_that_learns_of_a_flush_is_none() -> None:
-    """A block that waited to be written would be the first of the new epoch."""
+def test_backup_that_learns_of_a_flush_is_cancelled() -> None:
+    """A queued backup would write the first block of the new epoch."""
 
     async def test(first: Bench, second: Bench) -> None:
         hashes = first.store(2)
@@ -401,7 +403,7 @@ def test_a_write_that_learns_of_a_flush_is_none() -> None:
         payload = memoryview(bytes(PAGE))
         request = PutRequest(hashes[0], hashes[1], checksum(payload), payload, PAGE)
         tier = second.tiers[0]
-        # L2 is to hear of it after the write has begun, however the loop orders them.
+        # L2 must learn of the flush after the write has begun, in any order of the loop.
         news: list[tuple[News, tuple[str, ...]]] = []
         tier.epochs.on_news = lambda *what: news.append(what)
         assert await tier.put(SPACE.digest, [request]) == [Outcome.ERROR]
@@ -414,8 +416,8 @@ def test_a_write_that_learns_of_a_flush_is_none() -> None:
     fleet(test)
 
 
-def test_a_flush_is_not_forgotten_with_the_marks() -> None:
-    """Another node's L2 would bring back what was flushed before the server lost its data."""
+def test_flush_is_remembered_after_the_server_loses_its_marks() -> None:
+    """Another node's L2 would bring back blocks flushed before the server lost its data."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -435,8 +437,8 @@ def test_a_flush_is_not_forgotten_with_the_marks() -> None:
     fleet(test, server)
 
 
-def test_a_mark_that_is_damaged_bars_everything_once() -> None:
-    """A flipped bit in a mark would undo its flush, or have the tier emptied again and again."""
+def test_damaged_mark_blocks_reads_once() -> None:
+    """A flipped bit in a mark would undo its flush, or empty the tier again and again."""
     server = Server()
 
     async def test(first: Bench, second: Bench) -> None:
@@ -460,9 +462,9 @@ def test_a_mark_that_is_damaged_bars_everything_once() -> None:
     fleet(test, server)
 
 
-def test_a_server_that_comes_back_as_it_was(tmp_path: Path) -> None:
-    """A Redis restored from yesterday's dump would serve what was flushed since, to a daemon that
-    has been restarted meanwhile."""
+def test_restored_server_does_not_undo_a_flush_for_restarted_daemons(tmp_path: Path) -> None:
+    """A Redis restored from yesterday's dump would serve blocks flushed since, to a daemon that has
+    restarted meanwhile."""
     server = Server()
     hashes: list[bytes] = []
     yesterday: list[tuple[dict[BlockKey, StoredBlock], set[str]]] = []
@@ -474,7 +476,7 @@ def test_a_server_that_comes_back_as_it_was(tmp_path: Path) -> None:
         assert (await flush(first)).status()["complete"]
 
     async def after(first: Bench, second: Bench) -> None:
-        # The first one remembers, and has asked when it opened the tier.
+        # The first node remembers the flush, and has asked when it opened the tier.
         for bench in (first, second):
             assert await bench.acquire(hashes) == 0
 
@@ -486,8 +488,8 @@ def test_a_server_that_comes_back_as_it_was(tmp_path: Path) -> None:
     fleet(after, server, state=tmp_path)
 
 
-async def test_what_is_remembered_is_told_apart_and_may_be_damaged(tmp_path: Path) -> None:
-    """Marks of one server would be taken for another one's, or a damaged file stop the daemon."""
+async def test_remembered_marks_are_kept_per_server_and_may_be_damaged(tmp_path: Path) -> None:
+    """Marks of one server would be taken for another's, or a damaged file stop the daemon."""
     mine, other = MarksFile(tmp_path / "state", "one"), MarksFile(tmp_path / "state", "two")
     marks = [Mark("", 5), Mark("aabb", 9)]
     assert mine.read() == []
@@ -501,7 +503,7 @@ async def test_what_is_remembered_is_told_apart_and_may_be_damaged(tmp_path: Pat
         assert set(mine.read()) < set(marks)
 
 
-def test_flushes_by_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_flushes_by_namespace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flush would leave a mark, until every lookup is slow and no page holds them."""
     monkeypatch.setattr("tierd.daemon.l3.epochs.MARKS_MAX", 4)
     server = Server()
@@ -520,7 +522,7 @@ def test_flushes_by_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet(test, server)
 
 
-def test_marks_are_stored_anew_before_they_are_old() -> None:
+def test_marks_are_rewritten_before_lifecycle_rules_delete_them() -> None:
     """A lifecycle rule that drops old objects would drop the marks, and with them every block."""
     server = Server()
 

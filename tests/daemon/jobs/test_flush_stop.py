@@ -1,4 +1,4 @@
-"""A daemon that stops while a flush keeps blocks from the tiers."""
+"""A daemon that stops while a flush delays backups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COUNT = 20
 
 
 def has(bench: Bench, hashes: Sequence[bytes]) -> int:
-    """Blocks of the first namespace that can be had from the tier."""
+    """Return how many blocks of the first namespace the tier serves."""
     return sum(now(bench, block_hash) in bench.raw[0].blocks for block_hash in hashes)
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_BACK])
-def test_a_stop_writes_what_a_flush_has_kept_from_the_tiers(policy: WritePolicy) -> None:
-    """What was stored during a flush would be in no tier after an orderly restart, and the log
-    would say that nothing was left."""
+def test_stop_writes_blocks_whose_backup_a_flush_delayed(policy: WritePolicy) -> None:
+    """Blocks stored during a flush would be in no tier after an orderly restart, and the log would
+    report nothing left."""
     raw = SlowTier()
 
     async def test(bench: Bench) -> None:
@@ -40,27 +40,28 @@ def test_a_stop_writes_what_a_flush_has_kept_from_the_tiers(policy: WritePolicy)
     run(test, config("tier", write_policy=policy), raw=[raw])
 
 
-def test_a_stop_tells_what_a_flush_has_kept_from_the_tiers_to_its_end() -> None:
+def test_stop_reports_blocks_whose_backup_a_flush_delayed_to_the_end() -> None:
     """An operator would take a drain for complete that has written nothing."""
 
     async def test(first: Bench, second: Bench) -> None:
         other = second.node.register(OTHER)
         await second.acquire(blocks.chain(1)[0])
         await flush(first, SPACE.digest.hex())
-        # It hears of the flush when it next asks the tier.
+        # It learns of the flush at its next lookup.
         await second.acquire(blocks.chain(1)[0])
         await until(lambda: second.node.backups.barred(SPACE.digest))
         second.store(COUNT, "new")
         rest = second.store(COUNT, "rest", other)
         assert await second.node.drain(0.5) == COUNT
-        # What is not flushed does not wait.
+        # Other namespaces do not wait.
         assert {key.block_hash for key in second.raw[0].blocks} == set(rest)
 
     fleet(test)
 
 
-def test_a_flush_during_a_stop_costs_nothing_that_it_is_not_for() -> None:
-    """A stop would give up what waits as a flush begins, and say so of blocks that it writes."""
+def test_flush_during_a_stop_delays_only_its_own_namespace() -> None:
+    """A stop would abandon waiting backups when a flush begins, and report blocks that it
+    writes."""
     raw = SlowTier()
 
     async def test(bench: Bench) -> None:

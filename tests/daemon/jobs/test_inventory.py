@@ -1,4 +1,4 @@
-"""INVENTORY and TEACH: what L2 and tiers have, a page at a time, and uses from elsewhere."""
+"""INVENTORY and TEACH: pages of the blocks in L2 and tiers, and uses learned from elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Asker:
 
 
 def listed(pages: Sequence[m.Listed]) -> dict[bytes, tuple[bytes, int, int]]:
-    """Parent, uses and age of each block of a list, which has none twice."""
+    """Return parent, uses and age of each block; asserts that no block occurs twice."""
     found: dict[bytes, tuple[bytes, int, int]] = {}
     for page in pages:
         hashes, parents = m.split_hashes(page.hashes), m.split_hashes(page.parents)
@@ -66,7 +66,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_l2_and_each_tier_are_listed_whole() -> None:
+def test_inventory_lists_l2_and_each_tier_whole() -> None:
     """A hot set would lack blocks, or their uses."""
 
     async def test(bench: Bench) -> None:
@@ -94,8 +94,8 @@ def test_l2_and_each_tier_are_listed_whole() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_namespace_that_l2_does_not_know() -> None:
-    """After a restart nobody could ask what the tiers have for an engine that is not there yet."""
+def test_inventory_of_a_namespace_unknown_to_l2() -> None:
+    """After a restart the tiers could not be listed for an engine that has not connected yet."""
     other = blocks.namespace(PAGE, model="other")
 
     async def test(bench: Bench) -> None:
@@ -116,7 +116,7 @@ def test_a_namespace_that_l2_does_not_know() -> None:
 
 
 class Scanned(Tier):
-    """A tier that counts how far a scan of it has got."""
+    """A tier that counts the progress of a scan."""
 
     seen = 0
     ended = False
@@ -147,9 +147,9 @@ def scanned(test: Callable[[Bench, Scanned, Asker], Awaitable[None]]) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_scan_waits_until_more_is_asked_for_and_ends_with_its_session() -> None:
-    """A tier of millions of blocks would be read at full speed into the daemon's memory, and go
-    on after the operator's Ctrl-C."""
+def test_scan_pauses_between_pages_and_ends_with_its_session() -> None:
+    """A tier of millions of blocks would be read at full speed into the daemon's memory, and the
+    scan would continue after the operator's Ctrl-C."""
 
     async def test(bench: Bench, tier: Scanned, asker: Asker) -> None:
         await asker.page(1)
@@ -167,8 +167,8 @@ def test_a_scan_waits_until_more_is_asked_for_and_ends_with_its_session() -> Non
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_another_source_begins_anew_and_ends_the_scan() -> None:
-    """A second listing would go on where the first one was."""
+def test_inventory_of_another_source_restarts_and_ends_the_scan() -> None:
+    """A second listing would continue where the first one was."""
 
     async def test(bench: Bench, tier: Scanned, asker: Asker) -> None:
         await asker.page(1)
@@ -180,8 +180,8 @@ def test_another_source_begins_anew_and_ends_the_scan() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_scan_that_fails_is_told_of_and_can_be_begun_again() -> None:
-    """Half of a tier would pass for all that it has."""
+def test_failed_scan_is_reported_and_can_be_restarted() -> None:
+    """Half of a tier would pass for its whole content."""
 
     async def test(bench: Bench, tier: Scanned, asker: Asker) -> None:
         tier.fails_at = 40
@@ -194,8 +194,8 @@ def test_a_scan_that_fails_is_told_of_and_can_be_begun_again() -> None:
     scanned(test)
 
 
-def test_a_session_asks_for_one_page_at_a_time() -> None:
-    """Thousands of pages that were asked for at once would fill the daemon's memory."""
+def test_session_may_ask_for_one_page_at_a_time() -> None:
+    """Thousands of pages requested at once would fill the daemon's memory."""
 
     async def test(bench: Bench) -> None:
         asker = Asker(bench)
@@ -210,15 +210,15 @@ def test_a_session_asks_for_one_page_at_a_time() -> None:
     run(test)
 
 
-def test_what_was_taught_is_warmer_than_what_was_not() -> None:
-    """After a restart, blocks that were adopted or warmed would go in the order they came in."""
+def test_taught_blocks_are_evicted_after_untaught_ones() -> None:
+    """After a restart, adopted or warmed blocks would be evicted in their order of arrival."""
 
     async def test(bench: Bench) -> None:
         hot = bench.store(100, "hot")
         cold = bench.store(100, "cold")
         node = bench.node
         node.teach(SPACE, cold + hot, [1] * 100 + [6] * 100, [90_000] * 100 + [60] * 100)
-        new = bench.store(100, "new")  # 256 blocks is all there is room for.
+        new = bench.store(100, "new")  # There is room for only 256 blocks.
         left = bench.space.items
         assert sum(block_hash in left for block_hash in hot) == 100
         assert sum(block_hash in left for block_hash in cold) < 60

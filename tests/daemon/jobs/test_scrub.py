@@ -1,4 +1,4 @@
-"""Scrub: rot in tiers is found before a request needs the block, and mended where it can be."""
+"""Scrub: rot in tiers is found before a request needs the block, and repaired if possible."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def counted(bench: Bench) -> dict[str, int]:
     return {name: bench.node.counters[f"{name}_total"] for name in names}
 
 
-def test_sound_tiers() -> None:
-    """A scrub would find fault with sound blocks, or take room in L2 for them."""
+def test_scrub_of_sound_tiers_changes_nothing() -> None:
+    """A scrub would report sound blocks, or take room in L2 for them."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(100)
@@ -54,19 +54,19 @@ def test_sound_tiers() -> None:
         work = await scrub(bench)
         status = work.status()
         assert status["complete"]
-        assert [told.blocks for told in work.tiers] == [100, 100]
-        assert [told.size_bytes for told in work.tiers] == [100 * PAGE] * 2
+        assert [entry.blocks for entry in work.tiers] == [100, 100]
+        assert [entry.size_bytes for entry in work.tiers] == [100 * PAGE] * 2
         assert counted(bench)["scrubbed_blocks"] == 200
         assert sum(counted(bench).values()) == 200
-        assert not bench.space.items  # It brought nothing into L2.
+        assert not bench.space.items  # It loaded nothing into L2.
         bench.check_nothing_is_left()
         assert await bench.acquire(hashes) == 100
 
     run(test, blocks_in_l2=1024)
 
 
-def test_rot_is_mended_from_l2_and_from_another_tier() -> None:
-    """Rot would be found by the request that needs the block, and cost it."""
+def test_scrub_repairs_rot_from_l2_and_from_another_tier() -> None:
+    """Rot would be found by the request that needs the block, and cost its hit."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(40)
@@ -87,9 +87,9 @@ def test_rot_is_mended_from_l2_and_from_another_tier() -> None:
         damage(first, hashes[7])
         damage(second, hashes[7])
         work = await scrub(bench)
-        assert [(told.corrupt, told.repaired) for told in work.tiers] == [(1, 0), (0, 0)]
+        assert [(entry.corrupt, entry.repaired) for entry in work.tiers] == [(1, 0), (0, 0)]
         assert key(hashes[7]) not in first.blocks
-        assert key(hashes[7]) not in second.blocks  # Its rot was found when it was asked.
+        assert key(hashes[7]) not in second.blocks  # Its rot was found when it was read.
         assert counted(bench)["scrub_corrupt"] == 4
         assert counted(bench)["scrub_repaired"] == 3
         assert await bench.acquire(hashes) == 7
@@ -98,7 +98,7 @@ def test_rot_is_mended_from_l2_and_from_another_tier() -> None:
     run(test, blocks_in_l2=1024)
 
 
-def test_an_l2_block_that_has_no_checksum_yet() -> None:
+def test_scrub_repairs_from_an_l2_block_without_a_checksum() -> None:
     """The copy in L2 would be written with a wrong checksum, or not used."""
 
     async def test(bench: Bench) -> None:
@@ -116,8 +116,8 @@ def test_an_l2_block_that_has_no_checksum_yet() -> None:
     run(test, config("tier"))
 
 
-def test_rot_that_cannot_be_written_again() -> None:
-    """L2 would go on believing that the tier has the block, and never write it."""
+def test_rotten_block_that_cannot_be_repaired_is_forgotten() -> None:
+    """L2 would keep assuming that the tier has the block, and never write it."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -129,7 +129,7 @@ def test_rot_that_cannot_be_written_again() -> None:
         assert (work.tiers[0].corrupt, work.tiers[0].repaired) == (1, 0)
         raw.hangs = set()
         await until(lambda: bench.tiers[0].writes_allowed)
-        bench.store(4)  # As an engine does that has the prompt again.
+        bench.store(4)  # Like an engine that computes the prompt again.
         await bench.backed_up()
         assert set(raw.blocks) == {key(h) for h in hashes}
         bench.check_nothing_is_left()
@@ -137,7 +137,7 @@ def test_rot_that_cannot_be_written_again() -> None:
     run(test, config("tier"))
 
 
-def test_the_rate_is_kept() -> None:
+def test_scrub_keeps_its_rate() -> None:
     """A scrub would take the disk from the requests."""
 
     async def test(bench: Bench) -> None:
@@ -150,8 +150,8 @@ def test_the_rate_is_kept() -> None:
     run(test, config("tier"), blocks_in_l2=1024)
 
 
-def test_requests_come_first() -> None:
-    """A request would wait for its turn behind a scrub."""
+def test_requests_are_read_before_a_scrub() -> None:
+    """A request would wait behind a scrub."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -162,7 +162,7 @@ def test_requests_come_first() -> None:
         work = begin(bench)
         await until(lambda: raw.calls("get"))
         assert await bench.acquire(hashes[:128]) == 128
-        # Two batches of the scrub went before the request knew what it needs; the next one waited.
+        # Two batches of the scrub were read before the request's lookup ended; the next one waited.
         assert work.tiers[0].blocks == 64
         await work.done.wait()
         assert work.tiers[0].blocks == 200
@@ -171,7 +171,7 @@ def test_requests_come_first() -> None:
     run(test, config("tier", read_batches=1), blocks_in_l2=1024)
 
 
-def test_stop() -> None:
+def test_scrub_can_be_stopped() -> None:
     """A scrub could not be stopped before its end."""
 
     async def test(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_stop() -> None:
     run(test, config("tier"), blocks_in_l2=1024)
 
 
-def test_a_tier_that_is_away() -> None:
+def test_scrub_reports_a_tier_that_is_unavailable() -> None:
     """A tier that could not be read would be called sound."""
 
     async def test(bench: Bench) -> None:
@@ -213,8 +213,8 @@ def test_a_tier_that_is_away() -> None:
     run(test, config("tier"))
 
 
-def test_what_is_flushed_meanwhile_is_not_written_again() -> None:
-    """A scrub that mends a block would put it back after a flush."""
+def test_scrub_does_not_restore_flushed_blocks() -> None:
+    """A scrub that repairs a block would put it back after a flush."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(20)
@@ -238,8 +238,8 @@ def test_what_is_flushed_meanwhile_is_not_written_again() -> None:
     run(test)
 
 
-def test_a_shared_tier_is_read_only_when_it_is_named() -> None:
-    """A scrub would read a whole object store, for money."""
+def test_shared_tier_is_scrubbed_only_when_named() -> None:
+    """A scrub would read a whole object store, which costs money."""
 
     class Shared(Tier):
         @property
@@ -249,7 +249,7 @@ def test_a_shared_tier_is_read_only_when_it_is_named() -> None:
     async def test(bench: Bench) -> None:
         bench.store(10)
         await bench.backed_up()
-        assert [told.tier.name for told in (await scrub(bench)).tiers] == ["tier0"]
+        assert [entry.tier.name for entry in (await scrub(bench)).tiers] == ["tier0"]
         assert (await scrub(bench, 1)).tiers[0].blocks == 10
 
     async def alone(bench: Bench) -> None:
@@ -261,8 +261,8 @@ def test_a_shared_tier_is_read_only_when_it_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_command(tmp_path, capsys, monkeypatch) -> None:
-    """Rot on a real disk would stay, or the exit status would not tell."""
+def test_scrub_command(tmp_path, capsys, monkeypatch) -> None:
+    """Rot on a real disk would stay, or the exit status would not report it."""
     storage = (
         f'[[storage]]\ntype = "file"\nname = "disk"\npath = "{tmp_path}/store"\n'
         'capacity = "64MiB"\nreserve_free = "0"\nwrite_policy = "write_through"\n'
@@ -286,8 +286,8 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
             file.seek(5 * 2 * PAGE + PAGE)
             file.write(b"rot!")
         assert command("--json") == 1
-        (told,) = json.loads(capsys.readouterr().out)["tiers"]
-        assert (told["corrupt"], told["repaired"]) == (1, 1)
+        (entry,) = json.loads(capsys.readouterr().out)["tiers"]
+        assert (entry["corrupt"], entry["repaired"]) == (1, 1)
         assert command("--tier", "disk") == 0
         capsys.readouterr()
 
@@ -296,8 +296,8 @@ def test_command(tmp_path, capsys, monkeypatch) -> None:
         follow = Operator._follow
 
         def interrupted(self, order, timeout_s):
-            for told in follow(self, order, timeout_s):
-                yield told
+            for entry in follow(self, order, timeout_s):
+                yield entry
                 if isinstance(order, m.Scrub):
                     raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Warming: what nobody waits for yet comes last, takes nobody's room, and leaves nothing held."""
+"""Warming yields to requests, evicts nothing more valuable, and leaves nothing held."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def warm(
     deadline_s: float = 60.0,
     space: Space | None = None,
 ) -> Warming:
-    """Warm, and see that it leaves nothing behind once its backends have let go."""
+    """Warm, and assert that nothing is left held once the backends have returned."""
     warming = Warming(space or bench.space, hashes, want, Pace())
     await bench.node.warmings.run(warming, deadline_s)
     bench.node.check()
@@ -56,7 +56,7 @@ def fates(warming: Warming) -> dict[Warmth, int]:
 async def in_tiers(
     bench: Bench, count: int, tag: object = 0, namespace: Namespace = SPACE
 ) -> list[bytes]:
-    """Blocks that the tiers have, and of which nothing else is known."""
+    """Store blocks that only the tiers have, with no record of their uses."""
     hashes, parents = blocks.chain(count, tag)
     for raw in bench.raw:
         for block_hash, parent in zip(hashes, parents, strict=True):
@@ -72,7 +72,7 @@ async def empty(raw: Tier) -> None:
 
 
 class Paced(Tier):
-    """A tier whose operations take their own time each."""
+    """A tier with a separate duration for each operation."""
 
     def __init__(self, **takes_s: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
-    """Requests that name these blocks, as the book of uses counts them."""
+    """Count uses of these blocks, as requests do."""
     for _ in range(times):
         for _ in bench.node.host.count_use([bench.space], hashes, 0, bench.loop.time()):
             pass
@@ -99,7 +99,7 @@ def use(bench: Bench, hashes: Sequence[bytes], times: int = 1) -> None:
 # --- into host memory -------------------------------------------------------------------
 
 
-def test_blocks_come_from_tiers() -> None:
+def test_warm_loads_blocks_from_tiers() -> None:
     """The first user after a deploy would pay for a cold cache."""
 
     async def test(bench: Bench) -> None:
@@ -113,14 +113,14 @@ def test_blocks_come_from_tiers() -> None:
         assert fates(await warm(bench, hashes)) == {Warmth.HERE: 100}
         read = bench.raw[0].calls("get")
         assert await bench.acquire(hashes) == 100
-        assert bench.raw[0].calls("get") == read  # All of it was in host memory.
+        assert bench.raw[0].calls("get") == read  # All blocks were in host memory.
         bench.check_nothing_is_left()
 
     run(test)
 
 
-def test_what_no_tier_has_is_told_apart() -> None:
-    """An operator would not know which prompts to have computed, and which tier to mend."""
+def test_warm_distinguishes_missing_and_unreadable_blocks() -> None:
+    """An operator would not know which prompts to have computed, and which tier to repair."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 20)
@@ -138,7 +138,7 @@ def test_what_no_tier_has_is_told_apart() -> None:
     run(test, config("only"))
 
 
-def test_the_deadline_is_kept_whatever_hangs() -> None:
+def test_warm_keeps_its_deadline_when_a_tier_hangs() -> None:
     """A deploy would wait for a tier that does not answer, and blocks would stay held."""
 
     async def test(bench: Bench) -> None:
@@ -156,8 +156,8 @@ def test_the_deadline_is_kept_whatever_hangs() -> None:
     run(test, config("slow"))
 
 
-def test_it_can_be_called_off() -> None:
-    """Ctrl-C would leave the daemon reading for nobody."""
+def test_warm_can_be_cancelled() -> None:
+    """Ctrl-C would leave the daemon reading for a client that is gone."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 640)
@@ -173,12 +173,12 @@ def test_it_can_be_called_off() -> None:
         assert bench.raw[0].calls("get") == calls
         bench.check_nothing_is_left()
 
-    # Not when the test looks, to the millisecond: which comes first would be the loop's choice.
+    # A duration at which no read ends in the millisecond of the check.
     run(test, config("disk"), raw=[Paced(get=0.1005)], blocks_in_l2=1024)
 
 
-def test_a_rate_is_kept_by_all_orders_of_a_session() -> None:
-    """A warm that is to leave a shared disk alone would take all of it."""
+def test_warm_orders_of_a_session_share_one_rate() -> None:
+    """A warm limited in rate would take all of a shared disk."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 128)
@@ -192,11 +192,11 @@ def test_a_rate_is_kept_by_all_orders_of_a_session() -> None:
     run(test)
 
 
-# --- whose room it takes -----------------------------------------------------------------
+# --- eviction for warmed blocks -----------------------------------------------------------
 
 
-def test_what_is_worth_as_much_stays() -> None:
-    """A warm-up would push out what users are asking for."""
+def test_warm_evicts_only_less_valuable_blocks() -> None:
+    """A warm would evict blocks that users are requesting."""
 
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 64, "cold")
@@ -208,7 +208,7 @@ def test_what_is_worth_as_much_stays() -> None:
         assert fates(await warm(bench, cold)) == {Warmth.NO_ROOM: 64}
         assert all(h in bench.space.items for each in hot for h in each)
 
-        # Of these more is known than of the oldest of those.
+        # These have more recorded uses than the oldest ones.
         await asyncio.sleep(100.0)
         use(bench, cold, times=3)
         use(bench, hot[7])
@@ -219,8 +219,8 @@ def test_what_is_worth_as_much_stays() -> None:
     run(test)
 
 
-def test_one_hot_set_does_not_push_itself_out() -> None:
-    """A hot set that is too large would end as its least worthy part, read for nothing before."""
+def test_hot_set_larger_than_memory_does_not_evict_itself() -> None:
+    """A hot set that is too large would end as its least valuable part, after useless reads."""
 
     async def test(bench: Bench) -> None:
         first = [h for tag in (1, 2) for h in bench.store(128, tag)]
@@ -228,15 +228,15 @@ def test_one_hot_set_does_not_push_itself_out() -> None:
         more = await in_tiers(bench, 32, "more")
         use(bench, first)
         await asyncio.sleep(5.0)
-        use(bench, more)  # As much worth, but the daemon was told of it later.
+        use(bench, more)  # As valuable, but reported to the daemon later.
         assert fates(await warm(bench, more)) == {Warmth.NO_ROOM: 32}
         assert all(h in bench.space.items for h in first)
 
     run(test)
 
 
-def test_leased_and_kept_blocks_stay() -> None:
-    """A warm-up would take slots that an engine is copying from, or what was to be kept."""
+def test_warm_does_not_evict_leased_or_kept_blocks() -> None:
+    """A warm would take slots that an engine is copying from, or blocks that were to be kept."""
 
     async def test(bench: Bench) -> None:
         wanted = await in_tiers(bench, 256, "wanted")
@@ -258,8 +258,8 @@ def test_leased_and_kept_blocks_stay() -> None:
     run(test)
 
 
-def test_memory_of_namespaces_in_use_is_left_alone() -> None:
-    """Warming a model would slow down another one that serves; an idle one's memory may be had."""
+def test_warm_takes_no_memory_from_namespaces_in_use() -> None:
+    """Warming a model would slow down another that serves; only idle memory may be taken."""
 
     async def test(bench: Bench) -> None:
         wanted = await in_tiers(bench, 64, namespace=OTHER)
@@ -277,8 +277,8 @@ def test_memory_of_namespaces_in_use_is_left_alone() -> None:
     run(test)
 
 
-def test_pins() -> None:
-    """What was warmed for a launch would be gone when it comes."""
+def test_warm_pins_blocks_within_the_quota() -> None:
+    """Blocks warmed for a launch would be evicted before it."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 16)
@@ -289,13 +289,13 @@ def test_pins() -> None:
             await bench.backed_up()
         assert all(h in bench.space.items for h in hashes)
         many = await warm(bench, list(bench.space.items), WarmOrder(pin_ms=60_000))
-        assert many.pinned_blocks < len(bench.space.items)  # The quota of hints holds for it, too.
+        assert many.pinned_blocks < len(bench.space.items)  # The quota of hints applies as well.
 
     run(test)
 
 
-def test_kept_blocks_stay_even_if_nothing_else_can_go() -> None:
-    """A warm-up would end what a user had asked to be kept."""
+def test_warm_does_not_evict_kept_blocks_when_nothing_else_can_go() -> None:
+    """A warm would evict blocks that a user had asked to keep."""
 
     async def test(bench: Bench) -> None:
         wanted = await in_tiers(bench, 32, "wanted")
@@ -315,11 +315,11 @@ def test_kept_blocks_stay_even_if_nothing_else_can_go() -> None:
     run(test)
 
 
-# --- whom it lets pass --------------------------------------------------------------------
+# --- priority of requests ------------------------------------------------------------------
 
 
-def test_requests_come_first() -> None:
-    """A user's request would wait behind a warm-up."""
+def test_requests_are_read_before_a_warm() -> None:
+    """A user's request would wait behind a warm."""
 
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 180, "cold")
@@ -329,7 +329,7 @@ def test_requests_come_first() -> None:
         await until(lambda: bench.node.promotions.under_way)
         began_s = bench.loop.time()
         assert await bench.acquire(asked) == 32
-        # One turn of the tier was free for it.
+        # One read of the tier was reserved for it.
         assert bench.loop.time() - began_s == pytest.approx(0.5, abs=0.01)
         await going
         assert fates(warming) == {Warmth.BROUGHT: 180}
@@ -338,8 +338,8 @@ def test_requests_come_first() -> None:
 
 
 @pytest.mark.parametrize("work", ["asking", "copying"])
-def test_it_reads_little_while_engines_work(work: str) -> None:
-    """Loads of a busy engine would share its disk with a warm-up."""
+def test_warm_reads_slowly_while_engines_load(work: str) -> None:
+    """Loads of a busy engine would share its disk with a warm."""
 
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 320, "cold")
@@ -360,7 +360,7 @@ def test_it_reads_little_while_engines_work(work: str) -> None:
         began_s = bench.loop.time()
         await going
         assert fates(warming) == {Warmth.BROUGHT: 320}
-        assert bench.loop.time() - began_s < 3.0  # And at full speed once they are quiet.
+        assert bench.loop.time() - began_s < 3.0  # At full speed once the engines are quiet.
 
     run(
         test,
@@ -370,8 +370,8 @@ def test_it_reads_little_while_engines_work(work: str) -> None:
     )
 
 
-def test_a_request_takes_over_what_is_being_warmed() -> None:
-    """A request for a block that is just being warmed would have it read a second time."""
+def test_request_joins_the_read_of_a_warm() -> None:
+    """A request for a block that is being warmed would have it read a second time."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 64)
@@ -387,8 +387,8 @@ def test_a_request_takes_over_what_is_being_warmed() -> None:
     run(test, config("disk"))
 
 
-def test_a_request_is_not_refused_room_with_a_warm_up() -> None:
-    """A request would miss a block because a warm-up was allowed no room for it."""
+def test_request_joining_a_warm_gets_room_for_its_blocks() -> None:
+    """A request would miss a block because the warm was allowed no room for it."""
 
     async def test(bench: Bench) -> None:
         cold, asked = await in_tiers(bench, 32, "cold"), await in_tiers(bench, 32, "asked")
@@ -401,7 +401,7 @@ def test_a_request_is_not_refused_room_with_a_warm_up() -> None:
         warming = Warming(bench.space, cold, WarmOrder(), Pace())
         going = asyncio.ensure_future(bench.node.warmings.run(warming, 60.0))
         await until(lambda: len(bench.node.promotions.under_way) == 64)
-        assert await bench.acquire(cold) == 32  # It joins what waits for its turn.
+        assert await bench.acquire(cold) == 32  # It joins the queued read.
         assert await first == 32
         await going
         assert fates(warming) == {Warmth.BROUGHT: 32}
@@ -409,8 +409,8 @@ def test_a_request_is_not_refused_room_with_a_warm_up() -> None:
     run(test, config("disk", read_batches=1))
 
 
-def test_a_request_does_not_wait_for_what_a_warm_up_has_no_room_for() -> None:
-    """A request would join a read that brings only part of what it needs, and miss the rest."""
+def test_request_does_not_join_a_warm_without_room() -> None:
+    """A request would join a read that delivers only part of its blocks, and miss the rest."""
 
     async def test(bench: Bench) -> None:
         cold = await in_tiers(bench, 32, "cold")
@@ -429,8 +429,8 @@ def test_a_request_does_not_wait_for_what_a_warm_up_has_no_room_for() -> None:
 # --- verifying ---------------------------------------------------------------------------------
 
 
-def test_verify_finds_rot_in_host_memory() -> None:
-    """Bytes that changed in memory would be served although somebody asked to have them checked."""
+def test_warm_with_verify_finds_rot_in_host_memory() -> None:
+    """Damaged bytes in memory would be served although an operator asked for verification."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(64)
@@ -453,8 +453,8 @@ def test_verify_finds_rot_in_host_memory() -> None:
 # --- into a tier ----------------------------------------------------------------------------------
 
 
-def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
-    """A node's own disk would stay cold although a shared tier has all."""
+def test_warm_fills_a_tier_from_memory_and_from_other_tiers() -> None:
+    """A node's own disk would stay cold although a shared tier has all blocks."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 100)
@@ -468,7 +468,7 @@ def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
         assert fates(warming) == {Warmth.BROUGHT: 99, Warmth.CORRUPT: 1, Warmth.NOWHERE: 1}
         assert warming.sources == {"host memory": 30, "tier1": 69}
         assert len(near.blocks) == 99
-        assert len(bench.space.items) == 30  # It brought nothing into host memory.
+        assert len(bench.space.items) == 30  # It loaded nothing into host memory.
         assert fates(await warm(bench, hashes[:50], WarmOrder(target=1))) == {Warmth.HERE: 50}
         bench.node.memory.drop(bench.space, list(bench.space.items.values()))
         assert await bench.acquire(hashes) == 50
@@ -477,8 +477,8 @@ def test_a_tier_is_filled_from_memory_and_from_other_tiers() -> None:
     run(test)
 
 
-def test_what_a_tier_was_given_is_not_written_again() -> None:
-    """A tier would get the same blocks twice: when it is warmed, and when they leave memory."""
+def test_blocks_warmed_into_a_tier_are_not_written_again() -> None:
+    """A tier would get the same blocks twice: when warmed, and when evicted from memory."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(20)
@@ -491,8 +491,9 @@ def test_what_a_tier_was_given_is_not_written_again() -> None:
     run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
-    """Bytes that changed between two lives would get a checksum that makes them look sound."""
+def test_warm_writes_no_rotten_adopted_block_to_a_tier() -> None:
+    """Bytes that changed between two incarnations would get a checksum that makes them look
+    sound."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(3)
@@ -508,8 +509,8 @@ def test_rot_of_a_life_before_is_written_to_no_tier() -> None:
     run(test, config("disk", write_policy=WritePolicy.WRITE_BACK))
 
 
-def test_a_tier_that_takes_nothing_is_told() -> None:
-    """A warm of a full, or a dead, tier would look as if it had worked."""
+def test_warm_reports_a_tier_that_accepts_no_writes() -> None:
+    """A warm of a full or dead tier would look successful."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 10)
@@ -531,8 +532,8 @@ def test_a_tier_that_takes_nothing_is_told() -> None:
 
 
 @pytest.mark.parametrize("target", [0, 1])
-def test_a_flush_wins(target: int) -> None:
-    """Blocks that an operator had flushed would be back, brought by a warm-up under way."""
+def test_flush_cancels_a_warm_in_progress(target: int) -> None:
+    """Flushed blocks would be loaded again by a warm under way."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 200)
@@ -550,12 +551,12 @@ def test_a_flush_wins(target: int) -> None:
         assert not any(raw.blocks for raw in bench.raw)
         assert fates(await warm(bench, hashes)) == {Warmth.NOWHERE: 200}
 
-    # A put is under way for longer than the flush takes for all else.
+    # A put takes longer than the rest of the flush.
     run(test, raw=[Paced(get=0.05, put=1.0), Paced(get=0.05)])
 
 
-def test_a_namespace_that_is_being_flushed() -> None:
-    """A warm-up during a flush would wait for ever, or say that nobody has the blocks."""
+def test_warm_of_a_namespace_that_is_being_flushed_ends() -> None:
+    """A warm during a flush would wait indefinitely, or report that no tier has the blocks."""
 
     async def test(bench: Bench) -> None:
         hashes = await in_tiers(bench, 10)

@@ -1,4 +1,4 @@
-"""What a namespace owes to the order in which its sessions come and go."""
+"""How a namespace ends, for each order in which its sessions come and go."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ A_WHILE_S = 3 * HOUSEKEEPING_S
 
 
 class Client:
-    """A session, and its client, which is gone as soon as the daemon says what it dreads."""
+    """A session and its client, which dies when it receives a message of type `dies_at`."""
 
-    def __init__(self, bench: Bench, owner: int, dreads: type[m.Message] | None = None) -> None:
+    def __init__(self, bench: Bench, owner: int, dies_at: type[m.Message] | None = None) -> None:
         self.gone = False
-        self._dreads = dreads
-        self._wire = WireSession(Role.CLIENT, self._heard)
+        self._dreads = dies_at
+        self._wire = WireSession(Role.CLIENT, self._receive)
         self._session = Session(owner, bench.node, "test")
         self._session.transport = self
         self.say(m.Hello(m.PROTOCOL_VERSION, "test"))
@@ -37,11 +37,11 @@ class Client:
         self._session.data(memoryview(encode(message)))
 
     def register(self, namespace: Namespace) -> None:
-        """The first one of a session has the handle 0."""
+        """Register a namespace; the first one of a session gets handle 0."""
         self.say(m.Register(1, namespace.to_fields(), True))
 
     def die(self) -> None:
-        """The daemon finds the socket closed."""
+        """Close the session, as when the daemon finds the socket closed."""
         self.gone = True
         self._session.closed()
 
@@ -55,7 +55,7 @@ class Client:
     def close(self) -> None:
         """The daemon knows that the client is gone."""
 
-    def _heard(self, message: m.Message, fds: Sequence[int]) -> None:
+    def _receive(self, message: m.Message, fds: Sequence[int]) -> None:
         for fd in fds:
             os.close(fd)
         if type(message) is self._dreads:
@@ -66,16 +66,16 @@ def space_of(bench: Bench, namespace: Namespace) -> Space | None:
     return bench.node.host.spaces.get(namespace.digest)
 
 
-@pytest.mark.parametrize("dreads", [m.Guard, m.Registered, m.Segment])
-def test_a_client_that_goes_while_it_is_answered_leaves_no_registration(
-    dreads: type[m.Message],
+@pytest.mark.parametrize("dies_at", [m.Guard, m.Registered, m.Segment])
+def test_client_that_dies_during_register_leaves_no_registration(
+    dies_at: type[m.Message],
 ) -> None:
-    """A send that finds the client gone ends its session in the middle of a REGISTER: the namespace
-    would have a session for ever, and never give its memory back."""
+    """A failed send ends the session in the middle of a REGISTER: the namespace would keep a
+    session, and its memory, permanently."""
     keeper = Keeper()
 
     async def test(bench: Bench) -> None:
-        client = Client(bench, 7, dreads)
+        client = Client(bench, 7, dies_at)
         client.register(RESET)
         assert client.gone
         space = space_of(bench, RESET)
@@ -91,10 +91,10 @@ def test_a_client_that_goes_while_it_is_answered_leaves_no_registration(
 
 
 @pytest.mark.parametrize("late_s", [0.0, A_WHILE_S])
-@pytest.mark.parametrize("goes", ["dies", "says so", "says nothing of worth"])
-def test_a_worthless_namespace_ends_with_a_worker_that_comes_late(late_s: float, goes: str) -> None:
-    """A worker may hear of a reset only when the next one has come, and be killed: what it stored
-    would keep memory, though nobody can ask for it."""
+@pytest.mark.parametrize("ending", ["dies", "says so", "says nothing of worth"])
+def test_worthless_namespace_ends_after_its_last_worker_leaves(late_s: float, ending: str) -> None:
+    """A worker may learn of a reset only after the next one, and be killed: its blocks would keep
+    memory, though no client can ask for them."""
 
     async def test(bench: Bench) -> None:
         scheduler, worker = Client(bench, 7), Client(bench, 8)
@@ -108,8 +108,8 @@ def test_a_worthless_namespace_ends_with_a_worker_that_comes_late(late_s: float,
         assert len(bench.store(4, space=space)) == len(space.items) == 4
         await asyncio.sleep(A_WHILE_S)
         assert len(space.items) == 4, "its worker still uses it"
-        if goes != "dies":
-            worker.say(m.Unregister(0, goes == "says so"))
+        if ending != "dies":
+            worker.say(m.Unregister(0, ending == "says so"))
         worker.die()
         await asyncio.sleep(A_WHILE_S)
         assert not space.items
@@ -120,7 +120,7 @@ def test_a_worthless_namespace_ends_with_a_worker_that_comes_late(late_s: float,
     run(test, config("tier"), raw=[Tier()])
 
 
-def test_what_is_remembered_of_worthless_namespaces_is_bounded(
+def test_record_of_worthless_namespaces_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A training loop that resets after each step would fill the daemon's own memory."""

@@ -1,7 +1,7 @@
-"""Bytes under a lease stay, whatever becomes of the daemon that granted it.
+"""Bytes under a lease stay unchanged, whatever happens to the daemon that granted it.
 
-Readers here keep the mappings that a former incarnation gave them, and look at their bytes for as
-long as their leases last: through crashes, flushes, full arenas and memory pressure.
+The readers of these tests keep the mappings from a former incarnation and compare their bytes for
+as long as their leases last: through crashes, flushes, full arenas and memory pressure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODELS = ("a", "b")
 ENGINE = 7
 
 Place = tuple[str, int, int]
-"""A namespace, where to begin among its blocks, and how many."""
+"""Namespace, index of the first block, number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,23 @@ class Plan:
     """What happens in one incarnation, until it is killed."""
 
     stores: list[tuple[str, int, bool]]
-    """Namespace, blocks, and whether their checksums come to be known."""
+    """Namespace, number of blocks, and whether their checksums get computed."""
     leases: list[tuple[Place, int]]
-    """What is leased, and for how many seconds."""
+    """The leased blocks, and the lease's length in seconds."""
     flushes: list[Place]
     copied: Place | None
-    """What a copy process reads for an engine; it is still at it when the daemon is killed."""
+    """Blocks that a copy process is still reading for an engine when the daemon is killed."""
     hangs: bool
     """Whether that process outlives the daemon."""
     writes: bool
-    """Whether an engine has reserved slots, and writes to them when the daemon is gone."""
+    """Whether an engine has reserved slots, and writes to them after the daemon's death."""
     damage: str
     idle_s: int
-    """How long nothing is left to happen in the incarnation after it."""
+    """Seconds that pass after the next incarnation has started."""
 
 
-def drawn(random: Random) -> Plan:
-    """A plan, every kind of event about as likely as not."""
+def random_plan(random: Random) -> Plan:
+    """Draw a plan in which every kind of event is about as likely as not."""
 
     def place() -> Place:
         return random.choice(MODELS), random.randrange(SLOTS), random.randint(1, 8)
@@ -84,7 +84,7 @@ def drawn(random: Random) -> Plan:
 
 @dataclass(eq=False)
 class Reader:
-    """Somebody who looks at slots until a time, or for as long as its process lives."""
+    """A process that reads slots until a time, or for as long as it runs."""
 
     views: list[memoryview]
     right: list[bytes]
@@ -93,19 +93,19 @@ class Reader:
 
 
 class Node:
-    """Incarnations of a daemon, one after the other, and who reads from them and writes to them."""
+    """Successive incarnations of a daemon, with their readers and writers."""
 
     def __init__(self) -> None:
         self.keeper = Keeper()
         self.clock = ManualClock()
-        self.life = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneLife(self.keeper, clock=self.clock)
         self.readers: list[Reader] = []
         self.writers: list[tuple[int, list[memoryview]]] = []
         self.stored = 0
 
     def run(self, plan: Plan) -> None:
-        """Live, be killed, and be there again."""
-        memory, host = self.life.memory, self.life.host
+        """Run one incarnation, kill it and start the next."""
+        memory, host = self.incarnation.memory, self.incarnation.host
         for model, count, prove in plan.stores:
             self.store(model, count, prove=prove)
         for place, ttl_s in plan.leases:
@@ -113,11 +113,11 @@ class Node:
             lease = host.grant(
                 ENGINE, [(space, list(chosen.values()))], self.clock.now_ns + ttl_s * S
             )
-            self.life.lives.leased(lease)
+            self.incarnation.lives.leased(lease)
             self.read(space, chosen, lease.expires_ns)
         if plan.copied is not None:
             space, chosen = self.chosen(plan.copied)
-            hold = self.life.lives.copying()
+            hold = self.incarnation.lives.copying()
             assert hold is not None
             host.hold(space, list(chosen.values()))
             self.read(space, chosen, float("inf"), hold)
@@ -126,19 +126,19 @@ class Node:
             memory.drop(space, list(chosen.values()), Dropped.FLUSHED)
         if plan.writes:
             self.begin_to_write("a", 3)
-        self.attack()
+        self.reuse_all_it_can()
         self.kill(hangs=plan.hangs, damage=plan.damage)
-        self.attack()
+        self.reuse_all_it_can()
         self.pass_time(plan.idle_s)
-        self.attack()
+        self.reuse_all_it_can()
 
     def space(self, model: str) -> Space:
-        space = self.life.host.open_space(blocks.namespace(BLOCK_BYTES, model=model))
+        space = self.incarnation.host.open_space(blocks.namespace(BLOCK_BYTES, model=model))
         assert space is not None
         return space
 
     def chosen(self, place: Place) -> tuple[Space, dict[bytes, int]]:
-        """Blocks that may be served, with their slots."""
+        """Return servable blocks with their slots."""
         model, start, count = place
         space = self.space(model)
         known = [(h, s) for h, s in space.items.items() if s not in space.unverified]
@@ -147,51 +147,55 @@ class Node:
 
     def store(self, model: str, count: int, *, prove: bool) -> None:
         self.stored += 1
-        self.life.store_chain(self.space(model), count, self.stored, prove=prove)
+        self.incarnation.store_chain(self.space(model), count, self.stored, prove=prove)
 
     def read(self, space: Space, chosen: dict[bytes, int], until_ns: float, hold: int = -1) -> None:
-        views = [self.life.memory.payload(space, slot) for slot in chosen.values()]
+        views = [self.incarnation.memory.payload(space, slot) for slot in chosen.values()]
         right = [blocks.payload(space.namespace, block_hash) for block_hash in chosen]
         self.readers.append(Reader(views, right, until_ns, hold))
 
     def begin_to_write(self, model: str, count: int) -> None:
-        hold = self.life.lives.guard()
+        hold = self.incarnation.lives.guard()
         assert hold is not None
         self.stored += 1
         space = self.space(model)
-        reservation = self.life.memory.reserve(ENGINE, space, *blocks.chain(count, self.stored))
+        reservation = self.incarnation.memory.reserve(
+            ENGINE, space, *blocks.chain(count, self.stored)
+        )
         slots = [slot for slot in reservation.slots if slot >= 0]
-        self.writers.append((hold, [self.life.memory.payload(space, slot) for slot in slots]))
+        self.writers.append(
+            (hold, [self.incarnation.memory.payload(space, slot) for slot in slots])
+        )
 
-    def attack(self) -> None:
-        """Take all that can be had: under memory pressure, and for every block that fits."""
-        self.life.lives.tick()
+    def reuse_all_it_can(self) -> None:
+        """Reuse as much memory as possible: under memory pressure, and by storing blocks."""
+        self.incarnation.lives.tick()
         for limit in (CAPACITY // 2, 0):
-            self.life.host.set_limit(limit)
-            while self.life.memory.shrink():
+            self.incarnation.host.set_limit(limit)
+            while self.incarnation.memory.shrink():
                 pass
             self.check()
-        self.life.host.set_limit(CAPACITY)
+        self.incarnation.host.set_limit(CAPACITY)
         for model in MODELS * 2:
             self.store(model, SLOTS // 2, prove=False)
             self.check()
 
     def kill(self, *, hangs: bool, damage: str) -> None:
-        self.life.end()
+        self.incarnation.end()
         for reader in [reader for reader in self.readers if reader.hold >= 0]:
             if not hangs:
                 os.close(reader.hold)
                 self.readers.remove(reader)
         if damage:
             self.damage(damage)
-        self.life = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneLife(self.keeper, clock=self.clock)
         for _, views in self.writers:
             for view in views:
                 view[:] = b"\xee" * len(view)
-        self.life.prove()
+        self.incarnation.prove()
 
     def damage(self, what: str) -> None:
-        """Change a byte of what is kept, or lose half of a segment."""
+        """Change a byte of the kept memory, or lose half of a segment."""
         kept = self.keeper._kept
         pages = [fd for name, fd in kept if name.startswith("life-")]
         arena = [entry for entry in kept if "-" not in entry[0]]
@@ -207,12 +211,13 @@ class Node:
 
     def pass_time(self, seconds: float) -> None:
         self.clock.now_ns += int(seconds * S)
-        self.life.host.expire(self.clock.now_ns)
-        self.life.lives.tick()
+        self.incarnation.host.expire(self.clock.now_ns)
+        self.incarnation.lives.tick()
 
     def check(self) -> None:
-        """What is leased has its bytes, and what is served its own."""
-        self.life.memory.check()
+        """Assert that leased slots keep their bytes, and that servable blocks have the right
+        ones."""
+        self.incarnation.memory.check()
         for reader in self.readers:
             if reader.until_ns > self.clock.now_ns:
                 for view, right in zip(reader.views, reader.right, strict=True):
@@ -221,23 +226,23 @@ class Node:
             space = self.space(model)
             for block_hash, slot in self.chosen((model, 0, SLOTS))[1].items():
                 right = blocks.payload(space.namespace, block_hash)
-                assert self.life.memory.payload(space, slot) == right
+                assert self.incarnation.memory.payload(space, slot) == right
 
     def end(self) -> None:
-        """When nobody reads or writes any more, every slot can be used again."""
+        """Assert that every slot is free once all readers and writers are gone."""
         for hold in [
             *(reader.hold for reader in self.readers),
             *(hold for hold, _ in self.writers),
         ]:
             if hold >= 0:
                 os.close(hold)
-        self.life.end()
+        self.incarnation.end()
         self.readers.clear()
-        self.life = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneLife(self.keeper, clock=self.clock)
         self.pass_time(600)
-        assert held_by_nobody(self.life)
-        self.life.memory.check()
-        self.life.end()
+        assert held_by_nobody(self.incarnation)
+        self.incarnation.memory.check()
+        self.incarnation.end()
         self.keeper.close()
 
 
@@ -248,18 +253,20 @@ def _flip(fd: int, at: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_bytes_under_a_lease_stay(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_leased_bytes_survive_random_crashes_flushes_and_pressure(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """An engine would copy another's KV under its lease, and answer with wrong tokens."""
     caplog.set_level(logging.CRITICAL, "tierd")
     random = Random(seed)
     node = Node()
     for _ in range(random.randint(1, 3)):
-        node.run(drawn(random))
+        node.run(random_plan(random))
     node.end()
 
 
 class Recorder(bytearray):
-    """A page's memory that tells each write to it."""
+    """A page's memory that records each write to it."""
 
     writes: list[tuple[int, bytes]]
 
@@ -269,14 +276,14 @@ class Recorder(bytearray):
 
 
 leases = st.tuples(st.integers(0, 40), st.integers(1, 40), st.booleans())
-"""How many slots, until when, and whether all leases have been given back before."""
+"""Number of slots, expiry, and whether all earlier leases have been released."""
 
 
 @given(st.lists(leases, min_size=1, max_size=8), st.data())
-def test_a_log_that_is_torn_loses_no_lease(
+def test_torn_lease_log_loses_no_lease(
     plan: list[tuple[int, int, bool]], data: st.DataObject
 ) -> None:
-    """A daemon killed in the middle of a write would leave leases that the next one breaks."""
+    """A daemon killed during a write would leave leases that the next incarnation breaks."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(past, "LOG_BYTES", 1024)
         page = IncarnationPage.create(bytes(16))
@@ -294,27 +301,27 @@ def test_a_log_that_is_torn_loses_no_lease(
             for at, (start, written) in enumerate(recorder.writes):
                 cut = data.draw(st.integers(0, len(written)))
                 os.pwrite(page.fd, written[:cut], start)
-                _all_told(page.fd, granted if at >= before else [])
+                _assert_all_found(page.fd, granted if at >= before else [])
                 whole = start >= 4096 or cut in (0, len(written))
-                assert not whole or PastPage(page.fd, 0).readable, "all is held for nothing"
+                assert not whole or PastPage(page.fd, 0).readable, "an intact log was refused"
                 os.pwrite(page.fd, written, start)
             granted.append((name, slots, until_ns))
-            _all_told(page.fd, granted)
+            _assert_all_found(page.fd, granted)
         page.close()
 
 
-def _all_told(fd: int, granted: list[tuple[bytes, range, int]]) -> None:
-    told = PastPage(fd, 0)
+def _assert_all_found(fd: int, granted: list[tuple[bytes, range, int]]) -> None:
+    kept = PastPage(fd, 0)
     for now_ns in (0, 20):
-        found = told.leased(now_ns)
+        found = kept.leased(now_ns)
         for name, slots, until_ns in granted:
-            assert told.until_ns >= until_ns
+            assert kept.until_ns >= until_ns
             if until_ns > now_ns and found.complete:
                 assert found.slots.get(name, set()) >= {*slots}
 
 
-def test_a_log_that_is_damaged_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit would have a slot reused under its reader's eyes, or tierd hang at each start."""
+def test_damaged_lease_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flipped bit would have a slot reused under its reader, or tierd hang at each start."""
     monkeypatch.setattr(past, "LOG_BYTES", 1024)
     page = IncarnationPage.create(bytes(16))
     right: dict[bytes, set[int]] = {}
@@ -328,27 +335,27 @@ def test_a_log_that_is_damaged_is_not_believed(monkeypatch: pytest.MonkeyPatch) 
         for bit in (0, 7):
             [old] = os.pread(page.fd, 1, at)
             os.pwrite(page.fd, bytes([old ^ (1 << bit)]), at)
-            told = PastPage(page.fd, 0)
-            if told.readable:
-                assert told.leased(0) == (right, True)
-                assert told.until_ns == 52
+            kept = PastPage(page.fd, 0)
+            if kept.readable:
+                assert kept.leased(0) == (right, True)
+                assert kept.until_ns == 52
             else:
-                assert not told.leased(LEASE_NS_MAX - 1).complete
-                assert told.until_ns == LEASE_NS_MAX
+                assert not kept.leased(LEASE_NS_MAX - 1).complete
+                assert kept.until_ns == LEASE_NS_MAX
                 refused += 1
             os.pwrite(page.fd, bytes([old]), at)
-    assert refused == 2 * (2 * (32 + 8) + 3 * (40 + 9 * 4)), "what is sealed"
+    assert refused == 2 * (2 * (32 + 8) + 3 * (40 + 9 * 4)), "bits of the sealed bytes"
     for size in (0, 64, 4096, 4096 + 1023, 4096 + 1025):
         os.ftruncate(page.fd, size)
         assert not PastPage(page.fd, 0).readable
     page.close()
 
 
-def test_a_lease_of_another_clock_is_not_believed() -> None:
-    """Memory that came with a machine's image would be held for days, or not at all."""
+def test_lease_log_of_another_clock_is_refused() -> None:
+    """Memory restored from a machine's image would be held for days, or not at all."""
     page = IncarnationPage.create(bytes(16))
     page.lease(bytes(16), [1, 2], 10**15)
-    told = PastPage(page.fd, 10)
-    assert not told.readable
-    assert told.until_ns == 10 + LEASE_NS_MAX
+    kept = PastPage(page.fd, 10)
+    assert not kept.readable
+    assert kept.until_ns == 10 + LEASE_NS_MAX
     page.close()

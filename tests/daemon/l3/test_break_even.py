@@ -1,4 +1,4 @@
-"""Which loads are refused because computing is faster."""
+"""The break-even gate: loads that are refused because recomputing is faster."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PREFIX_BLOCKS = 24
 PREFIX_TOKENS = PREFIX_BLOCKS * SPACE.block_tokens
 
 
-def asked(gate: BreakEven, loads_s: dict[int, float], tokens_per_s: int = 1000) -> bool:
-    """Whether a request of TOKENS, computed in 1 s by default, has its prefix brought."""
+def is_loaded(gate: BreakEven, loads_s: dict[int, float], tokens_per_s: int = 1000) -> bool:
+    """Return whether the prefix of a request of TOKENS, computed in 1 s by default, is loaded."""
     worth = Worth(
         PrefetchConfig(min_tokens=0), gate, resident_tokens=0, prefill_tokens_per_s=tokens_per_s
     )
@@ -30,44 +30,44 @@ def asked(gate: BreakEven, loads_s: dict[int, float], tokens_per_s: int = 1000) 
     return brought
 
 
-def test_a_slow_load_is_refused_and_a_fast_one_done() -> None:
+def test_load_slower_than_computing_is_refused() -> None:
     """A hit would make a request slower than a miss."""
     gate = BreakEven()
-    assert asked(gate, {0: 0.9})
-    assert not asked(gate, {0: 1.1})
-    assert not asked(gate, {0: 0.1, 1: 1.1}), "the slowest part decides"
-    assert asked(gate, {0: 0.9, 1: 0.9}), "tiers are read at the same time"
+    assert is_loaded(gate, {0: 0.9})
+    assert not is_loaded(gate, {0: 1.1})
+    assert not is_loaded(gate, {0: 0.1, 1: 1.1}), "the slowest part decides"
+    assert is_loaded(gate, {0: 0.9, 1: 0.9}), "tiers are read at the same time"
 
 
 def test_unknown_speeds_refuse_nothing() -> None:
     """A new tier would never be read, and so never be measured."""
     gate = BreakEven()
-    assert all(asked(gate, {}) for _ in range(100))
-    assert all(asked(gate, {0: 1e9}, tokens_per_s=0) for _ in range(100))
+    assert all(is_loaded(gate, {}) for _ in range(100))
+    assert all(is_loaded(gate, {0: 1e9}, tokens_per_s=0) for _ in range(100))
 
 
-def test_the_gate_can_be_left_out() -> None:
-    """An operator who pays for the engine's time could not have it saved."""
+def test_break_even_gate_can_be_disabled() -> None:
+    """An operator who pays for the engine's time could not save it."""
     config = PrefetchConfig(min_tokens=0, break_even=False)
     worth = Worth(config, BreakEven(), resident_tokens=0, prefill_tokens_per_s=10**6)
     assert worth.bringing(TOKENS, TOKENS, {0: 1e9})
 
 
-def test_each_tier_gets_its_trials() -> None:
-    """Of two slow tiers that are asked in turn one would never recover."""
+def test_each_slow_tier_gets_its_own_trials() -> None:
+    """Of two slow tiers that are looked up alternately, one would never recover."""
     gate = BreakEven()
     brought = {0: 0, 1: 0}
     for number in range(4 * TRIAL_EVERY):
-        brought[number % 2] += asked(gate, {number % 2: 5.0})
+        brought[number % 2] += is_loaded(gate, {number % 2: 5.0})
     assert brought == {0: 2, 1: 2}
 
 
 # --- on a node --------------------------------------------------------------------------
 
 
-def gated(test: Callable[[Bench, Ask], Awaitable[None]]) -> None:
-    """Run a test on a node whose only tier has a prefix, with what an engine of a given speed
-    in tokens a second gets of it, nothing being in memory."""
+def run_with_gate(test: Callable[[Bench, Ask], Awaitable[None]]) -> None:
+    """Run a test on a node whose only tier has a prefix and whose memory is empty. `ask` returns
+    the blocks loaded for an engine with the given speed in tokens/s."""
 
     async def prepared(bench: Bench) -> None:
         hashes = bench.store(PREFIX_BLOCKS)
@@ -92,41 +92,41 @@ def gated(test: Callable[[Bench, Ask], Awaitable[None]]) -> None:
     run(prepared, config("tier0", deadline_ms=60_000, slow_ms=60_000))
 
 
-def test_a_tier_that_was_slow_is_used_again_at_the_next_trial() -> None:
-    """What was measured in a bad hour would keep its loads refused for many trials after it."""
+def test_recovered_tier_is_used_again_after_one_trial() -> None:
+    """Speeds measured in a bad hour would keep loads refused for many trials."""
 
     async def test(bench: Bench, ask: Ask) -> None:
         raw = bench.raw[0]
-        tokens_per_s = 10 * PREFIX_TOKENS  # It computes the prefix in 0.1 s.
+        tokens_per_s = 10 * PREFIX_TOKENS  # The engine computes the prefix in 0.1 s.
         raw.takes_s = 0.01
         assert [await ask(tokens_per_s) for _ in range(100)] == [PREFIX_BLOCKS] * 100
         raw.takes_s = 2.0
         slow = [await ask(tokens_per_s) for _ in range(10 * TRIAL_EVERY)]
-        assert sum(map(bool, slow[TRIAL_EVERY:])) == 9, "but for trials"
+        assert sum(map(bool, slow[TRIAL_EVERY:])) == 9, "except for trials"
         raw.takes_s = 0.09
         well = [await ask(tokens_per_s) for _ in range(3 * TRIAL_EVERY)]
         first = well.index(PREFIX_BLOCKS)
         assert first < TRIAL_EVERY
         assert well[first:] == [PREFIX_BLOCKS] * (len(well) - first)
 
-    gated(test)
+    run_with_gate(test)
 
 
-def test_a_trial_of_a_tier_that_is_still_slow_changes_nothing() -> None:
-    """Each trial would let loads through that nobody should wait for."""
+def test_trial_of_a_tier_that_is_still_slow_allows_no_further_loads() -> None:
+    """Each trial would let slow loads through."""
 
     async def test(bench: Bench, ask: Ask) -> None:
         bench.raw[0].takes_s = 2.0
-        assert await ask(10 * PREFIX_TOKENS) == PREFIX_BLOCKS, "nothing is known of it"
+        assert await ask(10 * PREFIX_TOKENS) == PREFIX_BLOCKS, "its speed is unknown"
         for _ in range(5):
-            asked = [await ask(10 * PREFIX_TOKENS) for _ in range(TRIAL_EVERY)]
-            assert asked == [0] * (TRIAL_EVERY - 1) + [PREFIX_BLOCKS]
+            is_loaded = [await ask(10 * PREFIX_TOKENS) for _ in range(TRIAL_EVERY)]
+            assert is_loaded == [0] * (TRIAL_EVERY - 1) + [PREFIX_BLOCKS]
 
-    gated(test)
+    run_with_gate(test)
 
 
-def test_others_do_not_come_along_on_a_trial() -> None:
-    """While one load is tried everybody would wait for a tier that nobody knows to be well."""
+def test_other_requests_do_not_join_a_trial() -> None:
+    """During a trial every request would wait for a tier of unknown speed."""
 
     async def test(bench: Bench, ask: Ask) -> None:
         raw, tokens_per_s = bench.raw[0], 10 * PREFIX_TOKENS
@@ -151,11 +151,11 @@ def test_others_do_not_come_along_on_a_trial() -> None:
         assert (lease, bench.loop.now_ns - began_ns < 10**7) == (None, True)
         assert await trial == PREFIX_BLOCKS
 
-    gated(test)
+    run_with_gate(test)
 
 
-def test_what_is_refused_is_counted() -> None:
-    """An operator could not see why tierd brings nothing."""
+def test_refused_loads_are_counted() -> None:
+    """An operator could not see why tierd loads nothing."""
 
     async def test(bench: Bench, ask: Ask) -> None:
         def counters(name: str) -> int:
@@ -163,10 +163,10 @@ def test_what_is_refused_is_counted() -> None:
 
         assert await ask(0) == PREFIX_BLOCKS
         bench.raw[0].takes_s = 0.5
-        assert await ask(PREFIX_TOKENS) == PREFIX_BLOCKS, "it computes the prefix in 1 s"
+        assert await ask(PREFIX_TOKENS) == PREFIX_BLOCKS, "the engine computes the prefix in 1 s"
         assert not counters("loads_refused_total")
         assert await ask(4 * PREFIX_TOKENS) == 0
         assert counters("loads_refused_total") == 1
         assert counters("acquired_blocks_total") == 2 * PREFIX_BLOCKS
 
-    gated(test)
+    run_with_gate(test)

@@ -1,4 +1,4 @@
-"""What is used most is kept: what uses in host memory mean to tiers that drop blocks."""
+"""Uses in host memory keep blocks in tiers that evict: they are reported and rewritten."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ COLD = 8
 WRITTEN = list(WritePolicy)
 
 
-class Small(Tier):
-    """A tier of a few blocks, which drops what was used longest ago, and hears of uses."""
+class SmallTier(Tier):
+    """A tier of a few blocks that evicts the least recently used, and counts reported uses."""
 
     def __init__(self, blocks: int = 40) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class Small(Tier):
         return [namespace + block_hash in self._index for block_hash in hashes]
 
     def lose(self, hashes: Sequence[bytes]) -> None:
-        """Drop blocks without telling anybody."""
+        """Drop blocks without reporting it."""
         for block_hash in hashes:
             self._drop(key(block_hash))
 
 
 async def use(bench: Bench, hashes: Sequence[bytes]) -> int:
-    """What a request does that comes by the socket; the resident prefix."""
+    """Acquire as a request does; returns the length of the resident prefix."""
     settled, lease, count = bench.node.acquire_now(1, [bench.space], hashes)
     assert settled
     assert lease is not None
@@ -54,8 +54,8 @@ async def use(bench: Bench, hashes: Sequence[bytes]) -> int:
     return count
 
 
-async def told(bench: Bench) -> None:
-    """Wait until all that is to be told has been, and what came of it is done."""
+async def uses_reported(bench: Bench) -> None:
+    """Wait until all uses have been reported and their effects are done."""
     await bench.learned()
     while any(renewal.busy for renewal in bench.node.backups.renewals):
         await asyncio.sleep(0.01)
@@ -66,15 +66,15 @@ def has(tier: Tier, hashes: Sequence[bytes]) -> int:
     return sum(key(block_hash) in tier.blocks for block_hash in hashes)
 
 
-async def stored(bench: Bench) -> list[bytes]:
-    """Blocks that L2 and the tier have."""
+async def store_everywhere(bench: Bench) -> list[bytes]:
+    """Store blocks in L2 and in the tier."""
     hashes = bench.store(HOT, "hot")
     await bench.backed_up()
     return hashes
 
 
-def run_on(tier: Small, test: Callable[[Bench], Awaitable[None]], **keys: object) -> None:
-    """Run a test on a node with this tier, at whose end nothing is under way."""
+def run_on(tier: SmallTier, test: Callable[[Bench], Awaitable[None]], **keys: object) -> None:
+    """Run a test on a node with this tier, and assert that nothing is left under way."""
 
     async def whole(bench: Bench) -> None:
         await test(bench)
@@ -83,17 +83,17 @@ def run_on(tier: Small, test: Callable[[Bench], Awaitable[None]], **keys: object
     run(whole, config("tier", **keys), raw=[tier])
 
 
-def test_what_is_used_in_host_memory_outlives_what_is_not_in_a_tier() -> None:
-    """A tier would drop a node's hottest prefix first, since host memory answers for it."""
-    tier = Small()
+def test_blocks_used_in_host_memory_are_kept_by_an_evicting_tier() -> None:
+    """A tier would evict a node's hottest prefix first, because host memory answers for it."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         for number in range(30):
             bench.store(COLD, number)
             await bench.backed_up()
             assert await use(bench, hot) == HOT
-            await told(bench)
+            await uses_reported(bench)
             assert has(tier, hot) == HOT
             await asyncio.sleep(1.0)
         assert tier.calls("put") == 31, "it was never to be written again"
@@ -101,25 +101,25 @@ def test_what_is_used_in_host_memory_outlives_what_is_not_in_a_tier() -> None:
     run_on(tier, test)
 
 
-def test_what_a_tier_has_dropped_is_written_when_it_is_used() -> None:
-    """Other nodes would not find what everybody uses here until this node loses it."""
-    tier = Small()
+def test_used_blocks_that_a_tier_has_dropped_are_written_again() -> None:
+    """Other nodes would not find popular blocks until this node evicts them."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         tier.lose(hot)
-        # What was just written and is gone is no news of a tier that has room for it.
+        # Blocks missing right after their write are no proof that the tier evicts.
         await asyncio.sleep(REST_S + 1)
         assert await use(bench, hot) == HOT
-        await told(bench)
+        await uses_reported(bench)
         assert has(tier, hot) == HOT
 
     run_on(tier, test)
 
 
-def test_a_tier_that_is_too_small_for_what_is_used_is_not_written_at_each_use() -> None:
-    """A disk that is smaller than host memory would be worn out by rewriting what it drops."""
-    tier = Small(10)
+def test_tier_too_small_for_the_used_blocks_is_not_rewritten_at_each_use() -> None:
+    """A disk smaller than host memory would be worn out by rewriting blocks it drops."""
+    tier = SmallTier(10)
     tier.hears = False
 
     async def test(bench: Bench) -> None:
@@ -129,7 +129,7 @@ def test_a_tier_that_is_too_small_for_what_is_used_is_not_written_at_each_use() 
         for _ in range(20):
             for hashes in chains:
                 await use(bench, hashes)
-            await told(bench)
+            await uses_reported(bench)
             await asyncio.sleep(2.0)
         assert tier.calls("put") <= written + len(chains)
 
@@ -137,9 +137,11 @@ def test_a_tier_that_is_too_small_for_what_is_used_is_not_written_at_each_use() 
 
 
 @pytest.mark.parametrize("policy", WRITTEN)
-def test_what_leaves_host_memory_is_in_a_tier_that_has_dropped_it(policy: WritePolicy) -> None:
-    """A prefix that was used for hours would be nowhere once its turn to leave has come."""
-    tier = Small()
+def test_used_blocks_dropped_by_a_tier_are_written_before_eviction_from_l2(
+    policy: WritePolicy,
+) -> None:
+    """A prefix used for hours would be lost when host memory evicts it."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
         hot = bench.store(HOT, "hot")
@@ -148,21 +150,21 @@ def test_what_leaves_host_memory_is_in_a_tier_that_has_dropped_it(policy: WriteP
         bench.forget()
         await bench.backed_up()
         assert await bench.acquire(hot) == HOT
-        await told(bench)
+        await uses_reported(bench)
         assert has(tier, hot) == HOT
         tier.lose(hot)
         bench.forget()
-        await told(bench)
+        await uses_reported(bench)
         assert has(tier, hot) == HOT
         assert await bench.acquire(hot) == HOT
-        await told(bench)
+        await uses_reported(bench)
 
     run_on(tier, test, write_policy=policy)
 
 
-def test_what_was_used_once_is_not_asked_for_when_it_leaves() -> None:
-    """Each document that passes by would keep its slots for the time of a question."""
-    tier = Small()
+def test_block_used_once_is_evicted_without_asking_the_tier() -> None:
+    """Each document read once would keep its slots for the duration of a lookup."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(COLD, "once")
@@ -170,22 +172,22 @@ def test_what_was_used_once_is_not_asked_for_when_it_leaves() -> None:
         await bench.backed_up()
         bench.forget()
         assert not bench.space.evicting
-        await told(bench)
+        await uses_reported(bench)
         assert not tier.calls("use")
 
     run_on(tier, test)
 
 
 @pytest.mark.parametrize("policy", WRITTEN)
-def test_a_stop_writes_what_is_used_often_and_a_tier_has_dropped(policy: WritePolicy) -> None:
-    """After an orderly restart the hottest prefix would be found nowhere."""
-    tier = Small()
+def test_drain_writes_used_blocks_that_a_tier_has_dropped(policy: WritePolicy) -> None:
+    """After an orderly restart the hottest prefix would be lost."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         for _ in range(5):
             await use(bench, hot)
-        await told(bench)
+        await uses_reported(bench)
         cold = [bench.store(COLD, number) for number in range(20)]
         await bench.backed_up()
         tier.lose(hot)
@@ -196,12 +198,12 @@ def test_a_stop_writes_what_is_used_often_and_a_tier_has_dropped(policy: WritePo
     run_on(tier, test, write_policy=policy)
 
 
-def test_a_stop_asks_a_tier_that_does_not_answer_for_nothing() -> None:
+def test_drain_does_not_wait_for_a_tier_that_does_not_answer() -> None:
     """A stop in an outage would take its whole budget."""
-    tier = Small()
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         for _ in range(5):
             await use(bench, hot)
         tier.hangs = {"use", "put", "get", "contains"}
@@ -214,12 +216,12 @@ def test_a_stop_asks_a_tier_that_does_not_answer_for_nothing() -> None:
     run_on(tier, test)
 
 
-def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
-    """The engine would wait for a tier that nobody asked anything of."""
-    tier = Small()
+def test_hanging_tier_delays_neither_requests_nor_evictions() -> None:
+    """The engine would wait for a tier from which it has requested nothing."""
+    tier = SmallTier()
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         tier.hangs = {"use"}
         began_s = bench.loop.time()
         for _ in range(5):
@@ -229,15 +231,15 @@ def test_a_tier_that_hangs_delays_neither_requests_nor_evictions() -> None:
             bench.store_at_once(COLD, number)
             await asyncio.sleep(0.01)
         await asyncio.sleep(3 * DEADLINE_S)
-        # What the tier did not answer for was not taken for lost, nor kept.
+        # Blocks without an answer were neither taken for lost nor kept.
         assert not bench.space.evicting
 
     run_on(tier, test)
 
 
-def test_how_often_and_how_much_is_told_is_bounded() -> None:
-    """A server would be asked for the same prefix at each of thousands of requests a second."""
-    tier = Small(1000)
+def test_use_reports_are_bounded_in_rate_and_size() -> None:
+    """A server would get reports of the same prefix for each of thousands of requests a second."""
+    tier = SmallTier(1000)
 
     async def test(bench: Bench) -> None:
         chains = [bench.store(20, number) for number in range(10)]
@@ -255,13 +257,13 @@ def test_how_often_and_how_much_is_told_is_bounded() -> None:
     run_on(tier, test)
 
 
-def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
+def test_tier_billed_per_call_rarely_gets_use_reports() -> None:
     """Each use, each eviction and each stop would be billed."""
-    tier = Small(1000)
+    tier = SmallTier(1000)
     tier.uses_every_s = 6 * 3600.0
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         for _ in range(100):
             await use(bench, hot)
             await asyncio.sleep(60)
@@ -271,7 +273,7 @@ def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
         tier.lose(hot)
         await asyncio.sleep(5 * 3600)
         await use(bench, hot)
-        await told(bench)
+        await uses_reported(bench)
         assert tier.calls("use") == 2
         assert has(tier, hot) == HOT
         await bench.node.drain(10)
@@ -280,36 +282,36 @@ def test_a_tier_whose_questions_cost_money_is_rarely_told() -> None:
     run_on(tier, test)
 
 
-def test_what_a_lower_tier_is_only_believed_to_have_is_asked_for() -> None:
+def test_blocks_assumed_to_be_in_a_lower_tier_are_checked() -> None:
     """A block of the disk would never reach the fleet's server once that has lost it."""
-    upper, lower = Small(1000), Small(1000)
+    upper, lower = SmallTier(1000), SmallTier(1000)
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         bench.forget()
         lower.lose(hot)
         await asyncio.sleep(REST_S + 1)
         assert await bench.acquire(hot) == HOT
         await use(bench, hot)
-        await told(bench)
+        await uses_reported(bench)
         assert has(lower, hot) == HOT
 
     run(test, config("upper"), config("lower"), raw=[upper, lower])
 
 
-def test_a_tier_that_is_not_to_be_filled_from_below_is_not_asked() -> None:
-    """It would be written to each time its blocks are used, though it is not to have them."""
-    upper, lower = Small(1000), Small(1000)
+def test_tier_excluded_from_promotions_gets_no_use_reports() -> None:
+    """It would be written at each use of its blocks, against its configuration."""
+    upper, lower = SmallTier(1000), SmallTier(1000)
 
     async def test(bench: Bench) -> None:
-        hot = await stored(bench)
+        hot = await store_everywhere(bench)
         bench.forget()
         upper.lose(hot)
         assert await bench.acquire(hot) == HOT
         for _ in range(3):
             await asyncio.sleep(REST_S)
             await use(bench, hot)
-        await told(bench)
+        await uses_reported(bench)
         bench.forget()
         await bench.node.drain(10)
         assert not has(upper, hot)

@@ -1,4 +1,4 @@
-"""Policies of a node whose tiers have bugs or fail half-way: faults that HiCache's users met."""
+"""Policies of a node whose tiers have bugs or fail midway: faults that HiCache's users met."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tier(policy: WritePolicy = WritePolicy.WRITE_THROUGH, **keys: object) -> Sto
 
 
 async def ask(bench: Bench, hashes: Sequence[bytes], waited_ms: int = 0) -> tuple[int, int]:
-    """Blocks of an ACQUIRE as a session would ask for them, and how long it took, to 10 ms."""
+    """Acquire as a session does; returns the number of blocks, and the time rounded to 10 ms."""
     spaces, began_ns = [bench.space], bench.loop.now_ns
     end_ns = bench.deadline_ns(hashes, waited_ms=waited_ms, client_ms=10 * CAP_MS)
     lease = await bench.node.acquire(1, spaces, hashes, end_ns, waited_ms=waited_ms)
@@ -50,7 +50,7 @@ async def ask(bench: Bench, hashes: Sequence[bytes], waited_ms: int = 0) -> tupl
 
 
 async def only_in_tier(bench: Bench, *tags: object) -> list[list[bytes]]:
-    """Chains that the tier has and L2 has not."""
+    """Store chains that the tier has and L2 lacks."""
     chains = []
     for tag in tags:
         chains.append(bench.store(CHAIN_BLOCKS, tag))
@@ -61,11 +61,11 @@ async def only_in_tier(bench: Bench, *tags: object) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("error", [BackendError("connection reset"), ZeroDivisionError("a bug")])
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_writes_go_on_after_errors_and_bugs_of_a_backend(
+def test_backups_continue_after_errors_and_bugs_of_a_backend(
     policy: WritePolicy, error: Exception
 ) -> None:
-    """HiCache's backup thread died of the first exception: nothing was written any more, and the
-    memory of what waited was never free again."""
+    """HiCache's backup thread died of the first exception: nothing was written afterwards, and the
+    memory of queued writes was never freed."""
 
     async def test(bench: Bench) -> None:
         raw = bench.raw[0]
@@ -93,11 +93,11 @@ def test_writes_go_on_after_errors_and_bugs_of_a_backend(
 @pytest.mark.parametrize("error", [BackendError("connection reset"), ZeroDivisionError("a bug")])
 @pytest.mark.parametrize("what", ["contains_many", "get_into"])
 @pytest.mark.parametrize("policy", PrefetchPolicy)
-def test_no_error_of_a_backend_is_waited_out(
+def test_acquire_ends_at_once_when_a_backend_fails(
     policy: PrefetchPolicy, what: str, error: Exception
 ) -> None:
-    """HiCache's wait_complete never ended after an error in batch_get; a request would wait for
-    its deadline for what cannot come any more."""
+    """HiCache's wait_complete never ended after an error in batch_get; a request would wait until
+    its deadline for blocks that can no longer arrive."""
 
     async def test(bench: Bench) -> None:
         (hashes,) = await only_in_tier(bench, "a")
@@ -119,8 +119,8 @@ def test_no_error_of_a_backend_is_waited_out(
 
 
 @pytest.mark.parametrize("policy", PrefetchPolicy)
-def test_what_no_tier_has_is_not_waited_for(policy: PrefetchPolicy) -> None:
-    """HiCache's wait_complete waited for a prefetch of no pages at all."""
+def test_blocks_that_no_tier_has_are_not_waited_for(policy: PrefetchPolicy) -> None:
+    """HiCache's wait_complete waited for a prefetch of no pages."""
 
     async def test(bench: Bench) -> None:
         (hashes,) = await only_in_tier(bench, "a")
@@ -130,7 +130,7 @@ def test_what_no_tier_has_is_not_waited_for(policy: PrefetchPolicy) -> None:
         get_into = bench.raw[0].get_into
 
         async def emptied(namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
-            """The blocks go between the question and the read."""
+            """The blocks disappear between the lookup and the read."""
             bench.raw[0].blocks.clear()
             return await get_into(namespace, requests)
 
@@ -141,9 +141,9 @@ def test_what_no_tier_has_is_not_waited_for(policy: PrefetchPolicy) -> None:
     run(test, tier(), blocks_in_l2=L2_BLOCKS)
 
 
-def test_who_has_all_is_answered_while_others_wait() -> None:
-    """HiCache looks at finished prefetches when its scan of the queue comes to them: a hit would
-    wait for those of others."""
+def test_request_with_all_its_blocks_does_not_wait_behind_others() -> None:
+    """HiCache looks at finished prefetches only when its queue scan reaches them: a hit would wait
+    for those of others."""
 
     async def test(bench: Bench) -> None:
         slow, quick = await only_in_tier(bench, "slow", "quick")
@@ -164,9 +164,9 @@ def test_who_has_all_is_answered_while_others_wait() -> None:
     run(test, tier(), blocks_in_l2=L2_BLOCKS)
 
 
-def test_what_is_asked_for_and_nowhere_takes_nobodys_turn() -> None:
-    """HiCache's limit counts the tokens that were asked for and not those of hits: long new
-    prompts would keep others from being prefetched."""
+def test_misses_use_up_no_read_capacity() -> None:
+    """HiCache's limit counts requested tokens, not hits: long new prompts would keep others from
+    being prefetched."""
 
     async def test(bench: Bench) -> None:
         (hashes,) = await only_in_tier(bench, "a")
@@ -182,16 +182,16 @@ def test_what_is_asked_for_and_nowhere_takes_nobodys_turn() -> None:
     run(test, tier(), blocks_in_l2=L2_BLOCKS)
 
 
-def test_a_request_that_asks_again_after_its_deadline_gets_the_rest() -> None:
-    """HiCache does not retry a prefetch whose deadline has passed: one slow moment of a store
-    would cost a preempted request its whole prefix again."""
+def test_retry_after_a_missed_deadline_gets_the_rest() -> None:
+    """HiCache does not retry a prefetch whose deadline has passed: one slow moment of a store would
+    cost a preempted request its whole prefix again."""
 
     async def test(bench: Bench) -> None:
         (hashes,) = await only_in_tier(bench, "a")
         bench.node.prefetch = waiting(PrefetchPolicy.TIMEOUT, base_ms=250)
         bench.raw[0].takes_s = 0.2
         assert await ask(bench, hashes) == (0, 250)
-        # The read that was under way goes on, and is of use.
+        # The read that was under way continues, and is used.
         await asyncio.sleep(0.2)
         assert await ask(bench, hashes) == (CHAIN_BLOCKS, 0)
         assert bench.raw[0].calls("get") == 1
@@ -199,8 +199,8 @@ def test_a_request_that_asks_again_after_its_deadline_gets_the_rest() -> None:
     run(test, tier(), blocks_in_l2=L2_BLOCKS)
 
 
-def test_a_burst_that_was_too_much_leaves_nothing_behind() -> None:
-    """HiCache's throughput fell under pressure and never rose again."""
+def test_throughput_recovers_after_an_overload() -> None:
+    """HiCache's throughput fell under pressure and never recovered."""
 
     async def test(bench: Bench) -> None:
         tags = [f"chain {number}" for number in range(20)]

@@ -1,4 +1,4 @@
-"""Prefetch on virtual time: nobody waits longer than he may, whatever the tiers do."""
+"""Prefetch on virtual time: no request exceeds its deadline, whatever the tiers do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCK_TOKENS = SPACE.block_tokens
 CHAINS = 3
 CHAIN_BLOCKS = 2 * BATCH_BLOCKS_MAX + 5
 LATE_MS = 10
-"""An answer may come so much after its deadline. On virtual time nothing is late by itself."""
+"""Tolerance in ms after the deadline. On virtual time nothing is late by itself."""
 
 QUICK = PrefetchConfig(min_tokens=0, timeout_base_ms=200, timeout_per_ki_ms=100, timeout_max_ms=700)
 
@@ -37,31 +37,31 @@ QUICK = PrefetchConfig(min_tokens=0, timeout_base_ms=200, timeout_per_ki_ms=100,
 
 
 @dataclass(frozen=True)
-class Mood:
+class Behaviour:
     """How a tier behaves; times in s."""
 
     ask_s: float = 0.0
     get_s: float = 0.0
     verify_s: float = 0.0
-    """After that, one batch after the other: all have one thread for their checksums."""
+    """After each read, one batch at a time: all batches share one checksum thread."""
     sick_from_s: float = 1e9
     sick_until_s: float = 1e9
-    dies: bool = False
-    """While it is sick every call raises, instead of hanging."""
+    raises: bool = False
+    """While sick, every call raises instead of hanging."""
     lingers_s: float = 0.0
     has: float = 1.0
-    """Share of each chain's blocks that it has, from the front."""
+    """Share of each chain's blocks that the tier has, from the front."""
     damaged: bool = False
     read_batches: int = 4
 
 
-class Moody(Tier):
-    """A tier with a mood, and a count of the bytes that are being read into."""
+class MisbehavingTier(Tier):
+    """A tier with a behaviour, which counts the bytes of reads in flight."""
 
-    def __init__(self, mood: Mood) -> None:
+    def __init__(self, behaviour: Behaviour) -> None:
         super().__init__()
-        self.mood: Mood | None = None
-        self.later = mood
+        self.behaviour: Behaviour | None = None
+        self.later = behaviour
         self.began_s = 0.0
         self.in_flight = 0
         self.verifier = asyncio.Lock()
@@ -71,27 +71,29 @@ class Moody(Tier):
         self.in_flight += size
         try:
             results = await super().get_into(namespace, requests)
-            if self.mood is not None and self.mood.verify_s:
+            if self.behaviour is not None and self.behaviour.verify_s:
                 async with self.verifier:
-                    await asyncio.sleep(self.mood.verify_s)
+                    await asyncio.sleep(self.behaviour.verify_s)
             return results
         finally:
             self.in_flight -= size
 
     async def _step(self, what: str, count: int) -> None:
-        mood = self.mood
-        if mood is None:
+        behaviour = self.behaviour
+        if behaviour is None:
             return
         self.log.append((what, count))
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.sleep(mood.ask_s if what in ("contains", "probe") else mood.get_s)
-            if mood.sick_from_s <= loop.time() - self.began_s < mood.sick_until_s:
-                if mood.dies:
+            await asyncio.sleep(
+                behaviour.ask_s if what in ("contains", "probe") else behaviour.get_s
+            )
+            if behaviour.sick_from_s <= loop.time() - self.began_s < behaviour.sick_until_s:
+                if behaviour.raises:
                     raise BackendError("connection refused")
                 await loop.create_future()
         except asyncio.CancelledError:
-            await asyncio.sleep(mood.lingers_s)
+            await asyncio.sleep(behaviour.lingers_s)
             raise
 
 
@@ -105,13 +107,13 @@ class Arrival:
     waited: int = 0
     client: int = 60_000
     ready: int | None = None
-    """When the engine could compute it."""
+    """When the engine is ready to compute it."""
     aborted: int | None = None
 
 
 @dataclass
 class Outcome:
-    """What became of it: blocks, None if it was aborted, and how late in ms."""
+    """Result of a request: blocks (None if it was aborted), and lateness in ms."""
 
     arrival: Arrival
     blocks: int | None = None
@@ -121,10 +123,10 @@ class Outcome:
 
 @dataclass
 class World:
-    """A bench whose tiers are in a mood from `begin` on, and have all chains."""
+    """A bench whose tiers hold all chains, and misbehave after `begin`."""
 
     bench: Bench
-    moody: list[Moody]
+    misbehaving: list[MisbehavingTier]
     prefetch: PrefetchConfig
     chains: list[list[bytes]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -138,23 +140,23 @@ class World:
             assert len(bench.space.items) == CHAIN_BLOCKS
             await bench.backed_up()
             bench.forget()
-        for raw in self.moody:
-            mood = raw.later
+        for raw in self.misbehaving:
+            behaviour = raw.later
             for chain in self.chains:
                 for place, block_hash in enumerate(chain):
-                    if place >= mood.has * len(chain):
+                    if place >= behaviour.has * len(chain):
                         raw.blocks.pop(key(block_hash), None)
-                    elif mood.damaged and place % 7 == 3:
+                    elif behaviour.damaged and place % 7 == 3:
                         header, payload = raw.blocks[key(block_hash)]
                         broken = bytes((payload[0] ^ 1,)) + payload[1:]
                         raw.blocks[key(block_hash)] = type(raw.blocks[key(block_hash)])(
                             header, broken
                         )
-            raw.mood, raw.began_s = mood, bench.loop.time()
+            raw.behaviour, raw.began_s = behaviour, bench.loop.time()
         bench.node.prefetch = self.prefetch
 
     async def serve(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
-        """All requests as sessions would ask for them; what became of them."""
+        """Send all requests as sessions would; returns their outcomes."""
         async with asyncio.TaskGroup() as group:
             for arrival in arrivals:
                 group.create_task(self._serve(arrival))
@@ -164,7 +166,7 @@ class World:
 
     async def _watch(self) -> None:
         while True:
-            in_flight = sum(raw.in_flight for raw in self.moody)
+            in_flight = sum(raw.in_flight for raw in self.misbehaving)
             assert in_flight <= max(self.prefetch.bytes_in_flight, BATCH_BLOCKS_MAX * PAGE)
             assert in_flight <= self.bench.node.promotions.read_scheduler.bytes_in_flight
             await asyncio.sleep(0.003)
@@ -212,58 +214,63 @@ class World:
 
 def world(
     test: Callable[[World], Awaitable[None]],
-    *moods: Mood,
+    *behaviours: Behaviour,
     prefetch: PrefetchConfig = QUICK,
     deadline_ms: int = 2000,
 ) -> None:
-    """Run a test on a node whose tiers are in these moods."""
-    raw = [Moody(mood) for mood in moods]
+    """Run a test on a node whose tiers behave as given."""
+    raw = [MisbehavingTier(behaviour) for behaviour in behaviours]
 
     async def scenario(bench: Bench) -> None:
-        made = World(bench, raw, prefetch)
+        scenario_world = World(bench, raw, prefetch)
         bench.node.promotions.read_scheduler._bytes_max = prefetch.bytes_in_flight
-        await made.begin()
-        await test(made)
-        # Whatever lingers has let go by then.
+        await scenario_world.begin()
+        await test(scenario_world)
+        # Lingering reads have ended by then.
         await asyncio.sleep(60)
         bench.check_nothing_is_left()
         assert not bench.node.promotions.read_scheduler.bytes_in_flight
-        for tier, mood in zip(bench.tiers, moods, strict=True):
-            assert tier.reads.free == mood.read_batches
+        for tier, behaviour in zip(bench.tiers, behaviours, strict=True):
+            assert tier.reads.free == behaviour.read_batches
 
     configs = [
         config(
-            f"tier{i}", read_batches=mood.read_batches, deadline_ms=deadline_ms, slow_ms=deadline_ms
+            f"tier{i}",
+            read_batches=behaviour.read_batches,
+            deadline_ms=deadline_ms,
+            slow_ms=deadline_ms,
         )
-        for i, mood in enumerate(moods)
+        for i, behaviour in enumerate(behaviours)
     ]
     run(scenario, *configs, blocks_in_l2=2048, raw=raw)
 
 
 # --- deadlines --------------------------------------------------------------------------
 
-MOODS = {
-    "fast": Mood(get_s=0.001),
-    "slow": Mood(ask_s=0.05, get_s=0.15, read_batches=1),
-    "slow to answer": Mood(ask_s=0.5),
-    "slow to verify": Mood(get_s=0.01, verify_s=0.15),
-    "hanging": Mood(sick_from_s=0.0, lingers_s=3.0),
-    "hanging in reads": Mood(get_s=0.01, sick_from_s=0.015, lingers_s=3.0),
-    "dying": Mood(ask_s=0.01, get_s=0.02, sick_from_s=0.05, dies=True),
-    "dead": Mood(sick_from_s=0.0, dies=True),
-    "damaged": Mood(get_s=0.02, damaged=True),
+BEHAVIOURS = {
+    "fast": Behaviour(get_s=0.001),
+    "slow": Behaviour(ask_s=0.05, get_s=0.15, read_batches=1),
+    "slow to answer": Behaviour(ask_s=0.5),
+    "slow to verify": Behaviour(get_s=0.01, verify_s=0.15),
+    "hanging": Behaviour(sick_from_s=0.0, lingers_s=3.0),
+    "hanging in reads": Behaviour(get_s=0.01, sick_from_s=0.015, lingers_s=3.0),
+    "dying": Behaviour(ask_s=0.01, get_s=0.02, sick_from_s=0.05, raises=True),
+    "dead": Behaviour(sick_from_s=0.0, raises=True),
+    "damaged": Behaviour(get_s=0.02, damaged=True),
 }
 
 
 @pytest.mark.parametrize("policy", list(PrefetchPolicy))
-@pytest.mark.parametrize("name", MOODS)
-def test_no_policy_lets_a_tier_keep_a_request(policy: PrefetchPolicy, name: str) -> None:
-    """A request would wait for ever for a disk that is slow, hangs or dies."""
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_misbehaving_tier_does_not_delay_requests_beyond_the_deadline(
+    policy: PrefetchPolicy, name: str
+) -> None:
+    """A request would wait indefinitely for a disk that is slow, hangs or dies."""
 
-    async def test(made: World) -> None:
+    async def test(scenario_world: World) -> None:
         ready = 100 if policy is PrefetchPolicy.BEST_EFFORT else None
         asked = [Arrival(chain=c, at=30 * i, ready=ready) for i, c in enumerate((0, 0, 1, 2))]
-        outcomes = await made.serve(asked)
+        outcomes = await scenario_world.serve(asked)
         assert all(o.late_ms <= LATE_MS for o in outcomes), outcomes
         if name == "fast":
             assert [o.blocks for o in outcomes] == [CHAIN_BLOCKS] * 4
@@ -278,9 +285,9 @@ def test_no_policy_lets_a_tier_keep_a_request(policy: PrefetchPolicy, name: str)
                 allowed = min(allowed, 500)
             assert first.took_ms == pytest.approx(allowed, abs=LATE_MS)
         if name == "dead":
-            assert max(o.took_ms for o in outcomes) < LATE_MS, "all is known to fail"
+            assert max(o.took_ms for o in outcomes) < LATE_MS, "every read is known to fail"
 
-    world(test, MOODS[name], prefetch=replace_policy(policy))
+    world(test, BEHAVIOURS[name], prefetch=replace_policy(policy))
 
 
 def replace_policy(policy: PrefetchPolicy, **changes: int) -> PrefetchConfig:
@@ -289,14 +296,14 @@ def replace_policy(policy: PrefetchPolicy, **changes: int) -> PrefetchConfig:
 
 
 times = st.integers(0, 900)
-moods = st.builds(
-    Mood,
+behaviours = st.builds(
+    Behaviour,
     ask_s=st.sampled_from([0.0, 0.001, 0.04, 0.3]),
     get_s=st.sampled_from([0.0, 0.001, 0.03, 0.2, 1.0]),
     verify_s=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
     sick_from_s=st.sampled_from([0.0, 0.02, 0.1, 0.5, 1e9]),
     sick_until_s=st.sampled_from([0.3, 2.0, 1e9]),
-    dies=st.booleans(),
+    raises=st.booleans(),
     lingers_s=st.sampled_from([0.0, 0.5, 5.0]),
     has=st.sampled_from([0.0, 0.4, 1.0]),
     damaged=st.booleans(),
@@ -317,24 +324,24 @@ arrivals = st.builds(
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(
-    st.lists(moods, min_size=1, max_size=3),
+    st.lists(behaviours, min_size=1, max_size=3),
     st.lists(arrivals, min_size=1, max_size=8),
     st.sampled_from(list(PrefetchPolicy)),
     st.sampled_from([1, 40 * PAGE, 1 << 30]),
 )
 @example(
-    [Mood(get_s=0.2, read_batches=1)],
+    [Behaviour(get_s=0.2, read_batches=1)],
     [Arrival(), Arrival(chain=1, at=10, aborted=5), Arrival(chain=1, at=15)],
     PrefetchPolicy.TIMEOUT,
     1,
 )
-def test_no_mixture_of_tiers_and_arrivals_makes_a_request_late(
+def test_random_tiers_and_arrivals_delay_no_request_beyond_the_deadline(
     tiers, requests, policy, bytes_in_flight
 ) -> None:
-    """Two faults at once, or an abort at the wrong moment, would keep a request, or its slots."""
+    """Two faults at once, or an abort at the wrong moment, would hold up a request or its slots."""
 
-    async def test(made: World) -> None:
-        for outcome in await made.serve(requests):
+    async def test(scenario_world: World) -> None:
+        for outcome in await scenario_world.serve(requests):
             assert outcome.late_ms <= LATE_MS, outcome
             if outcome.blocks is None:
                 assert outcome.took_ms <= (outcome.arrival.aborted or 0) + LATE_MS, outcome
@@ -343,119 +350,129 @@ def test_no_mixture_of_tiers_and_arrivals_makes_a_request_late(
     world(test, *tiers, prefetch=prefetch)
 
 
-# --- what the clock covers --------------------------------------------------------------
+# --- what counts towards the deadline ---------------------------------------------------
 
 
-def test_a_slow_lookup_leaves_less_time_to_read() -> None:
-    """The clock would start at the first read, and a slow existence check come on top."""
+def test_deadline_includes_the_lookup() -> None:
+    """The clock would start at the first read, and a slow existence check would come on top."""
 
-    async def test(made: World) -> None:
-        (outcome,) = await made.serve([Arrival(client=300)])
+    async def test(scenario_world: World) -> None:
+        (outcome,) = await scenario_world.serve([Arrival(client=300)])
         assert outcome.blocks == 0
         assert outcome.took_ms == pytest.approx(300, abs=LATE_MS)
 
-    world(test, Mood(ask_s=0.25, get_s=0.1), prefetch=replace_policy(PrefetchPolicy.WAIT_COMPLETE))
+    world(
+        test,
+        Behaviour(ask_s=0.25, get_s=0.1),
+        prefetch=replace_policy(PrefetchPolicy.WAIT_COMPLETE),
+    )
 
 
-def test_a_lookup_that_takes_all_the_time_leaves_none_to_read() -> None:
-    """Blocks would be read that nobody waits for any more."""
+def test_lookup_that_uses_up_the_deadline_starts_no_read() -> None:
+    """Blocks would be read for which no request waits."""
 
-    async def test(made: World) -> None:
-        (outcome,) = await made.serve([Arrival(client=300)])
+    async def test(scenario_world: World) -> None:
+        (outcome,) = await scenario_world.serve([Arrival(client=300)])
         assert outcome.blocks == 0
         assert outcome.took_ms == pytest.approx(300, abs=LATE_MS)
         await asyncio.sleep(1)
-        assert made.moody[0].in_flight == 0
-        assert not made.bench.space.items
+        assert scenario_world.misbehaving[0].in_flight == 0
+        assert not scenario_world.bench.space.items
 
-    world(test, Mood(ask_s=0.35))
+    world(test, Behaviour(ask_s=0.35))
 
 
 @pytest.mark.parametrize("policy", list(PrefetchPolicy))
-def test_verification_counts(policy: PrefetchPolicy) -> None:
-    """The clock would stop when the bytes are there, and a busy checksum thread come on top; or
-    blocks would be served that nobody has verified."""
+def test_deadline_includes_verification(policy: PrefetchPolicy) -> None:
+    """The clock would stop when the bytes arrive, and a busy checksum thread would come on top; or
+    unverified blocks would be served."""
 
-    async def test(made: World) -> None:
+    async def test(scenario_world: World) -> None:
         ready = 400 if policy is PrefetchPolicy.BEST_EFFORT else None
-        (outcome,) = await made.serve([Arrival(client=400, ready=ready)])
+        (outcome,) = await scenario_world.serve([Arrival(client=400, ready=ready)])
         assert outcome.took_ms == pytest.approx(400, abs=LATE_MS)
-        # Two batches have come, and the third is being verified; the loop chose their order.
+        # Two batches have arrived, and the third is being verified; the loop chose their order.
         first = CHAIN_BLOCKS - CHAIN_BLOCKS // BATCH_BLOCKS_MAX * BATCH_BLOCKS_MAX
-        in_flight = made.moody[0].in_flight // PAGE
+        in_flight = scenario_world.misbehaving[0].in_flight // PAGE
         assert (outcome.blocks, in_flight) in (
             (2 * BATCH_BLOCKS_MAX, first),
             (BATCH_BLOCKS_MAX, BATCH_BLOCKS_MAX),
         )
 
     prefetch = replace_policy(policy, timeout_base_ms=5000, timeout_max_ms=5000)
-    world(test, Mood(get_s=0.01, verify_s=0.15, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.01, verify_s=0.15, read_batches=1), prefetch=prefetch)
 
 
-def test_time_in_the_queue_behind_another_request_counts() -> None:
-    """A request would wait its whole time after the one before it has had its own."""
+def test_deadline_includes_time_behind_another_requests_reads() -> None:
+    """A request would wait its full time after the previous request has had its own."""
 
-    async def test(made: World) -> None:
-        first, second = await made.serve([Arrival(chain=0), Arrival(chain=1, at=10, client=250)])
+    async def test(scenario_world: World) -> None:
+        first, second = await scenario_world.serve(
+            [Arrival(chain=0), Arrival(chain=1, at=10, client=250)]
+        )
         assert first.blocks == CHAIN_BLOCKS
         assert second.blocks == 0
         assert second.took_ms == pytest.approx(250, abs=LATE_MS)
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE)
-    world(test, Mood(get_s=0.2, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.2, read_batches=1), prefetch=prefetch)
 
 
 @pytest.mark.parametrize("policy", [PrefetchPolicy.TIMEOUT, PrefetchPolicy.WAIT_COMPLETE])
-def test_time_in_the_engines_queue_counts(policy: PrefetchPolicy) -> None:
-    """As in HiCache, whose clock starts at the first poll that finds the request blocked."""
+def test_deadline_includes_time_in_the_engines_queue(policy: PrefetchPolicy) -> None:
+    """HiCache's clock starts only at the first poll that finds the request blocked."""
 
-    async def test(made: World) -> None:
-        (outcome,) = await made.serve([Arrival(waited=10_000)])
+    async def test(scenario_world: World) -> None:
+        (outcome,) = await scenario_world.serve([Arrival(waited=10_000)])
         assert (outcome.blocks, outcome.took_ms < LATE_MS) == (0, True)
-        assert made.moody[0].calls("get") == 0
+        assert scenario_world.misbehaving[0].calls("get") == 0
 
-    world(test, MOODS["hanging"], prefetch=replace_policy(policy))
+    world(test, BEHAVIOURS["hanging"], prefetch=replace_policy(policy))
 
 
 # --- how much is read -------------------------------------------------------------------
 
 
-def test_the_prefix_that_has_come_by_the_deadline_is_used() -> None:
-    """All or nothing would throw away what a slow tier gave in time."""
+def test_prefix_that_arrived_by_the_deadline_is_used() -> None:
+    """All or nothing would discard the blocks that a slow tier delivered in time."""
 
-    async def test(made: World) -> None:
-        first, second = await made.serve([Arrival(blocks=1), Arrival(chain=1, at=10, client=340)])
+    async def test(scenario_world: World) -> None:
+        first, second = await scenario_world.serve(
+            [Arrival(blocks=1), Arrival(chain=1, at=10, client=340)]
+        )
         assert (first.blocks, second.blocks) == (1, 2 * BATCH_BLOCKS_MAX)
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE)
-    world(test, Mood(get_s=0.1, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.1, read_batches=1), prefetch=prefetch)
 
 
-def test_bytes_in_flight_are_bounded_over_all_tiers() -> None:
+def test_bytes_in_flight_are_bounded_across_tiers() -> None:
     """A burst of long prompts would take the slots that engines need to store."""
 
-    async def test(made: World) -> None:
+    async def test(scenario_world: World) -> None:
         most = 0
-        served = asyncio.create_task(made.serve([Arrival(chain=c) for c in range(CHAINS)]))
+        served = asyncio.create_task(
+            scenario_world.serve([Arrival(chain=c) for c in range(CHAINS)])
+        )
         while not served.done():
-            most = max(most, sum(raw.in_flight for raw in made.moody))
+            most = max(most, sum(raw.in_flight for raw in scenario_world.misbehaving))
             await asyncio.sleep(0.001)
         assert [o.blocks for o in served.result()] == [CHAIN_BLOCKS] * CHAINS
-        limit = made.prefetch.bytes_in_flight
+        limit = scenario_world.prefetch.bytes_in_flight
         assert limit - BATCH_BLOCKS_MAX * PAGE < most <= limit
 
     prefetch = replace_policy(
         PrefetchPolicy.WAIT_COMPLETE, bytes_in_flight=2 * BATCH_BLOCKS_MAX * PAGE + 4 * PAGE
     )
-    world(test, Mood(get_s=0.01, has=0.5), Mood(get_s=0.01), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.01, has=0.5), Behaviour(get_s=0.01), prefetch=prefetch)
 
 
-def test_batches_are_read_in_the_order_of_the_prefix() -> None:
-    """With one read at a time the end of a prompt could come first, and be of no use."""
+def test_batches_are_read_in_prefix_order() -> None:
+    """With one read at a time the end of a prompt could be read first, and be of no use."""
 
-    async def test(made: World) -> None:
+    async def test(scenario_world: World) -> None:
         seen: list[list[bytes]] = []
-        raw = made.moody[0]
+        raw = scenario_world.misbehaving[0]
         get = raw.get_into
 
         async def watched(namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
@@ -463,27 +480,27 @@ def test_batches_are_read_in_the_order_of_the_prefix() -> None:
             return await get(namespace, requests)
 
         raw.get_into = watched  # type: ignore[method-assign]
-        # The second arrives later at the daemon, but earlier at its engine.
-        await made.serve(
+        # The third request reaches the daemon later, but reached its engine earlier.
+        await scenario_world.serve(
             [
                 Arrival(chain=0, blocks=1),
                 Arrival(chain=1, at=1),
                 Arrival(chain=2, at=15, waited=100),
             ]
         )
-        first, one, two = made.chains
+        first, one, two = scenario_world.chains
         expected = [first[0], *one[:BATCH_BLOCKS_MAX], *two, *one[BATCH_BLOCKS_MAX:]]
         assert list(itertools.chain(*seen)) == expected
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE)
-    world(test, Mood(get_s=0.01, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.01, read_batches=1), prefetch=prefetch)
 
 
-def test_a_batch_moves_up_when_an_earlier_request_wants_it_too() -> None:
+def test_batch_moves_up_when_an_older_request_joins_it() -> None:
     """The request that has waited longest would wait for blocks that another one asked for."""
 
-    async def test(made: World) -> None:
-        outcomes = await made.serve(
+    async def test(scenario_world: World) -> None:
+        outcomes = await scenario_world.serve(
             [
                 Arrival(chain=0, at=0),
                 Arrival(chain=1, at=1, waited=50),
@@ -492,59 +509,59 @@ def test_a_batch_moves_up_when_an_earlier_request_wants_it_too() -> None:
             ]
         )
         took = {(o.arrival.chain, o.arrival.waited): o.took_ms for o in outcomes}
-        # One read of the first was under way; then all three of the last, whoever began them.
+        # One read of the first was under way; then all three of the last, whoever asked first.
         assert took[2, 100] == pytest.approx(4 * 20, abs=5)
         assert took[2, 100] < took[1, 50] < took[0, 0]
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE)
-    world(test, Mood(get_s=0.02, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.02, read_batches=1), prefetch=prefetch)
 
 
 # --- aborts -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aborted_ms", [0, 1, 50, 150])
-def test_reads_that_nobody_wants_any_more_are_not_begun(aborted_ms: int) -> None:
-    """A client that left would keep a slow disk busy for everybody else."""
+def test_pending_reads_of_an_aborted_request_are_not_started(aborted_ms: int) -> None:
+    """A departed client would keep a slow disk busy for everyone else."""
 
-    async def test(made: World) -> None:
-        gone, stays = await made.serve(
+    async def test(scenario_world: World) -> None:
+        gone, stays = await scenario_world.serve(
             [Arrival(chain=0, aborted=aborted_ms), Arrival(chain=1, at=200)]
         )
         assert (gone.blocks, stays.blocks) == (None, CHAIN_BLOCKS)
-        # The read that was under way, or was just about to be, and those of who stays.
+        # The read under way or about to start, and the reads of the remaining request.
         begun = 1 + aborted_ms // 100
-        assert made.moody[0].calls("get") <= begun + 3
+        assert scenario_world.misbehaving[0].calls("get") <= begun + 3
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE)
-    made = Mood(get_s=0.1, read_batches=1)
-    world(test, made, prefetch=prefetch)
+    scenario_world = Behaviour(get_s=0.1, read_batches=1)
+    world(test, scenario_world, prefetch=prefetch)
 
 
-def test_slots_of_a_read_under_way_are_kept_until_the_backend_lets_go() -> None:
-    """The tier would write into slots that have become another block's."""
+def test_slots_of_an_abandoned_read_are_kept_until_the_backend_returns() -> None:
+    """The tier would write into slots that hold another block by then."""
 
-    async def test(made: World) -> None:
-        raw, bench = made.moody[0], made.bench
-        (outcome,) = await made.serve([Arrival(client=100)])
+    async def test(scenario_world: World) -> None:
+        raw, bench = scenario_world.misbehaving[0], scenario_world.bench
+        (outcome,) = await scenario_world.serve([Arrival(client=100)])
         assert (outcome.blocks, raw.in_flight > 0) == (0, True)
         slots = len(bench.space.writing)
         assert slots * PAGE == raw.in_flight == bench.node.promotions.read_scheduler.bytes_in_flight
-        await asyncio.sleep(2.5)  # The breaker has given it up, and the backend lingers.
+        await asyncio.sleep(2.5)  # The breaker has abandoned the read, and the backend lingers.
         assert len(bench.space.writing) == slots
         await asyncio.sleep(4)
         assert (len(bench.space.writing), raw.in_flight) == (0, 0)
 
-    world(test, Mood(get_s=0.01, sick_from_s=0.005, lingers_s=4.0), deadline_ms=1000)
+    world(test, Behaviour(get_s=0.01, sick_from_s=0.005, lingers_s=4.0), deadline_ms=1000)
 
 
-def test_who_comes_in_the_moment_of_an_abort_gets_the_blocks() -> None:
-    """It would join reads that have just been given up, and be answered with a miss."""
+def test_request_arriving_during_an_abort_gets_the_blocks() -> None:
+    """It would join reads that have just been abandoned, and be answered with a miss."""
 
-    async def test(made: World) -> None:
-        bench, hashes = made.bench, made.chains[1]
+    async def test(scenario_world: World) -> None:
+        bench, hashes = scenario_world.bench, scenario_world.chains[1]
         spaces = [bench.space]
-        blocker = asyncio.create_task(bench.acquire(made.chains[0]))
+        blocker = asyncio.create_task(bench.acquire(scenario_world.chains[0]))
         await asyncio.sleep(0.01)
         end_ns = bench.loop.now_ns + 10_000 * MS
         leaves = asyncio.create_task(bench.node.acquire(1, spaces, hashes, end_ns))
@@ -552,7 +569,7 @@ def test_who_comes_in_the_moment_of_an_abort_gets_the_blocks() -> None:
         await asyncio.sleep(0.01)
         comes.cancel()
         await asyncio.sleep(0.01)
-        # What `close` of the last waiter does, with a new request in the same step of the loop.
+        # Close the last waiter as an abort does, with a new request in the same step of the loop.
         waiter = next(w for b in bench.node.promotions.under_way.values() for w in b.waiters)
         waiters = {w for b in bench.node.promotions.under_way.values() for w in b.waiters}
         assert waiter in waiters
@@ -567,11 +584,11 @@ def test_who_comes_in_the_moment_of_an_abort_gets_the_blocks() -> None:
         bench.node.host.release(lease.lease_id, 1)
         assert await blocker == CHAIN_BLOCKS
 
-    world(test, Mood(get_s=0.1, read_batches=1))
+    world(test, Behaviour(get_s=0.1, read_batches=1))
 
 
 class Line:
-    """A session's transport that keeps what the daemon answers."""
+    """A session's transport that records the daemon's messages."""
 
     def __init__(self) -> None:
         self.got: list[m.Message] = []
@@ -591,9 +608,9 @@ class Line:
         return [message for message in self.got if isinstance(message, m.Acquired)]
 
 
-def session(made: World, owner: int) -> tuple[Session, Line]:
-    """A session with the space registered as handle 0."""
-    bench = made.bench
+def session(scenario_world: World, owner: int) -> tuple[Session, Line]:
+    """Open a session with the namespace registered as handle 0."""
+    bench = scenario_world.bench
     opened, line = Session(owner, bench.node, "test"), Line()
     opened.transport = line
     hello = m.Hello(m.PROTOCOL_VERSION, "test")
@@ -602,39 +619,39 @@ def session(made: World, owner: int) -> tuple[Session, Line]:
     return opened, line
 
 
-def acquire(made: World, call: int, chain: int, deadline_ms: int = 5000) -> m.Acquire:
-    return m.Acquire(call, [0], b"".join(made.chains[chain]), deadline_ms, 0, 0, 0)
+def acquire(scenario_world: World, call: int, chain: int, deadline_ms: int = 5000) -> m.Acquire:
+    return m.Acquire(call, [0], b"".join(scenario_world.chains[chain]), deadline_ms, 0, 0, 0)
 
 
 @pytest.mark.parametrize("how", ["cancel", "death"])
-def test_a_client_that_gives_up_or_dies_frees_the_queue(how: str) -> None:
-    """Its reads would go on, one batch after the other, before those of the living."""
+def test_client_that_cancels_or_dies_frees_the_read_queue(how: str) -> None:
+    """Its reads would go on, one batch after the other, ahead of those of other clients."""
 
-    async def test(made: World) -> None:
-        gone, line = session(made, 1)
-        stays, other = session(made, 2)
+    async def test(scenario_world: World) -> None:
+        gone, line = session(scenario_world, 1)
+        stays, other = session(scenario_world, 2)
         for chain in (0, 1):
-            gone.data(memoryview(encode(acquire(made, 2 + chain, chain))))
+            gone.data(memoryview(encode(acquire(scenario_world, 2 + chain, chain))))
         await asyncio.sleep(0.05)
-        stays.data(memoryview(encode(acquire(made, 2, 2))))
+        stays.data(memoryview(encode(acquire(scenario_world, 2, 2))))
         await asyncio.sleep(0.01)
         if how == "cancel":
             for call in (2, 3):
                 gone.data(memoryview(encode(m.Cancel(call))))
         else:
             gone.closed()
-        began_s = made.bench.loop.time()
+        began_s = scenario_world.bench.loop.time()
         while not other.answers():
             await asyncio.sleep(0.01)
         assert other.answers()[0].blocks == CHAIN_BLOCKS
-        # The read that was under way and its own three.
-        assert made.bench.loop.time() - began_s == pytest.approx(0.34, abs=0.02)
-        assert made.moody[0].calls("get") == 4
+        # The read that was under way, and three of its own.
+        assert scenario_world.bench.loop.time() - began_s == pytest.approx(0.34, abs=0.02)
+        assert scenario_world.misbehaving[0].calls("get") == 4
         if how == "cancel":
             assert sorted((a.call, a.lease) for a in line.answers()) == [(2, 0), (3, 0)]
             gone.closed()
-        made.bench.node.host.release(other.answers()[0].lease, 2)
+        scenario_world.bench.node.host.release(other.answers()[0].lease, 2)
         stays.closed()
 
     prefetch = replace_policy(PrefetchPolicy.WAIT_COMPLETE, timeout_max_ms=5000)
-    world(test, Mood(get_s=0.1, read_batches=1), prefetch=prefetch)
+    world(test, Behaviour(get_s=0.1, read_batches=1), prefetch=prefetch)

@@ -1,4 +1,4 @@
-"""Deadlines of prefetch policies on real servers that are slow, hang and die, by a real daemon."""
+"""Deadlines of prefetch policies in a real daemon, on real servers that are slow, hang or die."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tierd.client import Client
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 LATE_MS = 10
-"""An answer may come so much after its deadline, by the daemon's clock, but for the time that the
-daemon's loop was ready to run and the machine ran something else."""
+"""Tolerance in ms after the deadline by the daemon's clock, excluding time in which its loop was
+ready but the machine ran something else."""
 
 TRIES = 3
-"""Times that a scene is played while the machine keeps the daemon waiting for more than that."""
+"""Maximum number of runs of a scene while the machine delays the daemon by more than that."""
 
 NOISE_S = 0.002
 
 BLOCK_BYTES = 64 << 10
 CHAINS, CHAIN_BLOCKS = 4, 128
 PART_BLOCKS = 32
-"""A quarter of host memory may wait to be written."""
+"""A quarter of host memory may be queued for backup."""
 
 SPACE = namespace(BLOCK_BYTES)
 TOKENS = CHAIN_BLOCKS * SPACE.block_tokens
@@ -49,14 +49,14 @@ ALLOWED_MS = {
     "best_effort": MAX_MS,
 }
 WAITED_MS = 30
-"""Each request has waited so long at its engine."""
+"""Time in ms that each request has already waited at its engine."""
 
 TIER_MS = {"deadline_ms": 2000, "slow_ms": 1500, "probe_ms": 50}
-"""More than any request waits: it is not the tier's own deadline that ends the wait."""
+"""Longer than any request waits, so that the tier's own deadline never ends the wait."""
 
 
 class Noise:
-    """How late this process is woken, every few ms, while the context lasts."""
+    """A context that measures how late this process is woken, every few ms."""
 
     def __init__(self) -> None:
         self._late: list[tuple[float, float]] = []
@@ -72,7 +72,7 @@ class Noise:
         self._thread.join()
 
     def ms(self, began: float) -> float:
-        """The longest delay since then; waits for the one that is being measured."""
+        """Return the longest delay since `began`; waits for the measurement in progress."""
         time.sleep(2 * NOISE_S)
         return 1000 * max((late for ended, late in list(self._late) if ended >= began), default=0)
 
@@ -86,26 +86,26 @@ class Noise:
 
 @dataclass
 class Answer:
-    """What an ACQUIRE got, in blocks, and times in ms."""
+    """Blocks and times in ms of one ACQUIRE."""
 
     blocks: int
     allowed_ms: float
     waited_ms: float
     """From its arrival to its lease, by the daemon's clock."""
-    kept_ms: float
-    """Of that, how long the machine kept the daemon's loop from running."""
+    starved_ms: float
+    """Of that, the time for which the machine kept the daemon's loop from running."""
     took_ms: float
-    """What the client saw."""
+    """As measured by the client."""
     noise_ms: float
-    """What the machine may have added to that at the client."""
+    """Possible extra delay by the machine at the client."""
 
 
 WRITES_MAX = 5
-"""Times that a block is given to a tier, until it has it."""
+"""Maximum number of times that a block is offered to a tier until it is written."""
 
 
 class Scene:
-    """A server behind a proxy, and a daemon with a policy whose only tier it is."""
+    """A server behind a proxy, and a daemon whose only tier it is."""
 
     def __init__(
         self, directory: Path, server: RedisServer | S3Server, proxy: Proxy, policy: str
@@ -132,7 +132,7 @@ class Scene:
         )
 
     def fill(self, client: Client) -> None:
-        """Have more chains in the tier than there is room for in host memory."""
+        """Fill the tier with more chains than host memory has room for."""
         self.daemon.wait_tier(self.kind, "ready")
         self.handle = handle = client.register(SPACE)
         written = 0
@@ -141,7 +141,7 @@ class Scene:
             rows = [(h, p, payload(SPACE, h)) for h, p in zip(hashes, parents, strict=True)]
             for first in range(0, CHAIN_BLOCKS, PART_BLOCKS):
                 written += PART_BLOCKS
-                # A write that a busy machine keeps from ending in time is tried again.
+                # A write that times out on a busy machine is tried again.
                 for _ in range(WRITES_MAX):
                     client.put(handle, rows[first : first + PART_BLOCKS])
                     self.daemon.wait_backed_up()
@@ -151,41 +151,41 @@ class Scene:
                 assert has == written, self.daemon.tiers()
 
     def counter(self, name: str) -> int:
-        """A counter of the tier."""
+        """Return a counter of the tier."""
         return int(self.daemon.tiers()[self.kind]["counters"][name])
 
     def waited_ms(self, client: Client) -> float:
-        """How long all ACQUIREs so far have waited."""
+        """Return the total time that all ACQUIREs so far have waited."""
         counters = client.status()["counters"]
         assert isinstance(counters, dict)
         return int(counters.get("waited_us_total", 0)) / 1000
 
-    def kept_ms(self) -> float:
-        """How long the daemon's loop has been ready to run while the machine ran others."""
+    def starved_ms(self) -> float:
+        """Return the time for which the daemon's loop was ready while the machine ran others."""
         assert self.daemon.process is not None
         pid = self.daemon.process.pid
         stat = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
         return int(stat.split()[1]) / 1e6
 
     def ask(self, client: Client, tag: int, noise: Noise) -> Answer:
-        """An ACQUIRE as an engine does it, which is ready for it after READY_MS."""
+        """Send an ACQUIRE as an engine does that is ready after READY_MS."""
         handle = self.handle
         assert handle.ready
         hashes, _ = chain(CHAIN_BLOCKS, tag)
-        waited_ms, kept_ms = -self.waited_ms(client), -self.kept_ms()
+        waited_ms, starved_ms = -self.waited_ms(client), -self.starved_ms()
         allowed_ms: float = ALLOWED_MS[self.policy] - WAITED_MS
-        told = self.policy != "best_effort"
+        ready_sent = self.policy != "best_effort"
         began = time.monotonic()
         pending = client.begin_acquire([handle], hashes, 10_000, waited_ms=WAITED_MS)
         while not pending.done:
-            if not told and time.monotonic() - began >= READY_MS / 1000:
+            if not ready_sent and time.monotonic() - began >= READY_MS / 1000:
                 client.ready(pending)
-                told = True
+                ready_sent = True
                 allowed_ms = 1000 * (time.monotonic() - began)
             client.poll()
             time.sleep(0.0005)
         took_ms = 1000 * (time.monotonic() - began)
-        kept_ms += self.kept_ms()
+        starved_ms += self.starved_ms()
         waited_ms += self.waited_ms(client)
         blocks = 0 if pending.lease is None else pending.lease.blocks
         if pending.lease is not None:
@@ -193,7 +193,7 @@ class Scene:
             for block_hash, view in zip(hashes, views, strict=False):
                 assert view[:BLOCK_BYTES] == payload(SPACE, block_hash)
             client.release(pending.lease)
-        return Answer(blocks, allowed_ms, waited_ms, kept_ms, took_ms, noise.ms(began))
+        return Answer(blocks, allowed_ms, waited_ms, starved_ms, took_ms, noise.ms(began))
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def fast(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def slow(scene: Scene) -> Iterator[None]:
-    """8 MiB would take 0.8 s and more."""
+    """8 MiB would take at least 0.8 s."""
     scene.proxy.spoil(down=Flow(delay_s=0.01, bytes_per_s=2.5e6))
     yield
     scene.proxy.heal()
@@ -230,7 +230,7 @@ def hanging(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def dying(scene: Scene) -> Iterator[None]:
-    """Its connections end while it answers, and no new ones are accepted."""
+    """Its connections end while it answers, and it accepts no new ones."""
     scene.proxy.spoil(down=Flow(delay_s=0.03, bytes_per_s=2.5e6))
 
     def die() -> None:
@@ -246,7 +246,7 @@ def dying(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def verifying(scene: Scene) -> Iterator[None]:
-    """The process that reads blocks and verifies them gets no time to, in the middle of it."""
+    """The process that reads and verifies blocks is stopped midway."""
     assert scene.daemon.process is not None
     (worker,) = children(scene.daemon.process.pid)
     scene.proxy.spoil(down=Flow(bytes_per_s=8e6))
@@ -256,7 +256,7 @@ def verifying(scene: Scene) -> Iterator[None]:
         yield
     finally:
         timer.join()
-        with suppress(ProcessLookupError):  # It was killed for what it keeps.
+        with suppress(ProcessLookupError):  # It was killed for hanging.
             os.kill(worker, signal.SIGCONT)
         scene.proxy.heal()
 
@@ -273,7 +273,7 @@ STATES: list[Callable[[Scene], AbstractContextManager[None]]] = [
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 @pytest.mark.parametrize("policy", ALLOWED_MS)
-def test_no_server_makes_an_answer_late(
+def test_misbehaving_server_does_not_delay_an_acquire_beyond_its_deadline(
     tmp_path: Path, request: pytest.FixtureRequest, kind: str, policy: str
 ) -> None:
     """A request would wait for a server longer than the operator allows."""
@@ -288,12 +288,12 @@ def test_no_server_makes_an_answer_late(
                 scene.fill(client)
                 tags = itertools.cycle(range(CHAINS))
                 for state in STATES:
-                    _judge(scene, client, noise, state, tags)
+                    _assert_in_time(scene, client, noise, state, tags)
             finally:
                 client.close()
 
 
-def _judge(
+def _assert_in_time(
     scene: Scene,
     client: Client,
     noise: Noise,
@@ -302,14 +302,14 @@ def _judge(
 ) -> None:
     what = f"{scene.policy}, {state.__name__}"
     answers: list[Answer] = []
-    while not answers or (answers[-1].kept_ms > LATE_MS and len(answers) < TRIES):
-        _make_well(scene, client, noise, next(tags))
+    while not answers or (answers[-1].starved_ms > LATE_MS and len(answers) < TRIES):
+        _wait_until_recovered(scene, client, noise, next(tags))
         asked = scene.counter("lookup_calls_total")
         with state(scene):
             answer = scene.ask(client, next(tags), noise)
-        assert scene.counter("lookup_calls_total") > asked, f"{what}: nobody asked the tier"
+        assert scene.counter("lookup_calls_total") > asked, f"{what}: the tier was not asked"
         answers.append(answer)
-        latest_ms = answer.allowed_ms + LATE_MS + answer.kept_ms
+        latest_ms = answer.allowed_ms + LATE_MS + answer.starved_ms
         assert answer.waited_ms <= latest_ms, (what, answers)
         assert answer.took_ms <= latest_ms + answer.noise_ms, (what, answers)
     if state is silent:
@@ -318,8 +318,8 @@ def _judge(
         assert answer.waited_ms >= least_ms - LATE_MS, f"{what}: not the policy's wait: {answers}"
 
 
-def _make_well(scene: Scene, client: Client, noise: Noise, tag: int) -> None:
-    """Ask until all of a chain has come, and so next to nothing of the others is in memory."""
+def _wait_until_recovered(scene: Scene, client: Client, noise: Noise, tag: int) -> None:
+    """Acquire until a whole chain arrives, so that almost none of the others is in memory."""
 
     def whole() -> bool:
         return scene.ask(client, tag, noise).blocks == CHAIN_BLOCKS
@@ -327,9 +327,11 @@ def _make_well(scene: Scene, client: Client, noise: Noise, tag: int) -> None:
     wait_until(whole, 20.0, "the tier does not recover")
 
 
-def test_only_what_memory_lacks_is_waited_for(tmp_path: Path, redis_server: RedisServer) -> None:
-    """A conversation of which a turn is missing would wait as long as one that is missing whole."""
-    # No wait is ended by the tier's own deadline.
+def test_timeout_counts_only_tokens_missing_in_host_memory(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """A conversation that lacks one turn would wait as long as one that lacks all."""
+    # The tier's own deadline ends no wait.
     patient = dict.fromkeys(("deadline_ms", "slow_ms", "timeout_ms"), 20_000)
     storage = table("redis", {**redis_server.options(), **patient})
     waits = {"timeout_base_ms": 0, "timeout_per_ki_ms": 4000}
@@ -355,5 +357,5 @@ def test_only_what_memory_lacks_is_waited_for(tmp_path: Path, redis_server: Redi
         finally:
             redis_server.resume()
             client.close()
-    # 0.5 s for the 128 tokens that are missing, 8 s for all.
+    # 0.5 s for the 128 missing tokens, 8 s for all.
     assert 0.4 < took_s < 4

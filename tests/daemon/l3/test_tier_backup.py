@@ -1,4 +1,4 @@
-"""What each tier is given, and what an outage or a hang of one costs the others."""
+"""Backups to each tier, and the effect of one tier's outage or hang on the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierd.errors import BackendError
 from tierd.testing.loop import SimulationLoop, run_simulation
 
 
-def test_a_hanging_tier_costs_the_others_nothing() -> None:
+def test_hanging_tier_does_not_block_backups_to_other_tiers() -> None:
     """One dead object store would stop all backups, and pin L2 until engines cannot store."""
 
     async def test(bench: Bench) -> None:
@@ -45,7 +45,7 @@ def test_a_hanging_tier_costs_the_others_nothing() -> None:
         assert bench.tiers[0].counters["backup_skipped_total"] == 0
         assert bench.tiers[1].counters["backup_skipped_total"] >= 4 * 40 - share // PAGE
         await asyncio.sleep(10)
-        # What waited was given up, and nothing of it is held.
+        # Queued backups were abandoned, and hold nothing.
         assert bench.node.backlog() == 0
         bench.check_nothing_is_left()
         second.hangs.clear()
@@ -60,7 +60,7 @@ def test_a_hanging_tier_costs_the_others_nothing() -> None:
     run(test)
 
 
-def test_the_bytes_that_wait_for_a_tier_are_bounded() -> None:
+def test_bytes_queued_for_a_tier_are_bounded() -> None:
     """A slow tier would pin as much of L2 as engines store meanwhile."""
 
     async def test(bench: Bench) -> None:
@@ -72,7 +72,7 @@ def test_the_bytes_that_wait_for_a_tier_are_bounded() -> None:
         assert bench.tiers[0].counters["backup_skipped_total"] == 15
         assert bench.tiers[0].status()["state"] == "ready"
         await bench.backed_up()
-        # From the first on: a tail without its beginning is of no use.
+        # From the first block on: a tail without its beginning is useless.
         assert set(raw.blocks) == {key(block_hash) for block_hash in hashes[:5]}
         for _ in range(3):
             bench.store(20)
@@ -83,7 +83,7 @@ def test_the_bytes_that_wait_for_a_tier_are_bounded() -> None:
     run(test, config("tier", write_queue=Size(5 * PAGE + 1)))
 
 
-def test_a_share_smaller_than_a_block_still_backs_up() -> None:
+def test_queue_share_smaller_than_a_block_still_backs_up() -> None:
     """A small arena with large blocks would never reach its storage."""
 
     async def test(bench: Bench) -> None:
@@ -97,8 +97,8 @@ def test_a_share_smaller_than_a_block_still_backs_up() -> None:
     run(test, config("a", write_queue=Size(1)), config("b", write_queue=Size(1)))
 
 
-def test_a_short_stall_costs_no_backups() -> None:
-    """One slow write would throw everything away that waits behind it."""
+def test_short_stall_drops_no_queued_backups() -> None:
+    """One slow write would discard all writes queued behind it."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -120,8 +120,8 @@ def test_a_short_stall_costs_no_backups() -> None:
 
 
 @pytest.mark.parametrize("fill", [True, False])
-def test_a_promotion_fills_the_tiers_above(fill: bool) -> None:
-    """Each restart would fetch the same blocks from the object store again."""
+def test_promotion_fills_the_tiers_above(fill: bool) -> None:
+    """After each restart the same blocks would be read from the object store again."""
 
     async def test(bench: Bench) -> None:
         first, second = bench.raw
@@ -140,8 +140,8 @@ def test_a_promotion_fills_the_tiers_above(fill: bool) -> None:
     run(test, config("first", fill_from_lower=fill), config("second"))
 
 
-def test_a_block_of_the_first_tier_is_not_written_to_those_below() -> None:
-    """Each load from the disk would cost a write, or a question, to the object store."""
+def test_promotion_does_not_write_to_the_tiers_below() -> None:
+    """Each load from the disk would cost a write, or a lookup, at the object store."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(6)
@@ -157,8 +157,8 @@ def test_a_block_of_the_first_tier_is_not_written_to_those_below() -> None:
     run(test)
 
 
-def test_what_an_outage_kept_from_a_lower_tier_is_made_up_for() -> None:
-    """The fleet would not find the blocks of an outage until the node's disk had lost them."""
+def test_blocks_missed_by_a_lower_tier_in_an_outage_are_written_later() -> None:
+    """The fleet would not find an outage's blocks until the node's disk had lost them."""
 
     async def test(bench: Bench) -> None:
         second = bench.raw[1]
@@ -176,8 +176,8 @@ def test_what_an_outage_kept_from_a_lower_tier_is_made_up_for() -> None:
     run(test)
 
 
-def test_batches_in_flight_are_as_configured() -> None:
-    """A tier that pays for latency could not be read or written faster."""
+def test_batches_in_flight_match_the_configuration() -> None:
+    """A tier with high latency could not be read or written faster."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -191,14 +191,14 @@ def test_batches_in_flight_are_as_configured() -> None:
                 group.create_task(bench.acquire(hashes))
         gets = [what for what, _ in raw.log].count("get")
         assert gets == 12
-        # All lookups at once, but no more than three reads.
+        # All lookups at once, but at most three reads.
         assert bench.tiers[0].reads.free == 3
 
     run(test, config("tier", read_batches=3, write_batches=1))
 
 
 class LyingTier(Tier):
-    """Says of a damaged block that it is, and gives it with its header nevertheless."""
+    """Returns damaged blocks as such, but with their bytes and header."""
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         results = await super().get_into(namespace, requests)
@@ -207,7 +207,7 @@ class LyingTier(Tier):
         return [GetResult(Outcome.CORRUPT, result.header) for result in results]
 
 
-def test_what_is_not_a_hit_is_not_served() -> None:
+def test_result_that_is_not_a_hit_is_not_served() -> None:
     """A third party's backend that fills in too much would have wrong bytes served."""
 
     async def test(bench: Bench) -> None:
@@ -221,7 +221,7 @@ def test_what_is_not_a_hit_is_not_served() -> None:
 
 
 class FlakyTier(Tier):
-    """Every third read fails: too seldom for the breaker."""
+    """Every third read fails: too rarely for the breaker."""
 
     async def get_into(self, namespace: bytes, requests: Sequence[GetRequest]) -> list[GetResult]:
         results = await super().get_into(namespace, requests)
@@ -230,10 +230,10 @@ class FlakyTier(Tier):
         return results
 
 
-def test_a_tier_that_fails_now_and_then_does_not_flood_the_log(
+def test_occasional_failures_do_not_flood_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A line for each failed call would fill the disk that the log is on."""
+    """A line for each failed call would fill the log's disk."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -259,7 +259,7 @@ class SlowToCloseTier(Tier):
         await super().close()
 
 
-def test_tiers_that_hang_are_closed_at_once() -> None:
+def test_hanging_tiers_are_closed_concurrently() -> None:
     """Each would add its time to a stop, which then would end with an error."""
 
     async def scenario(loop: SimulationLoop) -> None:
@@ -271,8 +271,8 @@ def test_tiers_that_hang_are_closed_at_once() -> None:
     run_simulation(0, scenario)
 
 
-def test_the_drain_does_not_wait_for_a_tier_that_takes_no_writes() -> None:
-    """A stop during an outage would take its whole budget, and systemd its patience."""
+def test_drain_does_not_wait_for_an_unavailable_tier() -> None:
+    """A stop during an outage would take its whole budget, and exceed systemd's timeout."""
 
     async def test(bench: Bench) -> None:
         bench.raw[1].hangs = {"put"}
@@ -289,8 +289,8 @@ def test_the_drain_does_not_wait_for_a_tier_that_takes_no_writes() -> None:
     run(test)
 
 
-def test_a_drain_writes_blocks_that_have_moved() -> None:
-    """A namespace that gives up memory as the daemon stops would lose what its slots held."""
+def test_drain_writes_blocks_that_have_moved() -> None:
+    """A namespace that gives up memory as the daemon stops would lose its blocks."""
 
     async def test(bench: Bench) -> None:
         raw, space = bench.raw[0], bench.space

@@ -1,8 +1,8 @@
 """Real servers that hang, die, fill up, lie or refuse, under a real daemon with steady traffic.
 
-Whatever happens: every byte is right, every answer is in time, an outage costs a deadline and
-not one a request, the tier is used again when it is back, and nothing is left behind. One
-daemon goes through all faults of a kind of server, so that what they leave would add up.
+In each fault every byte is right, every answer is in time, an outage costs one deadline and not one
+per request, the tier is used again once it is back, and nothing is left behind. One daemon goes
+through all faults of a kind of server, so that leaks would add up.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from tests.support.traffic import BLOCK_BYTES, CHAINS, children
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 PROBES = 2
-"""An outage lasts for so many probes, or trials after probes, that fail."""
+"""An outage lasts for this many failed probes, or trials after probes."""
 
 PLANTED = 200
-"""Blocks damaged at once, at most: a good part of what is asked for is among them."""
+"""At most this many blocks are damaged at once: a good part of the requested blocks."""
 
 ROUNDS = 4
-"""Of the same outage; the first half warms up."""
+"""Rounds of the same outage; the first half warms up."""
 
 ROUNDS_GROWTH_BYTES_MAX = 1280 << 10
-"""In the other half, in which hundreds of blocks of 64 KiB are on their way when they are called
-off; it is 0.1 MiB, and after twenty rounds nothing more."""
+"""Growth in the second half, in which hundreds of blocks of 64 KiB are in flight when they are
+cancelled; measured: 0.1 MiB, and no further growth after twenty rounds."""
 
 REDIS_MS = {"deadline_ms": 300, "slow_ms": 250, "probe_ms": 200}
-"""Less than an acquire's deadline, and in S3_MS more: the first to end is another one."""
+"""Below an acquire's deadline, and above it in S3_MS: a different limit ends first."""
 
 S3_MS = {"deadline_ms": 600, "slow_ms": 500, "probe_ms": 200}
 
 
 class Redis(Scene):
-    """A Redis tier with no more rights than it needs, and its server behind a proxy."""
+    """A Redis tier with minimal rights, and its server behind a proxy."""
 
     def __init__(self, directory: Path, server: RedisServer) -> None:
         self.server = server
@@ -68,7 +68,7 @@ class Redis(Scene):
         self.proxy.__exit__()
 
     def plant(self, damage: str) -> int:
-        """Damage PLANTED blocks; how many there were."""
+        """Damage PLANTED blocks; returns their number."""
         with self.server.client() as client:
             return plant(RedisStore(client), DAMAGES[damage], PLANTED)
 
@@ -90,25 +90,25 @@ class S3(Scene):
         self.proxy.__exit__()
 
     def plant(self, damage: str) -> int:
-        """Damage PLANTED blocks; how many there were."""
+        """Damage PLANTED blocks; returns their number."""
         return plant(S3Store(self.server, self.bucket), DAMAGES[damage], PLANTED)
 
 
-Spoilt = TypeVar("Spoilt", Redis, S3)
+FaultyScene = TypeVar("FaultyScene", Redis, S3)
 
 
-class Kept(Generic[Spoilt]):
-    """A scene that is kept from test to test, and made anew after one has failed."""
+class SceneKeeper(Generic[FaultyScene]):
+    """Keeps a scene from test to test, and creates a new one after a failure."""
 
-    def __init__(self, directory: Path, make: Callable[[Path], Spoilt]) -> None:
+    def __init__(self, directory: Path, make: Callable[[Path], FaultyScene]) -> None:
         self._directory = directory
-        self._make: Callable[[Path], Spoilt] = make
+        self._make: Callable[[Path], FaultyScene] = make
         self._made = 0
-        self._scene: Spoilt | None = None
+        self._scene: FaultyScene | None = None
 
     @contextmanager
-    def judged(self) -> Iterator[Spoilt]:
-        """A scene whose tier is well and in use, to be spoiled and mended in the block."""
+    def judged(self) -> Iterator[FaultyScene]:
+        """Yield a scene whose tier works and is in use; the block breaks and repairs it."""
         if self._scene is None:
             self._made += 1
             directory = self._directory / str(self._made)
@@ -129,10 +129,10 @@ class Kept(Generic[Spoilt]):
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[Redis]]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneKeeper[Redis]]:
     directory = tmp_path_factory.mktemp("redis")
     with RedisServer(directory / "server", rights=f"~tierd:* {LEAST_RIGHTS}") as server:
-        kept = Kept(directory, lambda path: Redis(path, server))
+        kept = SceneKeeper(directory, lambda path: Redis(path, server))
         try:
             yield kept
         finally:
@@ -140,10 +140,10 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[Redis]]:
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[S3]]:
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SceneKeeper[S3]]:
     directory = tmp_path_factory.mktemp("s3")
     with SeaweedFS(directory / "server") as server:
-        kept = Kept(directory, lambda path: S3(path, server))
+        kept = SceneKeeper(directory, lambda path: S3(path, server))
         try:
             yield kept
         finally:
@@ -151,9 +151,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[S3]]:
 
 
 @pytest.fixture
-def kept(request: pytest.FixtureRequest) -> Kept[Redis] | Kept[S3]:
-    """The scenes of the kind that the test is parametrized with."""
-    found: Kept[Redis] | Kept[S3] = request.getfixturevalue(request.param)
+def kept(request: pytest.FixtureRequest) -> SceneKeeper[Redis] | SceneKeeper[S3]:
+    """The scene keeper for the kind of server that the test is parametrized with."""
+    found: SceneKeeper[Redis] | SceneKeeper[S3] = request.getfixturevalue(request.param)
     return found
 
 
@@ -167,7 +167,7 @@ Outage = Callable[[Redis | S3], AbstractContextManager[None]]
 
 @contextmanager
 def hangs(scene: Redis | S3) -> Iterator[None]:
-    """SIGSTOP: connections stay, nothing is answered."""
+    """SIGSTOP: connections stay, but no request is answered."""
     scene.server.pause()
     try:
         yield
@@ -177,7 +177,7 @@ def hangs(scene: Redis | S3) -> Iterator[None]:
 
 @contextmanager
 def dies(scene: Redis | S3) -> Iterator[None]:
-    """SIGKILL; started again with what is on disk, which is nothing with Redis."""
+    """SIGKILL; restarted with its data on disk, which is empty for Redis."""
     scene.server.kill()
     try:
         yield
@@ -194,16 +194,16 @@ def refuses(scene: Redis | S3) -> Iterator[None]:
     scene.proxy.accept()
 
 
-def spoilt(*, up: Flow = PASS, down: Flow = PASS) -> Outage:
-    """All connections are spoiled, and heal."""
+def break_connections(*, up: Flow = PASS, down: Flow = PASS) -> Outage:
+    """All connections break, and recover."""
 
     @contextmanager
-    def spoil(scene: Redis | S3) -> Iterator[None]:
+    def break_now(scene: Redis | S3) -> Iterator[None]:
         scene.proxy.spoil(up=up, down=down)
         yield
         scene.proxy.heal()
 
-    return spoil
+    return break_now
 
 
 HALF = BLOCK_BYTES // 2
@@ -212,16 +212,17 @@ OUTAGES: dict[str, Outage] = {
     "hangs": hangs,
     "dies": dies,
     "refuses": refuses,
-    "black-hole": spoilt(up=BLACK_HOLE),
-    "stalls-in-a-body": spoilt(down=Flow(good_bytes=HALF)),
-    "resets-in-a-body": spoilt(down=Flow(good_bytes=HALF, then=Then.RESET)),
-    "ends-in-a-body": spoilt(down=Flow(good_bytes=HALF, then=Then.CLOSE)),
-    "trickles": spoilt(down=Flow(good_bytes=HALF, then=Then.TRICKLE, trickle_s=0.02)),
+    "black-hole": break_connections(up=BLACK_HOLE),
+    "stalls-in-a-body": break_connections(down=Flow(good_bytes=HALF)),
+    "resets-in-a-body": break_connections(down=Flow(good_bytes=HALF, then=Then.RESET)),
+    "ends-in-a-body": break_connections(down=Flow(good_bytes=HALF, then=Then.CLOSE)),
+    "trickles": break_connections(down=Flow(good_bytes=HALF, then=Then.TRICKLE, trickle_s=0.02)),
 }
 
 
-def survive(scene: Scene, outage: AbstractContextManager[None]) -> None:
-    """An outage: it stops reads, costs one wait a trial after that, and ends when it is over."""
+def check_outage(scene: Scene, outage: AbstractContextManager[None]) -> None:
+    """Assert that an outage stops reads, then costs one wait per trial, and is noticed when it
+    ends."""
     with outage:
         scene.wait(lambda: scene.stopped("reads"), "reads go on although the tier is dead")
         stopped, trials = time.monotonic(), scene.opened("reads")
@@ -231,7 +232,7 @@ def survive(scene: Scene, outage: AbstractContextManager[None]) -> None:
                 scene.counter("breaker_probes_failed_total") >= failed + PROBES
                 or scene.opened("reads") >= trials + PROBES
             ),
-            "nobody looks whether the tier is back",
+            "no probe looks whether the tier is back",
         )
         asked = scene.traffic.since(stopped, time.monotonic())
         # One more trial may be under way.
@@ -243,20 +244,22 @@ def survive(scene: Scene, outage: AbstractContextManager[None]) -> None:
 @both_kinds
 @pytest.mark.parametrize("outage", OUTAGES)
 @again_if_stalled
-def test_an_outage(kept: Kept[Redis] | Kept[S3], outage: str) -> None:
-    """A tier that dies or hangs would make requests wait, answer wrong bytes, or stay away."""
+def test_outage_costs_one_deadline_and_no_wrong_byte(
+    kept: SceneKeeper[Redis] | SceneKeeper[S3], outage: str
+) -> None:
+    """A tier that dies or hangs would delay requests, return wrong bytes, or stay unused."""
     with kept.judged() as scene:
-        survive(scene, OUTAGES[outage](scene))
+        check_outage(scene, OUTAGES[outage](scene))
 
 
 @both_kinds
 @again_if_stalled
-def test_an_outage_again_and_again(kept: Kept[Redis] | Kept[S3]) -> None:
+def test_repeated_outages_do_not_leak_memory(kept: SceneKeeper[Redis] | SceneKeeper[S3]) -> None:
     """A server that comes and goes would have the daemon grow until the node is out of memory."""
     with kept.judged() as scene:
         held = []
         for _ in range(ROUNDS):
-            survive(scene, OUTAGES["stalls-in-a-body"](scene))
+            check_outage(scene, OUTAGES["stalls-in-a-body"](scene))
             held.append(scene.settle())
         assert {each.files for each in held} == {held[0].files}
         grown = held[-1].anonymous_bytes - held[ROUNDS // 2].anonymous_bytes
@@ -265,8 +268,10 @@ def test_an_outage_again_and_again(kept: Kept[Redis] | Kept[S3]) -> None:
 
 @both_kinds
 @again_if_stalled
-def test_puts_that_stall(kept: Kept[Redis] | Kept[S3]) -> None:
-    """Blocks that cannot be written would pile up in host memory, or hold up those who read."""
+def test_stalled_puts_do_not_block_reads_or_fill_memory(
+    kept: SceneKeeper[Redis] | SceneKeeper[S3],
+) -> None:
+    """Blocks that cannot be written would pile up in host memory, or hold up readers."""
     with kept.judged() as scene:
         scene.proxy.spoil(up=Flow(good_bytes=HALF))
         scene.wait(lambda: scene.stopped("writes"), "writes go on although none ends")
@@ -276,8 +281,8 @@ def test_puts_that_stall(kept: Kept[Redis] | Kept[S3]) -> None:
 
 @both_kinds
 @again_if_stalled
-def test_a_worker_that_is_killed(kept: Kept[Redis] | Kept[S3]) -> None:
-    """A client that crashes would take the daemon with it, or its tier for good."""
+def test_killed_storage_worker_is_replaced(kept: SceneKeeper[Redis] | SceneKeeper[S3]) -> None:
+    """A client that crashes would end the daemon, or lose its tier permanently."""
     with kept.judged() as scene:
         for _ in range(2):
             (worker,) = children(scene.pid())
@@ -292,21 +297,21 @@ def test_a_worker_that_is_killed(kept: Kept[Redis] | Kept[S3]) -> None:
 
 @both_kinds
 @again_if_stalled
-def test_planted_damage(kept: Kept[Redis] | Kept[S3]) -> None:
-    """Another tenant's bytes, a damaged disk or a bug elsewhere would reach an engine."""
+def test_damaged_stored_blocks_are_not_served(kept: SceneKeeper[Redis] | SceneKeeper[S3]) -> None:
+    """Another tenant's bytes, or bytes from a damaged disk, would reach an engine."""
     with kept.judged() as scene:
         for damage in DAMAGES:
             assert scene.plant(damage) > CHAINS
-            scene.wait_more(f"nobody notices: {damage}", "get_corrupt_total", count=5)
+            scene.wait_more(f"the damage is not noticed: {damage}", "get_corrupt_total", count=5)
             scene.wait_in_use()
 
 
-# --- what a server says no to -------------------------------------------------------
+# --- refusals by a server -----------------------------------------------------------
 
 
 @again_if_stalled
-def test_a_password_that_is_rotated(redis: Kept[Redis]) -> None:
-    """A new password would need a restart, or the old connections would go on for ever."""
+def test_rotated_redis_password_is_picked_up(redis: SceneKeeper[Redis]) -> None:
+    """A new password would need a restart, or old connections would continue indefinitely."""
     with redis.judged() as scene:
 
         def rotate(password: str) -> None:
@@ -323,16 +328,16 @@ def test_a_password_that_is_rotated(redis: Kept[Redis]) -> None:
             assert "password" in scene.tier()["circuits"]["reads"]["why"]
             scene.password.write_text("another")
 
-        survive(scene, rotated())
-        # As the server's file of users has it, which it reads when it is started again.
+        check_outage(scene, rotated())
+        # The server's file of users must have it too, for the next start of the server.
         scene.password.write_text(PASSWORD)
         rotate(PASSWORD)
         scene.wait_in_use()
 
 
 @again_if_stalled
-def test_a_redis_that_is_full(redis: Kept[Redis]) -> None:
-    """A server without room would lose its readers too, or be written to without end."""
+def test_full_redis_still_serves_reads(redis: SceneKeeper[Redis]) -> None:
+    """A full server would lose its readers too, or be written to without end."""
     with redis.judged() as scene, scene.server.client() as admin:
         admin.config_set("maxmemory", "1mb")
         scene.wait_more("no put is refused", "put_refused_total", "put_error_total")
@@ -342,9 +347,11 @@ def test_a_redis_that_is_full(redis: Kept[Redis]) -> None:
 
 
 @again_if_stalled
-def test_a_bucket_that_is_deleted(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A bucket made anew would not be used, or its absence not be told."""
-    # SeaweedFS makes a bucket that is missing; this server does not.
+def test_deleted_bucket_is_reported_and_used_again_once_recreated(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A recreated bucket would not be used, or its absence not be reported."""
+    # SeaweedFS creates a missing bucket; this server does not.
     server = Rclone(tmp_path_factory.mktemp("server"))
     with server:
         scene = S3(tmp_path_factory.mktemp("scene"), server)
@@ -369,10 +376,10 @@ def test_a_bucket_that_is_deleted(tmp_path_factory: pytest.TempPathFactory) -> N
     ],
 )
 @again_if_stalled
-def test_a_server_that_says_no(
+def test_s3_error_responses_are_handled(
     tmp_path_factory: pytest.TempPathFactory, script: Script, told: str
 ) -> None:
-    """Tries would add to a storm, a permission taken away would look like an empty tier."""
+    """Retries would add to a storm, or a lost permission would look like an empty tier."""
     with FakeS3() as server:
         scene = Scene(tmp_path_factory.mktemp("scene"), "s3", server.options(**S3_MS), pools=2)
         try:
@@ -385,14 +392,14 @@ def test_a_server_that_says_no(
                     server.script = None
                     assert told in scene.daemon.log.read_text()
 
-                survive(scene, storm())
+                check_outage(scene, storm())
         finally:
             scene.close()
 
 
 @again_if_stalled
-def test_a_disk_that_is_full(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A server without room would lose its readers too, or be written to without end."""
+def test_full_s3_disk_still_serves_reads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A full server would lose its readers too, or be written to without end."""
     if not SmallDisk.can_run():
         pytest.skip("no mount namespaces for this user")
     server = SmallDisk(tmp_path_factory.mktemp("server"))
@@ -410,8 +417,10 @@ def test_a_disk_that_is_full(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @again_if_stalled
-def test_a_cluster_that_loses_a_node(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A dead node would make all requests wait, or take the living ones' blocks with it."""
+def test_redis_cluster_that_loses_a_node_serves_the_rest(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A dead node would delay all requests, or cost the blocks of the other nodes."""
     with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
         scene = Scene(
             tmp_path_factory.mktemp("scene"), "redis", {**cluster.options(), **REDIS_MS}, pools=3

@@ -1,4 +1,4 @@
-"""Which tier is asked for what, and what a request gets of it by its deadline."""
+"""Lookup: which tiers are asked for which blocks, and which blocks arrive by the deadline."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tierd.config import StorageConfig
 from tierd.daemon.l3.tier import BATCH_BYTES_MAX
 
 
-def test_what_the_first_tier_lost_comes_from_the_second() -> None:
-    """A rotten or too small disk would hide what the object store has."""
+def test_blocks_lost_by_the_first_tier_come_from_the_second() -> None:
+    """A rotten or too small disk would hide the object store's blocks."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(12)
@@ -35,7 +35,7 @@ def test_what_the_first_tier_lost_comes_from_the_second() -> None:
         bench.forget()
         damage(first, hashes[2])
         damage(first, hashes[9])
-        # As another process would: the index still says that it is there.
+        # As if by another process: the index still lists the block.
         del first.blocks[key(hashes[5])]
         assert await bench.acquire(hashes) == 12
         assert second.log[-1] == ("get", 3)
@@ -51,14 +51,14 @@ def test_what_the_first_tier_lost_comes_from_the_second() -> None:
     run(test)
 
 
-def test_a_failing_tier_is_passed_over() -> None:
-    """An error of the first tier would be a miss although the second one has the block."""
+def test_failing_tier_is_skipped() -> None:
+    """An error of the first tier would be a miss although the second tier has the block."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(6)
         await bench.backed_up()
         bench.forget()
-        await bench.raw[0].close()  # Every call raises BackendError from now on.
+        await bench.raw[0].close()  # Every call raises BackendError from here on.
         assert await bench.acquire(hashes) == 6
         bench.forget()
         assert await bench.acquire(hashes) == 6
@@ -66,7 +66,7 @@ def test_a_failing_tier_is_passed_over() -> None:
     run(test)
 
 
-def test_a_slow_tier_does_not_hold_up_what_a_quick_one_has() -> None:
+def test_slow_tier_does_not_delay_blocks_of_a_fast_tier() -> None:
     """A local hit would be lost because the object store did not answer about the rest."""
 
     async def test(bench: Bench) -> None:
@@ -88,7 +88,7 @@ def test_a_slow_tier_does_not_hold_up_what_a_quick_one_has() -> None:
 
 
 def test_promotion_begins_before_the_last_tier_has_answered() -> None:
-    """A prefix of the file tier would wait for the object store's answer before it is read."""
+    """A prefix in the file tier would be read only after the object store's answer."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(4)
@@ -99,14 +99,14 @@ def test_promotion_begins_before_the_last_tier_has_answered() -> None:
         bench.raw[1].takes_s = 0.2
         began_s = bench.loop.time()
         assert await bench.acquire([*hashes, *unknown]) == 4
-        # 0.1 to ask the first; then 0.1 to read it, while the second takes 0.2 to answer.
+        # 0.1 s to ask the first tier, 0.1 s to read it, while the second takes 0.2 s to answer.
         assert bench.loop.time() - began_s == pytest.approx(0.3)
 
     run(test)
 
 
-def test_only_the_prefix_of_all_ranks_is_promoted() -> None:
-    """Blocks that another rank lacks would be read for nothing, and push others out of L2."""
+def test_only_the_prefix_present_for_all_ranks_is_promoted() -> None:
+    """Blocks that another rank lacks would be read for nothing, and evict others from L2."""
 
     async def test(bench: Bench) -> None:
         ranks = [bench.node.register(blocks.namespace(PAGE, tp_rank=r, tp_size=2)) for r in (0, 1)]
@@ -122,8 +122,8 @@ def test_only_the_prefix_of_all_ranks_is_promoted() -> None:
     run(test)
 
 
-def test_a_block_is_read_once_for_all_who_want_it() -> None:
-    """A popular prefix would be read from storage once a request."""
+def test_concurrent_requests_share_one_read_per_block() -> None:
+    """A popular prefix would be read from storage once per request."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8)
@@ -141,7 +141,7 @@ def test_a_block_is_read_once_for_all_who_want_it() -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
-def test_a_request_that_is_cancelled_leaves_nothing(after_s: float) -> None:
+def test_cancelled_request_leaves_nothing_held(after_s: float) -> None:
     """Aborted requests would pin L2, one after the other."""
 
     async def test(bench: Bench) -> None:
@@ -162,8 +162,8 @@ def test_a_request_that_is_cancelled_leaves_nothing(after_s: float) -> None:
     run(test)
 
 
-def test_no_request_outlives_its_deadline() -> None:
-    """A backend that takes its time to let go would keep the engine's request waiting."""
+def test_acquire_ends_at_its_deadline_though_a_backend_lingers() -> None:
+    """A backend slow to cancel would keep the engine's request waiting."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8)
@@ -180,15 +180,15 @@ def test_no_request_outlives_its_deadline() -> None:
     run(test)
 
 
-def test_the_default_times_suit_a_slow_link() -> None:
-    """A sound tier behind 1 Gbit/s would be shut by its own full batches."""
+def test_default_timeouts_suit_a_slow_link() -> None:
+    """A working tier behind 1 Gbit/s would open its breaker on its own full batches."""
     given = StorageConfig(type="s3")
     bytes_in_flight = max(given.read_batches, given.write_batches) * BATCH_BYTES_MAX
     assert bytes_in_flight / 125e6 < 0.5 * given.slow_ms / 1000
 
 
-def test_a_late_lookup_is_called_off() -> None:
-    """Questions that nobody waits for would use up a server's connections."""
+def test_late_lookup_is_cancelled() -> None:
+    """Lookups whose requests have ended would use up a server's connections."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(8)
@@ -204,8 +204,8 @@ def test_a_late_lookup_is_called_off() -> None:
 
 
 @pytest.mark.parametrize("what", ["contains", "get"])
-def test_one_late_request_spares_the_next_ones(what: str) -> None:
-    """Each request of a tier's first seconds of silence would lose its own deadline to it."""
+def test_tier_silent_for_one_request_is_skipped_by_the_next(what: str) -> None:
+    """Each request in a tier's first seconds of silence would lose its own deadline to it."""
 
     async def test(bench: Bench) -> None:
         hashes, others = bench.store(6), bench.store(6, "others")
@@ -221,8 +221,8 @@ def test_one_late_request_spares_the_next_ones(what: str) -> None:
     run(test)
 
 
-def test_who_comes_later_does_not_wait_for_blocks_that_hang() -> None:
-    """Requests for a popular prefix would lose a deadline each to a read that one has begun."""
+def test_later_request_does_not_wait_for_a_hanging_read() -> None:
+    """Each request for a popular prefix would lose its deadline to a read begun by another."""
 
     async def test(bench: Bench) -> None:
         hashes = bench.store(6)
@@ -237,8 +237,8 @@ def test_who_comes_later_does_not_wait_for_blocks_that_hang() -> None:
     run(test)
 
 
-def test_who_comes_later_does_not_wait_behind_reads_that_hang() -> None:
-    """Requests for what was queued when a disk hung would lose a deadline each, without end."""
+def test_later_request_does_not_wait_behind_hanging_reads() -> None:
+    """Each request for blocks that were queued when a disk hung would lose its deadline."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -261,8 +261,8 @@ def test_who_comes_later_does_not_wait_behind_reads_that_hang() -> None:
     run(test, config("tier", read_batches=1))
 
 
-def test_what_was_queued_behind_reads_that_hang_comes_from_the_next_tier() -> None:
-    """A disk that hangs would keep what waited for it from being read anywhere else."""
+def test_blocks_queued_behind_hanging_reads_come_from_the_next_tier() -> None:
+    """A hanging disk would keep queued blocks from being read from another tier."""
 
     async def test(bench: Bench) -> None:
         read, queued = bench.store(6), bench.store(6, "queued")
@@ -280,7 +280,7 @@ def test_what_was_queued_behind_reads_that_hang_comes_from_the_next_tier() -> No
     run(test, config("first", read_batches=1), config("second"))
 
 
-def test_an_outage_costs_one_deadline_and_ends_by_itself() -> None:
+def test_outage_costs_one_deadline_and_ends_by_itself() -> None:
     """A dead server would slow every request, or stay unused after it has come back."""
 
     async def test(bench: Bench) -> None:
@@ -289,7 +289,7 @@ def test_an_outage_costs_one_deadline_and_ends_by_itself() -> None:
         await bench.backed_up()
         bench.forget()
         first.hangs = {"contains", "get", "put"}
-        # The first to meet it waits for its deadline, and then still gets the block.
+        # The first request waits for the tier's deadline, and still gets the block.
         began_s = bench.loop.time()
         assert await bench.acquire(hashes) == 6
         assert bench.loop.time() - began_s == pytest.approx(DEADLINE_S, abs=0.1)
@@ -312,7 +312,7 @@ def test_an_outage_costs_one_deadline_and_ends_by_itself() -> None:
     run(test)
 
 
-def test_a_tier_that_is_back_is_used_by_engines_of_several_ranks() -> None:
+def test_recovered_tier_is_used_by_engines_of_several_ranks() -> None:
     """A tensor-parallel engine would lose its tiers to the first outage, until a restart."""
 
     async def test(bench: Bench) -> None:
@@ -338,7 +338,7 @@ def test_a_tier_that_is_back_is_used_by_engines_of_several_ranks() -> None:
 
 
 class SlowTailTier(Tier):
-    """Takes its time for blocks that are not in `quick`."""
+    """Delays blocks that are not in `quick`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,19 +350,19 @@ class SlowTailTier(Tier):
         return await super().get_into(namespace, requests)
 
 
-def test_nobody_waits_for_what_lies_behind_a_lost_block() -> None:
-    """A request would wait for many blocks, up to its deadline, and be given none of them."""
+def test_acquire_does_not_wait_for_blocks_behind_a_lost_one() -> None:
+    """A request would wait until its deadline for many blocks that it cannot be given."""
     raw = SlowTailTier()
 
     async def test(bench: Bench) -> None:
         ranks = [bench.node.register(blocks.namespace(PAGE, tp_rank=r, tp_size=2)) for r in (0, 1)]
         for rank in ranks:
-            for count in (50, 100, 150):  # As many at once as may wait to be written.
+            for count in (50, 100, 150):  # As many at once as may be queued for backup.
                 hashes = bench.store(count, space=rank)
                 await bench.backed_up()
         bench.forget()
         raw.quick = set(hashes[:64])
-        # As another process would: the index still says that it is there.
+        # As if by another process: the index still lists the block.
         del raw.blocks[key(hashes[40], ranks[1].namespace)]
         began_s = bench.loop.time()
         assert await bench.acquire(hashes, spaces=ranks) == 40
@@ -376,8 +376,8 @@ def test_nobody_waits_for_what_lies_behind_a_lost_block() -> None:
     run(test, config("tier", read_batches=64), raw=[raw], blocks_in_l2=1024)
 
 
-def test_a_request_with_little_time_does_not_shut_a_tier_for_others() -> None:
-    """One client that asks for answers in 20 ms would turn the others' hits into misses."""
+def test_request_with_a_short_deadline_does_not_open_the_breaker() -> None:
+    """One client that asks for answers in 20 ms would turn others' hits into misses."""
 
     async def test(bench: Bench) -> None:
         (raw,) = bench.raw
@@ -403,8 +403,8 @@ def test_a_request_with_little_time_does_not_shut_a_tier_for_others() -> None:
     run(test, config("tier"))
 
 
-def test_an_answer_long_after_its_deadline_is_counted() -> None:
-    """A daemon that the machine lets wait would look as if its tiers were slow."""
+def test_answer_long_after_its_deadline_is_counted() -> None:
+    """A daemon starved by the machine would look as if its tiers were slow."""
 
     async def test(bench: Bench) -> None:
         (block_hash,) = bench.store(1)
@@ -417,9 +417,9 @@ def test_an_answer_long_after_its_deadline_is_counted() -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [2.0, 0.15])
-def test_a_request_waits_for_room_while_blocks_are_written(deadline_s: float) -> None:
+def test_acquire_waits_for_room_while_blocks_are_backed_up(deadline_s: float) -> None:
     """A request with seconds left would miss at once: the leaf of every chain in host memory was
-    waiting to be written, and so nothing could be evicted."""
+    waiting for its backup, so nothing could be evicted."""
 
     async def test(bench: Bench) -> None:
         raw, node = bench.raw[0], bench.node

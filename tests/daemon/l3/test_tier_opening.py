@@ -1,4 +1,4 @@
-"""Tiers that open late, never, or not at first; and a real daemon with two of files."""
+"""Tiers that open late, never, or after failures; and a real daemon with two file tiers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tierd.wire.frames import FRAME_BYTES_MAX
 from tierd.wire.session import encode
 
 
-def test_a_tier_that_cannot_be_opened_is_left_out_and_tried_again(
+def test_tier_that_cannot_be_opened_is_skipped_and_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A server that is down at boot would keep the node's cache down, or be lost for good."""
+    """A server that is down at boot would keep the node's cache down, or be lost permanently."""
     caplog.set_level(logging.INFO, "tierd")
     away = Tier()
     away.open_errors = [BackendError("connection refused")] * 5
@@ -51,8 +51,8 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_tried_again(
     assert "storage tier tier1: open" in lines
 
 
-def test_a_tier_that_opens_slowly_does_not_delay_the_start() -> None:
-    """A server that does not answer would keep the node's engines without their L2."""
+def test_slow_opening_of_a_tier_does_not_delay_the_start() -> None:
+    """A server that does not answer would keep the node's engines without L2."""
     slow = Tier()
     slow.open_takes_s = 20.0
 
@@ -69,7 +69,7 @@ def test_a_tier_that_opens_slowly_does_not_delay_the_start() -> None:
     run(test, raw=[Tier(), slow])
 
 
-def test_a_stop_while_a_tier_is_being_opened() -> None:
+def test_stop_cancels_the_opening_of_a_tier() -> None:
     """A daemon whose server hangs could only be killed."""
     hung = Tier()
     hung.open_takes_s = 1e6
@@ -80,8 +80,8 @@ def test_a_stop_while_a_tier_is_being_opened() -> None:
     run(test, raw=[Tier(), hung])
 
 
-def test_a_tier_that_hangs_while_it_is_opened_is_tried_again() -> None:
-    """A server that took the connection and died would never be asked again."""
+def test_hanging_opening_of_a_tier_is_retried() -> None:
+    """A server that accepted the connection and died would never be asked again."""
     hung = Tier()
     hung.open_takes_s = 1e6
 
@@ -93,7 +93,7 @@ def test_a_tier_that_hangs_while_it_is_opened_is_tried_again() -> None:
     run(test, raw=[hung])
 
 
-def test_a_wrong_configuration_ends_the_start() -> None:
+def test_wrong_tier_configuration_aborts_the_start() -> None:
     """tierd would run without the storage that the operator asked for."""
     wrong, other = Tier(), Tier()
     wrong.open_errors = [ConfigError("bucket 'kv' does not exist")]
@@ -106,7 +106,7 @@ def test_a_wrong_configuration_ends_the_start() -> None:
     assert not other._opened
 
 
-def test_a_wrong_configuration_that_shows_late_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_tier_configuration_error_found_late_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """The operator would not learn why a tier stays away."""
     wrong = Tier()
     wrong.open_takes_s = 3.0
@@ -123,7 +123,7 @@ def test_a_wrong_configuration_that_shows_late_is_told(caplog: pytest.LogCapture
 
 
 class ChattyTier(Tier):
-    """A third party's tier with a great deal to say."""
+    """A third party's tier with a very long status."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class ChattyTier(Tier):
         self.open_errors = [BackendError("y" * 100_000)] * 100
 
 
-def test_a_status_of_many_chatty_tiers_is_bounded() -> None:
+def test_status_of_many_verbose_tiers_is_bounded() -> None:
     """One backend with a long error would end every `tierd status`."""
 
     async def test(bench: Bench) -> None:
@@ -142,7 +142,7 @@ def test_a_status_of_many_chatty_tiers_is_bounded() -> None:
 
 
 def two_files(directory: Path, **more: str) -> str:
-    """TOML of two file tiers below `directory`; `more` replaces a tier's path by name."""
+    """Return TOML of two file tiers below `directory`; `more` replaces a tier's path by name."""
     tables = []
     for name in ("near", "far"):
         path = more.get(name, str(directory / name))
@@ -167,8 +167,8 @@ def store_and_stop(process: DaemonProcess, count: int) -> list[bytes]:
     return hashes
 
 
-def served(process: DaemonProcess, hashes: list[bytes]) -> int:
-    """How long the prefix is that a daemon serves once it knows what its tiers have."""
+def count_served(process: DaemonProcess, hashes: list[bytes]) -> int:
+    """Return the length of the prefix served once the daemon has indexed its tiers."""
     for name in process.tiers():
         process.wait_tier(name, "ready")
     client = process.client()
@@ -191,8 +191,8 @@ def status_text(process: DaemonProcess) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["damaged", "emptied"])
-def test_the_second_directory_serves_what_the_first_lost(tmp_path: Path, how: str) -> None:
-    """A replaced or dying disk would cost what a second tier still has."""
+def test_second_file_tier_serves_blocks_lost_by_the_first(tmp_path: Path, how: str) -> None:
+    """A replaced or dying disk would cost blocks that a second tier still has."""
     process = DaemonProcess(tmp_path / "tierd", capacity="64MiB", storage=two_files(tmp_path))
     with process:
         hashes = store_and_stop(process, 40)
@@ -206,7 +206,7 @@ def test_the_second_directory_serves_what_the_first_lost(tmp_path: Path, how: st
                 raw[place] ^= 0xFF
             path.write_bytes(raw)
         process.start()
-        assert served(process, hashes) == 40
+        assert count_served(process, hashes) == 40
         process.wait_backed_up()
         tiers = process.tiers()
         assert tiers["far"]["counters"]["get_hit_total"] == 40
@@ -214,18 +214,18 @@ def test_the_second_directory_serves_what_the_first_lost(tmp_path: Path, how: st
         assert tiers["near"]["blocks"] == 40
         if how == "damaged":
             assert tiers["near"]["counters"]["get_corrupt_total"] == 40
-        # What was filled is sound.
+        # The first tier was refilled with sound blocks.
         process.stop()
         process.start()
-        assert served(process, hashes) == 40
+        assert count_served(process, hashes) == 40
         assert process.tiers()["near"]["counters"]["get_hit_total"] == 40
 
 
 @pytest.mark.slow
-def test_a_directory_that_is_away_costs_only_its_tier(tmp_path: Path) -> None:
-    """A node whose mount is missing would serve no engine."""
+def test_missing_directory_costs_only_its_tier(tmp_path: Path) -> None:
+    """A node with a missing mount would serve no engine."""
     mount = tmp_path / "mount"
-    mount.symlink_to(mount)  # Whoever looks for something there gets an I/O error (ELOOP).
+    mount.symlink_to(mount)  # Every access there gets an I/O error (ELOOP).
     storage = two_files(tmp_path, near=str(mount / "near"))
     with DaemonProcess(tmp_path / "tierd", capacity="64MiB", storage=storage) as process:
         log = process.log.read_text()
@@ -240,5 +240,5 @@ def test_a_directory_that_is_away_costs_only_its_tier(tmp_path: Path) -> None:
         process.wait_tier("near", "ready")
         hashes = store_and_stop(process, 10)
         process.start()
-        assert served(process, hashes) == 10
+        assert count_served(process, hashes) == 10
         assert process.tiers()["near"]["counters"]["get_hit_total"] == 10

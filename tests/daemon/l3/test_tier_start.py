@@ -1,4 +1,4 @@
-"""Tiers that cannot be opened when the daemon starts: it serves, says why, and tries again."""
+"""Tiers that cannot be opened at start: the daemon serves, says why, and tries again."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tierd.client import Client, Handle
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TIMES_MS = {"probe_ms": 100, "deadline_ms": 20_000, "slow_ms": 20_000, "timeout_ms": 20_000}
-"""Tried again at once, and never given up: a server that has just started takes its time."""
+"""Retried at once, and never abandoned: a server that has just started takes its time."""
 
 PROBES = 2
-"""The tier is tried so often before it is mended; one line in the log must do for all."""
+"""Attempts to open the tier before it is repaired; one log line must cover them all."""
 
 NAME = "server.test"
 """A host that only the `Resolver` knows."""
@@ -38,7 +38,7 @@ BLOCK_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Options of a tier that cannot be opened, what must be told of it, and what mends it."""
+    """Options of a tier that cannot be opened, its expected error, and its repair."""
 
     options: dict[str, object]
     told: tuple[str, ...]
@@ -47,7 +47,7 @@ class Case:
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which an S3 client looks for credentials, and nowhere else."""
+    """The only file in which an S3 client looks for credentials."""
     file = tmp_path / "credentials"
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
@@ -58,10 +58,10 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Resolver:
-    """What the daemon and its workers are told of NAME: an address, "unknown", or "hang".
+    """Answers lookups of NAME by the daemon and its workers: an address, "unknown" or "hang".
 
-    The latter waits, as the system's resolver does, where nothing can interrupt it, until
-    something else is said: for a lock that the test has meanwhile.
+    The last one blocks uninterruptibly, as the system's resolver does, until the answer changes: on
+    a lock that the test holds meanwhile.
     """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +86,20 @@ class Resolver:
         monkeypatch.setenv("PYTHONPATH", path)
 
     def say(self, answer: str) -> None:
-        """From now on."""
+        """Set the answer."""
         fresh = self._answer.with_suffix(".new")
         fresh.write_text(answer)
         fresh.replace(self._answer)
         fcntl.flock(self._lock, fcntl.LOCK_EX if answer == "hang" else fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Release all waiting lookups."""
         self._lock.close()
 
 
 @pytest.fixture
 def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
-    """For daemons that are started from now on."""
+    """A resolver for daemons that start from here on."""
     directory = tmp_path / "resolver"
     directory.mkdir()
     made = Resolver(directory, monkeypatch)
@@ -109,7 +109,7 @@ def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolv
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Ends what a test has started."""
+    """Stops everything that a test has started."""
     with ExitStack() as opened:
         yield opened
 
@@ -132,7 +132,7 @@ class Setting:
         stack.callback(self.client.close)
         self.space = namespace(BLOCK_BYTES)
         self.handle: Handle = self.client.register(self.space)
-        # What is stored before the file tier is open it gets when it is stored again.
+        # Blocks stored before the file tier is open reach it when stored again.
         wait_until(
             lambda: self.client.status()["storage"][0]["state"] == "ready",  # type: ignore[index]
             WAIT_S,
@@ -140,20 +140,20 @@ class Setting:
         )
 
     def tier(self) -> dict:
-        """The status of the tier in question."""
+        """The status of the tier under test."""
         status: dict = self.client.status()
         found: dict = status["storage"][1]
         return found
 
     def store(self, tag: str) -> None:
-        """Store a chain and get it back."""
+        """Store a chain and read it back."""
         hashes, parents = chain(4, tag)
         right = [payload(self.space, h) for h in hashes]
         assert all(self.client.put(self.handle, list(zip(hashes, parents, right, strict=True))))
         assert [bytes(view) for view in self.client.get(self.handle, hashes, 1000)] == right
 
     def reconnect(self) -> None:
-        """Return when the client has found the daemon again."""
+        """Wait until the client has found the daemon again."""
 
         def found() -> bool:
             self.client.wait(0.05)
@@ -162,13 +162,14 @@ class Setting:
         self.client.poll()
         wait_until(found, WAIT_S, "the client does not find the daemon again")
 
-    def complaints(self) -> list[str]:
+    def warnings_and_errors(self) -> list[str]:
         """Warnings and errors in the log."""
         lines = self.daemon.log.read_text().splitlines()
         return [line for line in lines if " WARNING " in line or " ERROR " in line]
 
     def check(self) -> None:
-        """It serves without the tier, tells why once, and uses the tier once it is mended."""
+        """Assert that it serves without the tier, logs the reason once, and uses it after
+        repair."""
         self.store("without")
         wait_until(
             lambda: self.tier()["counters"].get("open_failed_total", 0) >= PROBES,
@@ -177,7 +178,7 @@ class Setting:
         )
         tier = self.tier()
         assert tier["state"] == "unavailable"
-        (line,) = self.complaints()
+        (line,) = self.warnings_and_errors()
         assert "storage tier below: unavailable" in line
         for word in self.case.told:
             assert word in line, line
@@ -189,10 +190,10 @@ class Setting:
         self.store("with")
         tier = self.daemon.wait_backed_up()["storage"][1]
         assert tier["counters"]["put_stored_total"] == 4, tier
-        assert len(self.complaints()) == 1, self.complaints()
+        assert len(self.warnings_and_errors()) == 1, self.warnings_and_errors()
 
 
-def test_redis_that_is_not_there(tmp_path: Path, stack: ExitStack) -> None:
+def test_redis_that_starts_later_is_used(tmp_path: Path, stack: ExitStack) -> None:
     """A server that starts after tierd would never be used."""
     server = RedisServer(tmp_path / "server")
     told = (f"127.0.0.1:{server.port}", "is it running")
@@ -200,7 +201,7 @@ def test_redis_that_is_not_there(tmp_path: Path, stack: ExitStack) -> None:
     Setting(tmp_path, stack, "redis", case).check()
 
 
-def test_redis_that_wants_a_password(tmp_path: Path, stack: ExitStack) -> None:
+def test_redis_without_the_required_password(tmp_path: Path, stack: ExitStack) -> None:
     """A forgotten password would look like an empty tier."""
     server = stack.enter_context(RedisServer(tmp_path / "server"))
     admin = stack.enter_context(server.client())
@@ -209,7 +210,7 @@ def test_redis_that_wants_a_password(tmp_path: Path, stack: ExitStack) -> None:
     Setting(tmp_path, stack, "redis", case).check()
 
 
-def test_redis_whose_password_is_another(tmp_path: Path, stack: ExitStack) -> None:
+def test_redis_with_a_wrong_password(tmp_path: Path, stack: ExitStack) -> None:
     """A wrong password would look like an empty tier, and a right one need a restart."""
     server = stack.enter_context(RedisServer(tmp_path / "server"))
     with server.client() as admin:
@@ -221,8 +222,8 @@ def test_redis_whose_password_is_another(tmp_path: Path, stack: ExitStack) -> No
     Setting(tmp_path, stack, "redis", case).check()
 
 
-def test_redis_whose_certificate_is_not_trusted(tmp_path: Path, stack: ExitStack) -> None:
-    """The wrong CA would cost the tier without a word, or nobody would check it."""
+def test_redis_with_an_untrusted_certificate(tmp_path: Path, stack: ExitStack) -> None:
+    """The wrong CA would cost the tier without a message, or not be checked."""
     server = stack.enter_context(RedisServer(tmp_path / "server", tls=True))
     assert server.tls is not None
     right = Path(server.tls.ca).read_bytes()
@@ -234,7 +235,7 @@ def test_redis_whose_certificate_is_not_trusted(tmp_path: Path, stack: ExitStack
     Setting(tmp_path, stack, "redis", case).check()
 
 
-def test_s3_that_is_not_there(tmp_path: Path, stack: ExitStack, weed: SeaweedFS) -> None:
+def test_s3_that_starts_later_is_used(tmp_path: Path, stack: ExitStack, weed: SeaweedFS) -> None:
     """A server that starts after tierd would never be used."""
     proxy = stack.enter_context(Proxy(("127.0.0.1", weed.port)))
     proxy.refuse()
@@ -243,7 +244,7 @@ def test_s3_that_is_not_there(tmp_path: Path, stack: ExitStack, weed: SeaweedFS)
     Setting(tmp_path, stack, "s3", Case(options, (where, "refused"), proxy.accept)).check()
 
 
-def test_s3_without_the_bucket(tmp_path: Path, stack: ExitStack, weed: SeaweedFS) -> None:
+def test_s3_with_a_missing_bucket(tmp_path: Path, stack: ExitStack, weed: SeaweedFS) -> None:
     """A missing bucket would look like an empty one."""
     name = "made-later"
     case = Case(weed.options(name), (name, "bucket"), lambda: weed.make_bucket(name))
@@ -251,10 +252,10 @@ def test_s3_without_the_bucket(tmp_path: Path, stack: ExitStack, weed: SeaweedFS
 
 
 @pytest.mark.parametrize("secret", ["", "another"])
-def test_s3_without_credentials(
+def test_s3_with_missing_or_wrong_credentials(
     tmp_path: Path, stack: ExitStack, weed: SeaweedFS, keys: Path, secret: str
 ) -> None:
-    """Credentials that are missing or wrong would look like an empty tier."""
+    """Missing or wrong credentials would look like an empty tier."""
 
     def write(secret: str) -> None:
         lines = ("[default]", f"aws_access_key_id={weed.access_key}")
@@ -267,8 +268,8 @@ def test_s3_without_credentials(
     Setting(tmp_path, stack, "s3", Case(options, told, lambda: write(weed.secret_key))).check()
 
 
-def test_s3_whose_certificate_is_not_trusted(tmp_path: Path, stack: ExitStack) -> None:
-    """The wrong CA would cost the tier without a word, or nobody would check it."""
+def test_s3_with_an_untrusted_certificate(tmp_path: Path, stack: ExitStack) -> None:
+    """The wrong CA would cost the tier without a message, or not be checked."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
     wrong.mkdir()
@@ -285,7 +286,9 @@ def test_s3_whose_certificate_is_not_trusted(tmp_path: Path, stack: ExitStack) -
     Setting(tmp_path, stack, "s3", Case(options, ("certificate", "tls_ca"), mend)).check()
 
 
-def test_redis_whose_name_is_unknown(tmp_path: Path, stack: ExitStack, resolver: Resolver) -> None:
+def test_redis_with_an_unresolvable_name(
+    tmp_path: Path, stack: ExitStack, resolver: Resolver
+) -> None:
     """A name that DNS does not have yet would keep tierd from starting, or cost the tier."""
     server = stack.enter_context(RedisServer(tmp_path / "server"))
     options: dict[str, object] = {"url": server.url.replace("127.0.0.1", NAME)}
@@ -293,7 +296,7 @@ def test_redis_whose_name_is_unknown(tmp_path: Path, stack: ExitStack, resolver:
     Setting(tmp_path, stack, "redis", case).check()
 
 
-def test_s3_whose_name_is_unknown(
+def test_s3_with_an_unresolvable_name(
     tmp_path: Path, stack: ExitStack, weed: SeaweedFS, resolver: Resolver
 ) -> None:
     """A name that DNS does not have yet would keep tierd from starting, or cost the tier."""
@@ -305,7 +308,7 @@ def test_s3_whose_name_is_unknown(
 
 
 def test_s3_in_another_region(tmp_path: Path, stack: ExitStack, keys: Path) -> None:
-    """A bucket of another region would look like an empty one, and nobody know which it is."""
+    """A bucket of another region would look like an empty one, with the right region unnamed."""
     fake = stack.enter_context(FakeS3())
     elsewhere = error(301, "PermanentRedirect", x_amz_bucket_region="eu-north-1")
     fake.script = lambda request: (
@@ -322,15 +325,15 @@ def test_s3_in_another_region(tmp_path: Path, stack: ExitStack, keys: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["redis", "s3"])
-def test_a_resolver_that_hangs(
+def test_hanging_resolver_delays_neither_start_nor_stop(
     tmp_path: Path,
     stack: ExitStack,
     resolver: Resolver,
     request: pytest.FixtureRequest,
     kind: str,
 ) -> None:
-    """DNS that does not answer would keep tierd from starting and stopping, engines from the
-    other tiers, and the tier away for good."""
+    """DNS that does not answer would keep tierd from starting and stopping, engines from the other
+    tiers, and the tier away permanently."""
     if kind == "redis":
         server = stack.enter_context(RedisServer(tmp_path / "server"))
         options: dict[str, object] = {"url": server.url.replace("127.0.0.1", NAME)}
@@ -340,12 +343,12 @@ def test_a_resolver_that_hangs(
         options = weed.options(weed.make_bucket(), endpoint=endpoint)
     resolver.say("hang")
     case = Case(options, (), lambda: resolver.say("127.0.0.1"))
-    # It has started when this returns, and it serves with its other tier.
+    # The constructor returns once it has started, and serves with its other tier.
     setting = Setting(tmp_path, stack, kind, case)
     setting.store("without")
     assert setting.daemon.wait_backed_up()["storage"][0]["blocks"] == 4
     assert setting.tier()["state"] in ("opening", "unavailable")
-    # Not 1, with which it leaves what does not end in time.
+    # Not 1, the exit status of a daemon that abandons unfinished work.
     assert setting.daemon.stop() == 0
     setting.daemon.start()
     setting.reconnect()

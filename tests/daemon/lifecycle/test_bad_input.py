@@ -1,4 +1,4 @@
-"""Operators' mistakes: each is refused with what is wrong, where, and what to do."""
+"""Operators' mistakes: each is refused with the wrong value, its place, and what to do."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def config(text: str, environ: Mapping[str, str] | None = None, *, at: Path) -> 
         ("socket = 'a'\nsocket = 'b'\n", r"socket|overwrite"),
     ],
 )
-def test_wrong_configuration_is_refused_by_key(tmp_path: Path, text: str, says: str) -> None:
+def test_config_error_names_the_wrong_key(tmp_path: Path, text: str, says: str) -> None:
     """A misspelt key would be ignored, and the operator would run with its default."""
     with pytest.raises(ConfigError, match=says) as caught:
         config(text, at=tmp_path)
     assert str(tmp_path / "tierd.toml") in str(caught.value)
 
 
-def test_unreadable_configuration_is_refused(tmp_path: Path) -> None:
-    """A traceback would be all that the operator gets for a wrong path."""
+def test_config_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """The operator would get only a traceback for a wrong path."""
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml"):
         load(tmp_path / "none.toml", {})
     with pytest.raises(ConfigError, match="cannot read"):
@@ -104,7 +104,7 @@ def test_unreadable_configuration_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "latin.toml", {})
 
 
-def test_environment_overrides_the_file(tmp_path: Path) -> None:
+def test_environment_overrides_the_config_file(tmp_path: Path) -> None:
     """A container could not be configured without writing a file into it."""
     environ = {
         "TIERD_SOCKET": "/run/other.sock",
@@ -123,8 +123,8 @@ def test_environment_overrides_the_file(tmp_path: Path) -> None:
     assert config("", {"TIERD_HOST_CAPACITY": "4096"}, at=tmp_path).host.capacity == 4096
 
 
-def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
-    """A password would have to lie in a file, or a container need a file of its own."""
+def test_environment_overrides_a_tiers_key(tmp_path: Path) -> None:
+    """A password would have to be in a file, or a container would need its own file."""
     environ = {
         "TIERD_STORAGE_FILE_DEADLINE_MS": "500",
         "TIERD_STORAGE_FILE_FILL_FROM_LOWER": "false",
@@ -153,7 +153,9 @@ def test_environment_overrides_a_tier_by_its_name(tmp_path: Path) -> None:
         ("WRITE_QUEUE", "much", "'much' is not a size"),
     ],
 )
-def test_wrong_overrides_of_a_tier_are_refused(name: str, value: str, says: str) -> None:
+def test_wrong_tier_override_in_the_environment_is_refused(
+    name: str, value: str, says: str
+) -> None:
     """A typo in a container's environment would be ignored."""
     table = {"type": "file", "path": "/", "capacity": 1}
     raw: dict[str, object] = {"host": {"capacity": "1GiB"}, "storage": [table]}
@@ -176,8 +178,8 @@ def test_wrong_overrides_of_a_tier_are_refused(name: str, value: str, says: str)
         ("TIERD_STORAGE_NOBODY_PATH", "/", "begin with: none, as there is no tier"),
     ],
 )
-def test_wrong_overrides_are_refused(name: str, value: str, says: str) -> None:
-    """A typo in a user list would silently let fewer, or other, users in."""
+def test_wrong_override_in_the_environment_is_refused(name: str, value: str, says: str) -> None:
+    """A typo in a user list would silently admit fewer users, or other users."""
     with pytest.raises(ConfigError) as caught:
         parse({"host": {"capacity": "1GiB"}}, {name: value})
     assert says in str(caught.value)
@@ -187,7 +189,7 @@ def test_wrong_overrides_are_refused(name: str, value: str, says: str) -> None:
 
 
 def serve(text: str, at: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`tierd serve` that is expected not to start."""
+    """Run `tierd serve`, expecting it not to start."""
     path = at / "tierd.toml"
     path.write_text(text, encoding="utf-8")
     return subprocess.run(
@@ -227,8 +229,8 @@ def serve(text: str, at: Path, **environ: str) -> subprocess.CompletedProcess[st
     ],
     ids=["key", "memory", "unwritable", "long", "type", "option", "store", "option size"],
 )
-def test_a_daemon_with_wrong_input_exits_with_2(tmp_path: Path, text: str, says: str) -> None:
-    """systemd would restart it for ever, and the journal would hold a traceback."""
+def test_serve_exits_with_2_on_wrong_input(tmp_path: Path, text: str, says: str) -> None:
+    """systemd would restart it indefinitely, and the journal would hold a traceback."""
     done = serve(text.replace("{at}", str(tmp_path)), tmp_path)
     assert says.replace("{at}", str(tmp_path)) in done.stderr
     assert "Traceback" not in done.stderr
@@ -237,7 +239,7 @@ def test_a_daemon_with_wrong_input_exits_with_2(tmp_path: Path, text: str, says:
 
 
 @pytest.mark.slow
-def test_wrong_command_lines_exit_with_2(tmp_path: Path) -> None:
+def test_wrong_command_line_exits_with_2(tmp_path: Path) -> None:
     """A script could not tell a typo from a daemon that is down."""
     for words, status in (
         (["serve", "--config", str(tmp_path / "none.toml")], 2),
@@ -263,7 +265,9 @@ def running(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.mark.slow
-def test_a_second_daemon_is_refused_and_the_first_unharmed(running: DaemonProcess) -> None:
+def test_second_daemon_on_a_socket_is_refused_and_the_first_keeps_serving(
+    running: DaemonProcess,
+) -> None:
     """Two daemons on one socket: engines would talk to either, and one would leak."""
     assert running.process is not None
     client = running.client()
@@ -288,33 +292,33 @@ def test_a_second_daemon_is_refused_and_the_first_unharmed(running: DaemonProces
 
 
 @pytest.mark.slow
-def test_a_second_daemon_on_one_store_is_refused(tmp_path: Path) -> None:
-    """A copied configuration with another socket would have two daemons write the same slabs."""
+def test_second_daemon_on_a_file_tier_directory_serves_without_it(tmp_path: Path) -> None:
+    """Two daemons with copied configurations would write the same slabs."""
     with DaemonProcess(tmp_path / "tierd") as first:
         first.wait_tier("file", "ready")
         holder = (first.store / "LOCK").read_text().strip()
         text = first.config.read_text().replace(first.socket, str(tmp_path / "second.sock"))
         (tmp_path / "second.toml").write_text(text)
-        told = tmp_path / "second.log"
-        with told.open("wb") as log:
+        second_log = tmp_path / "second.log"
+        with second_log.open("wb") as log:
             words = ["serve", "--config", str(tmp_path / "second.toml")]
             second = subprocess.Popen([sys.executable, "-m", "tierd.cli.main", *words], stderr=log)
         says = f"{first.store} is in use by process {holder}"
-        wait_until(lambda: says in told.read_text(), 20, "it is not refused")
+        wait_until(lambda: says in second_log.read_text(), 20, "it is not refused")
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert second.wait(2) == 2
             assert not (tmp_path / "second.sock").exists()
         if second.poll() is None:
-            # A machine so busy that its tier told after tierd waits for tiers: it has none then.
-            assert "serves without it" in told.read_text()
+            # On a very busy machine the tier's warning comes after the wait for tiers is over.
+            assert "serves without it" in second_log.read_text()
             second.terminate()
             assert second.wait(20) == 0
         assert first.tiers()["file"]["state"] == "ready"
 
 
 @pytest.mark.slow
-def test_the_socket_of_a_killed_daemon_is_taken_over(running: DaemonProcess) -> None:
-    """After a crash somebody would have to remove a file before tierd starts again."""
+def test_socket_of_a_killed_daemon_is_replaced(running: DaemonProcess) -> None:
+    """After a crash an operator would have to remove a file before tierd starts again."""
     running.kill()
     assert Path(running.socket).is_socket()
     running.start()
@@ -322,8 +326,8 @@ def test_the_socket_of_a_killed_daemon_is_taken_over(running: DaemonProcess) -> 
     assert not Path(running.socket).exists()
 
 
-def test_a_file_at_the_socket_path_is_left_alone(tmp_path: Path) -> None:
-    """A wrong path in the configuration would delete somebody's file."""
+def test_regular_file_at_the_socket_path_is_not_deleted(tmp_path: Path) -> None:
+    """A wrong path in the configuration would delete a file."""
     path = tmp_path / "precious"
     path.write_text("data")
     with (
@@ -339,8 +343,8 @@ def test_a_file_at_the_socket_path_is_left_alone(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_the_socket_is_for_its_owner_and_group_only(tmp_path: Path) -> None:
-    """Everybody on the node could read other people's prompts out of the cache."""
+def test_socket_is_accessible_to_owner_and_group_only(tmp_path: Path) -> None:
+    """Every user of the node could read others' prompts out of the cache."""
     path = tmp_path / "tierd.sock"
     with listening_socket(path):
         assert path.stat().st_mode & 0o777 == 0o660
@@ -351,10 +355,10 @@ def test_the_socket_is_for_its_owner_and_group_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_of_another_release_is_told(
+def test_client_of_another_release_is_told_the_version(
     running: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After half an upgrade the engine would miss for ever, and nobody would know why."""
+    """After half an upgrade the engine would always miss, with no reason given."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(10)
         sock.connect(running.socket)
@@ -379,7 +383,7 @@ FIELDS = blocks.namespace().to_fields()
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
-def test_a_namespace_without_a_field_is_refused_by_name(name: str) -> None:
+def test_namespace_with_a_missing_field_is_refused_by_name(name: str) -> None:
     """A default in its place would let KV of two models meet under one key."""
     with pytest.raises(NamespaceError, match=f"'{name}' is missing"):
         Namespace.from_fields({key: value for key, value in FIELDS.items() if key != name})
@@ -407,18 +411,18 @@ def test_a_namespace_without_a_field_is_refused_by_name(name: str) -> None:
         ("extra", 1, "'extra' is unknown"),
     ],
 )
-def test_a_namespace_with_a_wrong_field_is_refused_by_name(
+def test_namespace_with_a_wrong_field_is_refused_by_name(
     name: str, value: object, says: str
 ) -> None:
-    """The engine would run on KV whose meaning nobody has checked."""
+    """The engine would run on KV whose meaning has not been checked."""
     with pytest.raises(NamespaceError) as caught:
         Namespace.from_fields({**FIELDS, name: value})
     assert says in str(caught.value)
 
 
 @pytest.mark.slow
-def test_the_daemon_refuses_a_wrong_namespace_and_goes_on(running: DaemonProcess) -> None:
-    """A connector of a third party would register what the daemon cannot tell apart."""
+def test_daemon_refuses_a_wrong_namespace_and_keeps_serving(running: DaemonProcess) -> None:
+    """A third party's connector would register namespaces that the daemon cannot tell apart."""
     bad = [
         {key: value for key, value in FIELDS.items() if key != "kv_dtype"},
         {**FIELDS, "color": "red"},
@@ -442,7 +446,7 @@ def test_the_daemon_refuses_a_wrong_namespace_and_goes_on(running: DaemonProcess
     assert "third party): registration refused" in running.log.read_text()
 
 
-def test_the_client_refuses_a_wrong_namespace_itself(tmp_path: Path) -> None:
+def test_client_refuses_a_wrong_namespace(tmp_path: Path) -> None:
     """The mistake would show only as a cache that never hits."""
     client = Client(str(tmp_path / "none.sock"))
     wrong = {name: getattr(blocks.namespace(), name) for name in FIELDS} | {"tp_size": 0}
@@ -476,7 +480,7 @@ print(*told, sep="; ")
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_user_who_is_not_allowed_is_refused() -> None:
+def test_user_not_in_the_allow_list_is_refused() -> None:
     """Any user of the node could read the KV, and so the prompts, of all engines."""
 
     def stranger(process: DaemonProcess) -> str:
@@ -491,7 +495,7 @@ def test_a_user_who_is_not_allowed_is_refused() -> None:
         return done.stdout
 
     with tempfile.TemporaryDirectory() as name:
-        # Not pytest's directory, which no other user may enter.
+        # Not pytest's directory, which other users may not enter.
         directory = Path(name)
         directory.chmod(0o755)
         refuse_then_allow(directory, stranger)
@@ -500,7 +504,7 @@ def test_a_user_who_is_not_allowed_is_refused() -> None:
 def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str]) -> None:
     with DaemonProcess(directory / "closed", capacity="64MiB", storage="") as process:
         assert stranger(process).count("refuses this process: Permission denied") == 3
-        # The file's mode is not all that keeps this user out.
+        # The file's mode would keep this user out by itself.
         Path(process.socket).chmod(0o666)
         said = stranger(process)
         assert said.count("this process: uid 65534 may not connect: see allow_uids") == 3
@@ -531,7 +535,7 @@ def refuse_then_allow(directory: Path, stranger: Callable[[DaemonProcess], str])
 
 
 def doctor(process: DaemonProcess, user: str) -> dict[str, str]:
-    """What is said of a user, by code."""
+    """Return doctor's findings for a user, by code."""
     words = ["doctor", "--json", "--config", str(process.config), "--user", user]
     done = subprocess.run(
         [sys.executable, "-m", "tierd.cli.main", *words], capture_output=True, text=True, timeout=60
@@ -541,8 +545,8 @@ def doctor(process: DaemonProcess, user: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_stop_during_startup_leaves_nothing(tmp_path: Path) -> None:
-    """An impatient operator's stop would leave a daemon that nobody watches."""
+def test_stop_during_startup_leaves_nothing_behind(tmp_path: Path) -> None:
+    """An impatient operator's stop would leave an unsupervised daemon."""
     path = tmp_path / "tierd.toml"
     path.write_text(f"socket = '{tmp_path}/s'\n" + GOOD)
     child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Reload: what is changed takes effect, what cannot be is named, and a bad file changes nothing."""
+"""Reload: live keys take effect, other changes are named, and a bad file changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RAW: dict[str, Any] = {
 
 
 def configured(**keys: object) -> Config:
-    """The configuration with these keys, by their paths with __ for dots; of all tiers alike."""
+    """Build a configuration from key paths with __ for dots; tier keys apply to every tier."""
     raw = copy.deepcopy(RAW)
     for path, value in keys.items():
         table, _, key = path.rpartition("__")
@@ -67,17 +67,17 @@ def configured(**keys: object) -> Config:
 
 @pytest.fixture(autouse=True)
 def level() -> Iterator[None]:
-    """The log's level as it was."""
+    """Restore the log level."""
     before = logging.getLogger().level
     yield
     logging.getLogger().setLevel(before)
 
 
-# --- each key that is live ----------------------------------------------------------------
+# --- each live key -----------------------------------------------------------------------
 
 
 class Scene:
-    """A node on virtual time that a configuration has been applied to."""
+    """A node on virtual time with a configuration applied."""
 
     def __init__(self, bench: Bench, config: Config) -> None:
         self.bench, self.config = bench, config
@@ -97,7 +97,7 @@ class Scene:
         return hashes
 
     async def get(self, hashes: list[bytes]) -> float:
-        """Read from the first tier; how long it took."""
+        """Read from the first tier; returns the time it took."""
         began_s = self.bench.loop.time()
         views = [memoryview(bytearray(PAGE)) for _ in hashes]
         requests = [GetRequest(h, v, 1) for h, v in zip(hashes, views, strict=True)]
@@ -106,7 +106,7 @@ class Scene:
 
 
 class Known:
-    """A Reuse that is sure of everything, and has seen each block twice."""
+    """A Reuse that is certain of every block, each used twice."""
 
     def uses(self, block_hash: bytes) -> int:
         return 2
@@ -246,11 +246,11 @@ OBSERVED: dict[str, tuple[object, Callable[[Scene], Awaitable[object]]]] = {
     "storage.write_share": (0.05, demanded),
     "storage.write_uses": (3, written_when_used),
 }
-"""Another value of each live key, and where it shows."""
+"""Another value of each live key, and the function that observes it."""
 
 
 def observe(key: str, running: Config, new: Config | None) -> object:
-    """What shows of a key in a node that has one configuration, and gets another."""
+    """Observe a key's effect in a node that starts with one configuration and gets another."""
     seen: list[object] = []
 
     async def test(bench: Bench) -> None:
@@ -267,16 +267,17 @@ def observe(key: str, running: Config, new: Config | None) -> object:
 
 
 @pytest.mark.parametrize("key", sorted(LIVE))
-def test_a_live_key_takes_effect(key: str) -> None:
-    """The log would say that a key has changed, and the daemon go on as before."""
+def test_live_key_takes_effect_on_reload(key: str) -> None:
+    """The log would report a changed key while the daemon goes on as before."""
     path, value = key.replace(".", "__"), OBSERVED[key][0]
     reloaded = observe(key, configured(), configured(**{path: value}))
     assert reloaded == observe(key, configured(**{path: value}), None)
     assert reloaded != observe(key, configured(), None)
 
 
-def test_every_key_is_live_or_needs_a_restart() -> None:
-    """A new key would be taken as live without being so, or never be said to need a restart."""
+def test_every_key_is_either_live_or_needs_a_restart() -> None:
+    """A new key would be taken as live without being so, or never be reported as needing a
+    restart."""
     keys = set()
     tables: list[tuple[str, type[msgspec.Struct]]] = [("", Config), ("storage.", StorageConfig)]
     for field in msgspec.structs.fields(Config):
@@ -296,7 +297,7 @@ def test_every_key_is_live_or_needs_a_restart() -> None:
 def reload(
     running: Config, load: Callable[[], Config], caplog: pytest.LogCaptureFixture
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Why it was refused, and the lines of the log."""
+    """Return the reason of a refusal, and the lines of the log."""
     caplog.set_level(logging.INFO)
     caplog.clear()
     refused: list[str] = []
@@ -310,8 +311,10 @@ def reload(
     return refused[0], [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "tierd"]
 
 
-def test_a_reload_says_what_has_changed(caplog: pytest.LogCaptureFixture) -> None:
-    """An operator could not tell whether the change took, nor that it needs a restart."""
+def test_reload_logs_what_changed_and_what_needs_a_restart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An operator could not see whether the change took effect, nor that it needs a restart."""
     running = configured()
     new = configured(
         host__pin_max_s=60,
@@ -332,14 +335,14 @@ def test_a_reload_says_what_has_changed(caplog: pytest.LogCaptureFixture) -> Non
         "reloaded; these keys need a restart of tierd: socket, storage (upper).write_policy, "
         "storage (lower).write_policy",
     )
-    # It is said again until it is done, and what was live is not.
+    # Changes that need a restart are logged at each reload, applied ones only once.
     refused, lines = reload(running, lambda: new, caplog)
     assert "storage (lower).write_policy" in lines[-1][1]
     assert not any("pin_max_s" in text for _, text in lines)
 
 
-def test_a_bad_file_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A slip of the hand would take a serving daemon down, or half of it."""
+def test_reload_of_a_bad_file_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A typo would take a serving daemon down, or half of it."""
     running = configured()
 
     def load() -> Config:
@@ -353,8 +356,8 @@ def test_a_bad_file_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert running == configured()
 
 
-def test_tiers_that_come_and_go_need_a_restart() -> None:
-    """A tier that was added would be missing, with nothing said."""
+def test_added_and_removed_tiers_need_a_restart() -> None:
+    """An added tier would be missing without a message."""
     old, new = configured(), configured()
     new.storage[1].name = "new"
     (change,) = differences(old, new)
@@ -366,7 +369,7 @@ def test_tiers_that_come_and_go_need_a_restart() -> None:
 
 
 class Keyed(Tier):
-    """A tier with keys outside of the configuration, the first of which cannot be read."""
+    """A tier with credentials outside the configuration, whose first reload fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,8 +381,8 @@ class Keyed(Tier):
             raise BackendError("no such file")
 
 
-def test_a_reload_has_tiers_read_their_keys_anew(caplog: pytest.LogCaptureFixture) -> None:
-    """Rotated keys would be taken up only once the old ones are denied, or by a restart."""
+def test_reload_makes_tiers_read_their_credentials_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Rotated keys would be used only once the old ones are denied, or after a restart."""
     running, raw = configured(), Keyed()
 
     async def test(bench: Bench) -> None:
@@ -393,8 +396,8 @@ def test_a_reload_has_tiers_read_their_keys_anew(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_no_secret_is_logged() -> None:
-    """Whoever may read the log could use the store."""
+def test_reload_logs_no_secret() -> None:
+    """Anyone who can read the log could use the store."""
     old, new = configured(), configured()
     new.storage[0].options.update(password="hunter2", url="redis://u:hunter3@h", path="/x")
     new.storage[0].overrides.update(secret_key="hunter4")
@@ -409,7 +412,7 @@ def test_no_secret_is_logged() -> None:
 
 
 @pytest.mark.slow
-def test_a_daemon_is_reloaded(tmp_path: Path) -> None:
+def test_daemon_reloads_on_sighup(tmp_path: Path) -> None:
     """`systemctl reload` would do nothing, or end tierd; with or without systemd."""
     with RedisServer(tmp_path / "redis") as redis:
         patient = {"deadline_ms": 60_000, "slow_ms": 60_000, "timeout_ms": 60_000}
@@ -440,7 +443,7 @@ def test_a_daemon_is_reloaded(tmp_path: Path) -> None:
                 stranger.status()
             stranger.close()
             reload("600000", "100", "drain_timeout_ms: 600000 -> 100")
-            assert client.get(handle, hashes, 5000), "a session that there was goes on"
+            assert client.get(handle, hashes, 5000), "an existing session goes on"
             client.close()
             redis.pause()
             try:

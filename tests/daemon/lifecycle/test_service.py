@@ -1,4 +1,4 @@
-"""The service manager: what it hears of the daemon's life, and what it can ask for."""
+"""The daemon and its service manager: notifications, passed sockets, watchdog and signals."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ WAIT_S = 20.0
 
 
 @contextmanager
-def heard(directory: Path, **keys: str) -> Iterator[tuple[ServiceManager, socket.socket]]:
-    """A manager, and the socket on which is heard what it is told."""
+def notify_socket(directory: Path, **keys: str) -> Iterator[tuple[ServiceManager, socket.socket]]:
+    """A manager, and the socket that receives its notifications."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
         ear.bind(str(directory / "notify"))
         ear.settimeout(WAIT_S)
         environ = {"NOTIFY_SOCKET": str(directory / "notify"), **keys}
         manager = ServiceManager.from_environ(environ)
-        assert not environ, "a child would speak in our name"
+        assert not environ, "a child would notify in our name"
         try:
             yield manager, ear
         finally:
             manager.close()
 
 
-# --- the channel ------------------------------------------------------------------------
+# --- notifications ----------------------------------------------------------------------
 
 
-def test_a_manager_is_not_told_by_a_process_that_it_did_not_start(tmp_path: Path) -> None:
-    """A tierd that is started by hand from a service's shell would take that one's watchdog, or
-    close descriptors that are not its own."""
+def test_notify_socket_of_another_process_is_ignored(tmp_path: Path) -> None:
+    """A tierd started by hand from a service's shell would take over that service's watchdog, or
+    close descriptors that it does not own."""
     other = str(os.getpid() + 1)
-    with heard(tmp_path, WATCHDOG_USEC="2000000", WATCHDOG_PID=other) as (manager, _):
+    with notify_socket(tmp_path, WATCHDOG_USEC="2000000", WATCHDOG_PID=other) as (manager, _):
         assert manager.watchdog_us == 0
     passed = {"LISTEN_PID": other, "LISTEN_FDS": "1", "LISTEN_FDNAMES": "x"}
     assert not ServiceManager.from_environ(passed).take_kept()
@@ -70,10 +70,10 @@ def test_a_manager_is_not_told_by_a_process_that_it_did_not_start(tmp_path: Path
     assert not ServiceManager.from_environ({}).present
 
 
-def test_what_a_busy_manager_does_not_take_is_sent_later(tmp_path: Path) -> None:
-    """A manager that is busy starting a machine's services would never hear that tierd is ready,
-    and end it; or the loop would wait for it, and engines for the loop."""
-    with heard(tmp_path) as (manager, ear):
+def test_notifications_are_retried_when_the_manager_is_busy(tmp_path: Path) -> None:
+    """A manager busy starting a machine's services would never learn that tierd is ready, and end
+    it; or the loop would wait for the manager, and engines for the loop."""
+    with notify_socket(tmp_path) as (manager, ear):
         count = 2000
         for number in range(count):
             manager.notify(f"STATUS={number}")
@@ -88,15 +88,15 @@ def test_what_a_busy_manager_does_not_take_is_sent_later(tmp_path: Path) -> None
 
 
 def passed_listener(path: Path) -> tuple[str, int]:
-    """A listening socket as a manager passes it; its name and descriptor."""
+    """Create a listening socket as a manager passes it; returns its name and descriptor."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
         return "tierd.socket", os.dup(listener.fileno())
 
 
-def test_a_passed_socket_is_used_and_stays(tmp_path: Path) -> None:
-    """Engines that connect between two lives of tierd would be refused instead of waiting."""
+def test_passed_socket_is_used_and_not_removed(tmp_path: Path) -> None:
+    """Engines that connect between two incarnations would be refused instead of waiting."""
     path = tmp_path / "tierd.sock"
     other, ours = passed_listener(tmp_path / "other.sock"), passed_listener(path)
     manager = ServiceManager(passed=[other, ours])
@@ -108,8 +108,8 @@ def test_a_passed_socket_is_used_and_stays(tmp_path: Path) -> None:
     assert path.is_socket()
 
 
-def test_a_passed_socket_of_another_path_is_refused(tmp_path: Path) -> None:
-    """Engines would connect where nobody listens, with everything running."""
+def test_passed_socket_with_another_path_is_refused(tmp_path: Path) -> None:
+    """Engines would connect to a socket on which no daemon listens."""
     passed = passed_listener(tmp_path / "passed.sock")
     manager = ServiceManager(passed=[passed])
     with (
@@ -121,7 +121,7 @@ def test_a_passed_socket_of_another_path_is_refused(tmp_path: Path) -> None:
     assert "tierd.sock" in str(caught.value)
 
 
-# --- the line ---------------------------------------------------------------------------
+# --- the status line --------------------------------------------------------------------
 
 
 STATUS: dict[str, object] = {
@@ -131,8 +131,8 @@ STATUS: dict[str, object] = {
 }
 
 
-def test_the_line_of_status() -> None:
-    """`systemctl status` would not say what an operator looks for first."""
+def test_status_line() -> None:
+    """`systemctl status` would lack the facts that an operator looks for first."""
     line = status_line(Phase.SERVING, STATUS, 0, "")
     assert line == (
         "serving: L2 41.2 GiB of 64 GiB (312 hits of 400 blocks = 78 %), file ready, s3 failing"
@@ -147,7 +147,7 @@ def test_the_line_of_status() -> None:
 
 
 class Watch:
-    """A clock that a test sets."""
+    """A clock set by the test."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -170,8 +170,8 @@ def node(executor: ThreadPoolExecutor | None = None, clock: Clock | None = None)
     )
 
 
-def test_looking_for_sockets_leaves_the_rest_alone() -> None:
-    """Each start would leak a descriptor a segment that is kept, until there are no more."""
+def test_looking_for_passed_sockets_keeps_other_descriptors() -> None:
+    """Each start would leak a descriptor per kept segment, until none are left."""
     fds = [os.memfd_create("kept") for _ in range(5)]
     manager = ServiceManager(passed=[("kept", fd) for fd in fds])
     before = len(os.listdir("/proc/self/fd"))
@@ -182,15 +182,15 @@ def test_looking_for_sockets_leaves_the_rest_alone() -> None:
         os.close(fd)
 
 
-async def test_a_slow_start_asks_for_time_again_and_again(
+async def test_slow_start_keeps_extending_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start that takes longer than TimeoutStartSec would be killed, and tried again for ever."""
+    """A start longer than TimeoutStartSec would be killed and retried indefinitely."""
     for pause in ("HURRY_S", "STATUS_S"):
         monkeypatch.setattr(f"tierd.daemon.lifecycle.notifier.{pause}", 0.005)
     made = node()
     admin, health = Admin(made), Health(made.threads)
-    with heard(tmp_path) as (manager, ear):
+    with notify_socket(tmp_path) as (manager, ear):
         ear.setblocking(False)
         loop = asyncio.get_running_loop()
 
@@ -205,18 +205,18 @@ async def test_a_slow_start_asks_for_time_again_and_again(
     made.memory.arena.close()
 
 
-# --- signs of life ----------------------------------------------------------------------
+# --- watchdog ---------------------------------------------------------------------------
 
 
-async def test_a_hung_thread_ends_the_signs_of_life(
+async def test_hung_thread_stops_watchdog_pings_until_it_returns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tierd that can neither prove nor back a block up would count as well for ever, or be ended
-    without a word of why."""
+    """A tierd that can neither verify nor back up a block would count as healthy indefinitely, or
+    be ended without a logged reason."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("tierd.daemon.http.health.PROBE_S", 0.005)
     with (
-        heard(tmp_path, WATCHDOG_USEC="40000") as (manager, ear),
+        notify_socket(tmp_path, WATCHDOG_USEC="40000") as (manager, ear),
         ThreadPoolExecutor(2) as executor,
     ):
         ear.setblocking(False)
@@ -273,8 +273,8 @@ async def test_a_hung_thread_ends_the_signs_of_life(
     assert levels == ["ERROR", "WARNING"], "one line when they end, one when they come back"
 
 
-def test_a_hung_tier_is_no_reason_to_end_the_daemon() -> None:
-    """An outage of a server would cost L2 its daemon, again and again."""
+def test_hanging_tier_does_not_stop_watchdog_pings() -> None:
+    """An outage of a storage server would restart the daemon again and again."""
 
     async def test(bench: tier_bench.Bench) -> None:
         bench.raw[0].hangs = {"get", "put", "contains"}
@@ -292,9 +292,9 @@ def test_a_hung_tier_is_no_reason_to_end_the_daemon() -> None:
 # --- signals ----------------------------------------------------------------------------
 
 
-async def test_signals_before_and_while_there_is_a_loop() -> None:
-    """A reload that is asked for while tierd starts would end it; an operator who asks twice for a
-    stop would wait for the drain all the same."""
+async def test_signals_are_handled_before_and_during_the_loop() -> None:
+    """A reload requested while tierd starts would end it, or a second stop request would not cut
+    the drain short."""
     before = signal.getsignal(signal.SIGHUP)
     try:
         signals = Signals()
@@ -313,11 +313,11 @@ async def test_signals_before_and_while_there_is_a_loop() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-# --- a life -----------------------------------------------------------------------------
+# --- a whole run ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
+def test_service_manager_is_notified_from_start_to_stop(tmp_path: Path) -> None:
     """`systemctl start` would return too early or never, and a unit be restarted for nothing."""
     state = tmp_path / "state"
     daemon = DaemonProcess(tmp_path / "tierd", storage="", extra=f'state_dir = "{state}"')
@@ -326,7 +326,7 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
         listener.bind(daemon.socket)
         listener.listen()
         manager.listeners.append(("tierd.socket", listener))
-        # It connects before there is a daemon, and waits for it.
+        # It connects before the daemon runs, and waits for it.
         client = Client(daemon.socket, name="early", call_timeout_ms=int(WAIT_S * 1000))
         arguments = ["-m", "tierd.cli.main", "serve", "--config", str(daemon.config)]
         process = manager.start(arguments, log=log.fileno(), env={"WATCHDOG_USEC": "2000000"})
@@ -354,7 +354,7 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
             assert process.wait(WAIT_S) == 0
             manager.wait_for("STOPPING")
             (stopping,) = [each for each in manager.states if "STOPPING" in each]
-            # Else the manager would end it while it writes the hot set.
+            # Otherwise the manager would end it while it writes the hot set.
             assert int(stopping["EXTEND_TIMEOUT_USEC"]) >= (STOP_S + EXIT_GRACE_S) * 1e6
             assert (state / FILE).exists()
         finally:
@@ -365,8 +365,8 @@ def test_a_life_as_the_manager_hears_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
-    """An operator would wait for a tier that hangs, or kill tierd."""
+def test_second_signal_ends_the_drain(tmp_path: Path) -> None:
+    """An operator would wait for a tier that hangs, or have to kill tierd."""
     with RedisServer(tmp_path / "redis") as server:
         options = {
             **server.options(),

@@ -1,4 +1,4 @@
-"""Files of the state directory are whole at any time, whatever ends their writing."""
+"""Files of the state directory are whole at any time, however a write ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ async def pieces(*given: bytes) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+async def test_state_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """A reader would find half of a file."""
     path = tmp_path / "state" / "kept"
     await replace_file(path, pieces(b"old"))
     await replace_file(path, pieces(b"ne", b"w"))
@@ -28,7 +29,8 @@ async def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-async def test_what_fails_or_is_cancelled_leaves_the_old_contents(tmp_path: Path) -> None:
+async def test_failed_or_cancelled_write_keeps_the_old_contents(tmp_path: Path) -> None:
+    """A failed or cancelled write would lose the last good file."""
     path = tmp_path / "kept"
     await replace_file(path, pieces(b"old"))
     half_written = asyncio.Event()
@@ -53,7 +55,8 @@ async def test_what_fails_or_is_cancelled_leaves_the_old_contents(tmp_path: Path
     assert os.listdir(tmp_path) == [path.name], "no draft is left"
 
 
-async def test_what_is_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
+async def test_file_in_the_place_of_the_state_directory_is_an_error(tmp_path: Path) -> None:
+    """A start would report a traceback in place of the wrong path."""
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="file"):
         await replace_file(tmp_path / "file" / "kept", pieces(b"new"))

@@ -1,4 +1,4 @@
-"""What engines ask for and load, by namespace and by what had it."""
+"""Demand metrics: tokens that engines request and load, by namespace and by source."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def scraped(bench: Bench) -> dict[str, Family]:
     return read(scrape(bench.node.status()))
 
 
-def test_tokens_are_counted_where_they_came_from() -> None:
-    """Nobody could say which tier is worth its money."""
+def test_tokens_are_counted_by_their_source() -> None:
+    """An operator could not see which tier is worth its cost."""
 
     async def test(bench: Bench) -> None:
         node, space = bench.node, bench.space
@@ -54,8 +54,8 @@ def test_tokens_are_counted_where_they_came_from() -> None:
     run(test)
 
 
-def test_the_speed_that_an_engine_told_last_is_known() -> None:
-    """`tierd bench` and `tierd doctor` would not know what a tier has to beat."""
+def test_last_reported_prefill_speed_is_shown() -> None:
+    """`tierd bench` and `tierd doctor` would not know which speed a tier has to beat."""
 
     async def test(bench: Bench) -> None:
         node, space = bench.node, bench.space
@@ -67,8 +67,8 @@ def test_the_speed_that_an_engine_told_last_is_known() -> None:
     run(test)
 
 
-def test_a_request_to_several_ranks_has_its_tokens_once() -> None:
-    """The hit ratio would be right and the prefill saved eight times too long."""
+def test_tokens_of_a_request_to_several_ranks_count_once() -> None:
+    """The saved prefill time would be eight times too long, though the hit ratio is right."""
 
     async def test(bench: Bench) -> None:
         other = bench.node.register(blocks.namespace(8192, tp_rank=1, tp_size=2))
@@ -85,7 +85,7 @@ def test_a_request_to_several_ranks_has_its_tokens_once() -> None:
 
 
 def opened() -> list[Space]:
-    """Namespaces that no engine uses and that have no blocks."""
+    """Namespaces without sessions and blocks."""
     host = HostTier(1 << 20)
     names = [blocks.namespace(model=f"model {number}") for number in range(3 * SEATS_MAX)]
     return [space for space in map(host.open_space, names) if space is not None]
@@ -95,8 +95,10 @@ SPACES = opened()
 
 
 @given(st.lists(st.tuples(st.integers(0, len(SPACES) - 1), st.booleans()), max_size=100))
-def test_no_counter_goes_down_and_few_are_shown(events: list[tuple[int, bool]]) -> None:
-    """Each new namespace would be a series for ever, or a rate be a wild guess."""
+def test_demand_counters_never_decrease_and_series_are_bounded(
+    events: list[tuple[int, bool]],
+) -> None:
+    """Each new namespace would be a permanent series, or rates would be wrong."""
     demand = Demand()
     before: Counter[str] = Counter()
     for asked, (number, stays) in enumerate(events, 1):
@@ -110,8 +112,9 @@ def test_no_counter_goes_down_and_few_are_shown(events: list[tuple[int, bool]]) 
         assert before.total() == asked
 
 
-def test_a_namespace_that_is_gone_makes_room() -> None:
-    """Twenty restarts of an engine with a random hash seed, and no namespace is seen any more."""
+def test_ended_namespace_frees_its_demand_series() -> None:
+    """After twenty restarts of an engine with a random hash seed no new namespace would be
+    shown."""
     demand, spaces = Demand(), opened()
     for space in spaces:
         space._sessions = 1

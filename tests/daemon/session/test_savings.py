@@ -1,4 +1,4 @@
-"""What counts as saved: what an engine computed on and did not compute, and nothing else."""
+"""Saved tokens: counted only if an engine used them and did not compute them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tierd.wire import messages as m
 
 
 def admitted(bench: Bench, request: FakeRequest, computed: int) -> None:
-    """The engine begins to compute a request from there on."""
+    """Report that the engine starts computing a request at token `computed`."""
     tokens = request.num_tokens - computed
     table = list(range(1, 2 + request.num_tokens // BLOCK_TOKENS))
     bench.run(request, computed, tokens, table, new=True)
 
 
 def said(bench: Bench) -> tuple[int, int]:
-    """Blocks that the daemon was told were wanted, and loaded."""
+    """Return the blocks that were reported to the daemon as wanted, and as loaded."""
     return bench.daemon.wanted, bench.daemon.loaded
 
 
 # --- the connector ------------------------------------------------------------------------
 
 
-def test_what_the_engine_has_itself_is_neither_asked_for_nor_saved() -> None:
-    """Tiers would be read for requests that the engine answers alone, and all of it count."""
+def test_prefix_in_the_engines_cache_is_neither_requested_nor_saved() -> None:
+    """Tiers would be read for requests that the engine answers alone, and all of it would count."""
     bench = Bench(daemon=FakeDaemon(answering=False))
     bench.put(5)
     mostly, wholly = FakeRequest("mostly", 22), FakeRequest("wholly", 22)
@@ -53,7 +53,7 @@ def test_what_the_engine_has_itself_is_neither_asked_for_nor_saved() -> None:
     assert bench.side.leases_held == 0
 
 
-def test_an_engine_that_has_evicted_what_it_had_is_served_from_there() -> None:
+def test_prefix_evicted_by_the_engine_is_loaded_from_the_daemon() -> None:
     """A request would wait in a queue, lose its prefix to others, and be computed whole."""
     bench = Bench()
     bench.put(5)
@@ -74,7 +74,7 @@ def test_an_engine_that_has_evicted_what_it_had_is_served_from_there() -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed", "cut", "not taken", "reset"])
-def test_a_load_that_comes_to_nothing_saves_nothing(how: str) -> None:
+def test_failed_load_counts_no_savings(how: str) -> None:
     """tierd would look best where it only costs time."""
     bench = Bench()
     bench.put(5)
@@ -100,7 +100,7 @@ def test_a_load_that_comes_to_nothing_saves_nothing(how: str) -> None:
     assert loaded == said(bench)[1] * BLOCK_TOKENS
 
 
-def test_a_request_that_is_preempted_saves_what_it_loads_again() -> None:
+def test_reload_after_preemption_counts_as_saved() -> None:
     """The engine would have computed it twice."""
     bench = Bench()
     bench.put(5)
@@ -114,8 +114,8 @@ def test_a_request_that_is_preempted_saves_what_it_loads_again() -> None:
         bench.step(preempted=["a"])
 
 
-def test_savings_are_told_once_the_daemon_is_back() -> None:
-    """A restart would lose what was loaded from the life before, or count it twice."""
+def test_savings_are_reported_after_a_restart_of_the_daemon() -> None:
+    """A restart would lose the loads of the last incarnation, or count them twice."""
     bench = Bench()
     bench.put(5)
     request = FakeRequest("a", 22)
@@ -132,8 +132,8 @@ def test_savings_are_told_once_the_daemon_is_back() -> None:
     assert said(bench) == (5, 5)
 
 
-def test_a_request_that_no_daemon_was_asked_about_is_no_miss() -> None:
-    """The hit ratio of a daemon would fall by what engines computed before it was there."""
+def test_request_without_a_daemon_is_not_a_miss() -> None:
+    """A daemon's hit ratio would fall by tokens that engines computed before it started."""
     bench = Bench(daemon=FakeDaemon(up=False))
     request = FakeRequest("a", 22)
     bench.side.add(request)
@@ -144,10 +144,10 @@ def test_a_request_that_no_daemon_was_asked_about_is_no_miss() -> None:
     assert said(bench) == (0, 0)
 
 
-def test_time_is_saved_at_the_speed_that_is_found_out_later(
+def test_early_savings_use_the_prefill_speed_measured_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine that starts warm would have saved no second of what it loads first."""
+    """An engine that starts warm would show no saved time for its first loads."""
     bench = Bench()
     bench.put(5)
     request = FakeRequest("a", 22)
@@ -166,7 +166,7 @@ def test_time_is_saved_at_the_speed_that_is_found_out_later(
 
 
 @pytest.mark.parametrize("own", [0, 5, 8, 9, 1 << 40])
-def test_no_tier_is_read_for_what_the_engine_has(own: int) -> None:
+def test_no_tier_is_read_for_blocks_in_the_engines_cache(own: int) -> None:
     """Hundreds of MiB were read from a disk for requests that vLLM answered itself."""
 
     async def test(bench: NodeBench) -> None:
@@ -201,8 +201,8 @@ def test_no_tier_is_read_for_what_the_engine_has(own: int) -> None:
         m.Loaded([1], 1, [], 0),
     ],
 )
-def test_a_client_that_says_nonsense_is_not_believed(told: m.Loaded) -> None:
-    """One broken client would spoil the counters of a node for as long as it runs."""
+def test_implausible_savings_reports_are_ignored(told: m.Loaded) -> None:
+    """One broken client would spoil the node's counters until the next restart."""
 
     async def test(bench: NodeBench) -> None:
         line = Line(bench)
@@ -215,8 +215,8 @@ def test_a_client_that_says_nonsense_is_not_believed(told: m.Loaded) -> None:
     run(test)
 
 
-def test_a_source_that_is_no_tier_counts_as_memory() -> None:
-    """A reload that leaves out a tier would lose what its blocks have saved."""
+def test_savings_of_an_unknown_source_count_as_memory() -> None:
+    """A reload that removes a tier would lose the savings of its blocks."""
 
     async def test(bench: NodeBench) -> None:
         bench.node.loaded([bench.space], 9, [1, 2, 0, 4], 7)
@@ -229,8 +229,8 @@ def test_a_source_that_is_no_tier_counts_as_memory() -> None:
     run(test)
 
 
-def test_a_real_client_loads_and_tells(l2_daemon: DaemonProcess) -> None:
-    """Engines that are none of ours would have saved nothing, whatever they get."""
+def test_client_reports_its_loads_as_savings(l2_daemon: DaemonProcess) -> None:
+    """Third-party engines would show no savings, whatever they load."""
     client = l2_daemon.client()
     try:
         handle = client.register(blocks.namespace(4096))
