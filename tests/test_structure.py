@@ -173,10 +173,10 @@ CLASSES: Final = {
     "tierd/types.py:Namespace": "a record: what decides what a block's bytes mean",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
     "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: what is known of a request",
-    "tierd/core/slots.py:Slots": "a table: a column each",
+    "tierd/core/l2/slots.py:Slots": "a table: a column each",
     "tierd/daemon/node.py:Node": "it composes the daemon",
     "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
-    "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
+    "tierd/testing/simulation/incarnation.py:DaemonIncarnation": "composes a simulated daemon",
     "tierd/cli/warm/run.py:Warmer": "one more than the budget",
     "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",
     "tierd/daemon/copies/copy_process.py:CopyProcess": "one more than the budget",
@@ -197,12 +197,12 @@ MODULES: Final = {
     "tierd/core/host.py": "the facade of the core",
     "tierd/daemon/lifecycle/serve.py": "it starts and stops all parts",
     "tierd/daemon/node.py": "it composes the daemon",
-    "tierd/testing/simulation/life.py": "it composes the daemon for a simulation",
+    "tierd/testing/simulation/incarnation.py": "it composes the daemon for a simulation",
     "tierd/testing/simulation/run.py": "it composes a world",
     "tierd_connectors/vllm/connector.py": "it composes the connector",
 }
 
-FOLDERS: Final = {"tierd/core": "one file for each idea of the core; no two are alike"}
+FOLDERS: Final[Mapping[str, str]] = {}
 
 Budget = tuple[Callable[[], Mapping[str, int]], Mapping[str, str]]
 BUDGETS: Final[Mapping[str, Budget]] = {

@@ -19,8 +19,8 @@ from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
 from tierd.core.hints import HIGH_PRIORITY_S, HintedNamespace, Hints, PrefixHint, Priority
 from tierd.core.host import HostTier
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted
-from tierd.core.space import Space
 from tierd.eviction import POLICIES, make_policy
 from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import Reuse

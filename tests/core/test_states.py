@@ -20,11 +20,11 @@ from hypothesis.stateful import (
 from tests.support import blocks
 from tierd.core.effects import Effect, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.slots import Adopted, Slots
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.slots import Adopted, Slots
-from tierd.core.space import Space
 from tierd.core.states import (
     LEASES,
     RESERVATIONS,

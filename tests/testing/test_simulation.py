@@ -26,11 +26,11 @@ from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
-from tierd.core.finding import Taken
 from tierd.core.host import HostTier
-from tierd.core.leases import Leases, SlotLease
-from tierd.core.reservations import Reservations, SlotReservation
-from tierd.core.space import Space
+from tierd.core.l2.finding import Taken
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.reservations import Reservations, SlotReservation
+from tierd.core.l2.space import Space
 from tierd.core.states import LeaseEvent
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3 import tier as tier_module
@@ -50,7 +50,7 @@ from tierd.testing import backend as backend_module
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
 from tierd.testing.simulation import run as simulation_module
 from tierd.testing.simulation.engine import SimulatedSession
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.incarnation import DaemonIncarnation
 from tierd.testing.simulation.plan import Habits, WorldPlan
 from tierd.testing.simulation.run import simulate
 from tierd.testing.simulation.world import Violation, World
@@ -182,7 +182,7 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(HostTier, "grant", too_long)
     monkeypatch.setattr(HostTier, "take_prefix", take_too_long)
     monkeypatch.setattr(
-        "tierd.testing.simulation.life.DaemonIncarnation._check_leases", lambda self: None
+        "tierd.testing.simulation.incarnation.DaemonIncarnation._check_leases", lambda self: None
     )
     # The next life would wait for such a lease to end.
     monkeypatch.setattr(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from tierd.core.space import Space
+    from tierd.core.l2.space import Space
 
 
 class NewSegment(NamedTuple):

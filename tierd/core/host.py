@@ -14,18 +14,18 @@ from typing import Final
 
 from tierd.chain import ChainIndex
 from tierd.core.effects import Effect, EndSpace
-from tierd.core.evictions import Claim, Evictions
-from tierd.core.finding import BlockFinder, Taken
 from tierd.core.hints import PIN_SHARE, HintedNamespace, Hints, PrefixHint
-from tierd.core.leases import Leases, SlotLease
+from tierd.core.l2.evictions import Claim, Evictions
+from tierd.core.l2.finding import BlockFinder, Taken
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.reservations import Found, Reservations, SlotReservation
+from tierd.core.l2.room import Room
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.slots import Adopted
+from tierd.core.l2.space import Space
+from tierd.core.l2.storing import Storing
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, Reservations, SlotReservation
-from tierd.core.room import Room
-from tierd.core.segments import Segments
-from tierd.core.slots import Adopted
-from tierd.core.space import Space
 from tierd.core.states import LeaseEvent
-from tierd.core.storing import Storing
 from tierd.core.uses import Uses
 from tierd.eviction import L2_DEFAULT, make_policy
 from tierd.eviction.policy import PrefixRequest

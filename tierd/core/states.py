@@ -1,7 +1,7 @@
 """States of slots, reservations and leases, and the events that move them: the whole of it.
 
 Reservations and leases take each step through these tables (`step`). Slots take theirs in the
-methods of `tierd.core.slots.Slots` that `TAKEN_BY` names, a batch at a time; tests watch those
+methods of `tierd.core.l2.slots.Slots` that `TAKEN_BY` names, a batch at a time; tests watch those
 (`tierd.testing.simulation.transitions`) and hold every step that they see against the table.
 """
 

@@ -24,9 +24,9 @@ from tests.support.traffic import wait_until
 from tierd.clock import SystemClock
 from tierd.core.hints import PrefixHint
 from tierd.core.host import HostTier
-from tierd.core.pressure import CALM_S, FORGOTTEN_S, MemorySample, Pressure
+from tierd.core.l2.pressure import CALM_S, FORGOTTEN_S, MemorySample, Pressure
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted, Refusal
-from tierd.core.space import Space
 from tierd.daemon.l2.pressure import ThisMachine
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
@@ -449,8 +449,8 @@ async def test_memory_goes_back_to_the_machine(
 ) -> None:
     """The number would be smaller, and the machine none the better for it."""
     monkeypatch.setattr("tierd.daemon.l2.pressure.PERIOD_S", 0.02)
-    monkeypatch.setattr("tierd.core.pressure.CALM_S", 0.2)
-    monkeypatch.setattr("tierd.core.pressure.GROWTH_SHARE_PER_S", 10.0)
+    monkeypatch.setattr("tierd.core.l2.pressure.CALM_S", 0.2)
+    monkeypatch.setattr("tierd.core.l2.pressure.GROWTH_SHARE_PER_S", 10.0)
     caplog.set_level(logging.INFO, "tierd")
     machine = Given(32 * GIB)
     node = node_on(machine, min_bytes=8 * MIB)

@@ -11,9 +11,9 @@ from tests.support import blocks
 from tests.support.tiers.bench import Bench, Tier, config, run
 from tierd.backend import Outcome, PutRequest
 from tierd.config import PrefetchConfig, PrefetchPolicy, StorageConfig, WritePolicy
-from tierd.core.evictions import EVICTING_SHARE_MAX
-from tierd.core.prefetch import TRIAL_EVERY, deadline_ns
-from tierd.core.writes import DEMAND_EARLY
+from tierd.core.l2.evictions import EVICTING_SHARE_MAX
+from tierd.core.l3.prefetch import TRIAL_EVERY, deadline_ns
+from tierd.core.l3.writes import DEMAND_EARLY
 from tierd.daemon.session.acquiring import Patience
 from tierd.errors import BackendError
 

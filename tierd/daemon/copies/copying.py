@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 
 from tierd.clock import Clock
-from tierd.core.reservations import SlotReservation
-from tierd.core.space import Space
+from tierd.core.l2.reservations import SlotReservation
+from tierd.core.l2.space import Space
 from tierd.daemon.copies.copy_process import CopyProcess
 from tierd.daemon.l2.memory import HostMemory
 from tierd.device import frames

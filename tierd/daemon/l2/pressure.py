@@ -1,6 +1,6 @@
 """The machine's memory, looked at once a second, and L2 made smaller or larger by what it says.
 
-Decided in `tierd.core.pressure`. All that is read is in /proc and /sys, which answer at once: on
+Decided in `tierd.core.l2.pressure`. All that is read is in /proc and /sys, which answer at once: on
 the loop, because a thread behind a busy machine's other threads would come too late.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from tierd.clock import Clock
-from tierd.core.pressure import MemorySample, Pressure
+from tierd.core.l2.pressure import MemorySample, Pressure
 from tierd.daemon.l2.memory import HostMemory
 from tierd.limits import memory_cgroups
 from tierd.sizes import about, change

@@ -1,6 +1,6 @@
 """Backup: checksums of blocks in L2, and their way to the storage tiers that lack them.
 
-Each tier's write policy (tierd.core.writes) says which blocks it gets, and when. What waits
+Each tier's write policy (tierd.core.l3.writes) says which blocks it gets, and when. What waits
 is held in L2, so each tier has a bound of its own in bytes. Beyond it, or while the tier
 takes no writes, a block is skipped and counted, and offered again when an engine next
 presents or uses it, and when it leaves L2. Nothing here ever makes a client wait.
@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.config import TIERS_MAX
-from tierd.core.space import Space
-from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import Miss, WriteMoment
+from tierd.core.l2.space import Space
+from tierd.core.l2.tier_bits import asked_bit
+from tierd.core.l3.writes import Miss, WriteMoment
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.renewal import Covers as Covers
 from tierd.daemon.l3.renewal import Renewal

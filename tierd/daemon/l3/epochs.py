@@ -1,7 +1,7 @@
 """By which epochs a storage tier is asked, and how this node learns of them.
 
-Reads a tier's marks, which `tierd.core.epochs` judges, and goes by a reading for EPOCH_VALID_S if
-other nodes share the tier, else for ever. Without a reading that holds good nothing is asked of
+Reads a tier's marks, which `tierd.core.l3.epochs` judges, and goes by a reading for EPOCH_VALID_S
+if other nodes share the tier, else for ever. Without a reading that holds good nothing is asked of
 the tier and nothing put into it: uncertain is a miss. Of shared tiers what has been seen is
 remembered in the state directory as well, since a server may come back as it was yesterday.
 """
@@ -21,7 +21,7 @@ from random import Random, SystemRandom
 from typing import Final
 
 from tierd.backend import Backend
-from tierd.core.epochs import (
+from tierd.core.l3.epochs import (
     EPOCH_VALID_S,
     MARKS_MAX,
     SALT_BITS,

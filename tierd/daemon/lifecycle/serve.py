@@ -25,7 +25,7 @@ import uvloop
 from tierd import __version__, logs
 from tierd.clock import SystemClock
 from tierd.config import Config, StorageConfig
-from tierd.core.sharing import segment_bytes
+from tierd.core.l2.sharing import segment_bytes
 from tierd.daemon.http.admin import Admin, Phase
 from tierd.daemon.http.health import STUCK_S, Health
 from tierd.daemon.jobs.hotset import Snapshots, state_directory

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 
 SHOWN_CHARS_MAX: Final = 100
 """Of a namespace's text in STATUS; a field that differs further on still has another digest."""

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from tierd import __version__
 from tierd.core.hints import PrefixHint, Priority
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Refusal
-from tierd.core.space import Space
 from tierd.daemon.lifecycle.listening import EngineSocket
 from tierd.daemon.node import Node
 from tierd.daemon.session.acquiring import Patience

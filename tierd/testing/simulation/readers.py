@@ -14,7 +14,7 @@ from random import Random
 from typing import Final
 
 from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.incarnation import DaemonIncarnation
 from tierd.testing.simulation.plan import Habits, WorldPlan
 from tierd.testing.simulation.world import ROOT, World
 from tierd.types import HASH_BYTES, Namespace

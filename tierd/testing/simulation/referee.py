@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.session.server import Session
 from tierd.errors import RemoteProtocolError

@@ -25,8 +25,8 @@ from tierd.testing.backend import StoredBlock
 from tierd.testing.faulty import FaultPlan, InjectedFault
 from tierd.testing.loop import SimulationLoop, run_simulation
 from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
+from tierd.testing.simulation.incarnation import DaemonIncarnation, current
 from tierd.testing.simulation.keeper import Keeper
-from tierd.testing.simulation.life import DaemonIncarnation, current
 from tierd.testing.simulation.passing import run_resets
 from tierd.testing.simulation.plan import Habits, Hostility, TierPlan, WorldPlan
 from tierd.testing.simulation.readers import run_readers

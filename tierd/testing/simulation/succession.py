@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
-from tierd.testing.simulation.life import DaemonIncarnation, current
+from tierd.testing.simulation.incarnation import DaemonIncarnation, current
 from tierd.testing.simulation.plan import WorldPlan
 from tierd.testing.simulation.world import World
 

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from unittest import mock
 
-from tierd.core import leases, reservations, states
-from tierd.core.slots import Slots
+from tierd.core import states
+from tierd.core.l2 import leases, reservations
+from tierd.core.l2.slots import Slots
 from tierd.core.states import SLOTS, TAKEN_BY, SlotEvent, SlotState
 
 Seen = Counter[tuple[Enum, Enum]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol
 
-from tierd.core.epochs import Epochs, scope_of, split_scope, unpack_mark
+from tierd.core.l3.epochs import Epochs, scope_of, split_scope, unpack_mark
 from tierd.testing.backend import MemoryBackend, StoredBlock
 from tierd.testing.loop import SimulationLoop
 from tierd.testing.simulation.connection import SimulatedConnection
@@ -31,7 +31,7 @@ RUN_S_MAX: Final = 3600.0
 
 
 class RunningDaemon(Protocol):
-    """The daemon that runs now, as far as its world knows it: see `life.current`."""
+    """The daemon that runs now, as far as its world knows it: see `incarnation.current`."""
 
     @property
     def accepting(self) -> bool: ...

@@ -14,7 +14,7 @@ import msgspec
 from tierd.config import WritePolicy
 from tierd.errors import RefusedError
 from tierd.testing.faulty import FaultPlan
-from tierd.testing.simulation.life import DaemonIncarnation, current
+from tierd.testing.simulation.incarnation import DaemonIncarnation, current
 from tierd.testing.simulation.plan import Habits, Hostility, TierPlan, WorldPlan
 from tierd.testing.simulation.readers import Asker, Filler
 from tierd.testing.simulation.succession import forget_some, next_life

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierd.core.evictions import Evictions
-from tierd.core.leases import Leases, SlotLease
-from tierd.core.space import Space
+from tierd.core.l2.evictions import Evictions
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.space import Space
 
 
 class Taken(NamedTuple):

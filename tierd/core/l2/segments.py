@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from tierd.core.effects import DecommitSegment, Effect, NewSegment
-from tierd.core.sharing import segment_bytes
-from tierd.core.space import Space
+from tierd.core.l2.sharing import segment_bytes
+from tierd.core.l2.space import Space
 
 SEGMENT_PAUSE_S: Final = 5
 """After a segment could not be made none is asked for before this has passed: descriptors, or

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support import blocks
 from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.sharing import IDLE_S, TURN_S, segment_bytes
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.sharing import IDLE_S, TURN_S, segment_bytes
-from tierd.core.space import Space
 
 PAGE = 4096
 INTERNAL = 0

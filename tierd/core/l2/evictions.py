@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from tierd.core.effects import Effect, Forget
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped, Evicted, record_of
-from tierd.core.space import Space
 
 EVICTING_SHARE_MAX: Final = 1 / 8
 """Share of a space's slots whose blocks may be evicting: what is written late is no longer L2's."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.space import Space
 from tierd.core.states import RESERVATIONS, ReservationEvent, ReservationState, step
 
 

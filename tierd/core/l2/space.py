@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from tierd.chain import ChainIndex
-from tierd.core.slots import Slots
+from tierd.core.l2.slots import Slots
 from tierd.eviction.reuse import Reuse
 from tierd.types import Namespace
 

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from tierd.chain import ChainIndex
+from tierd.core.l2.tier_bits import TierBits
 from tierd.core.reasons import DROPPED, GONE, WHY_BITS, WHY_MASK, Dropped, Evicted
-from tierd.core.tier_bits import TierBits
 from tierd.eviction.policy import Ghosts
 
 NO_SLOT: Final = -1

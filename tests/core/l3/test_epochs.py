@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.core.epochs import (
+from tierd.core.l3.epochs import (
     EPOCH_VALID_S,
     SALT_BITS,
     Epochs,

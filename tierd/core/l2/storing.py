@@ -7,11 +7,11 @@ from itertools import accumulate, repeat
 from typing import Final
 
 from tierd.core.effects import Effect
+from tierd.core.l2.reservations import Found, Reservations, SlotReservation
+from tierd.core.l2.room import Room
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, Reservations, SlotReservation
-from tierd.core.room import Room
-from tierd.core.segments import Segments
-from tierd.core.space import Space
 from tierd.core.states import ReservationEvent
 
 WRITING_SHARE_MAX: Final = 0.5

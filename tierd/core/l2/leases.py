@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.core.states import LEASES, LeaseEvent, LeaseState, step
 
 LEASED_BLOCKS_MAX: Final = 1 << 22

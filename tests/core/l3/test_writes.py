@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tierd.config import Size, StorageConfig, WritePolicy, parse
-from tierd.core.writes import (
+from tierd.core.l3.writes import (
     DEMAND_EARLY,
     DEMAND_MAX,
     HORIZON_S_MAX,

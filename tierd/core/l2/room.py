@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tierd.core.effects import Effect, Move
-from tierd.core.evictions import EVICTING_SHARE_MAX, Evictions
 from tierd.core.hints import Hints
+from tierd.core.l2.evictions import EVICTING_SHARE_MAX, Evictions
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.sharing import by_worth, donors
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted, NoRoom
-from tierd.core.segments import Segments
-from tierd.core.sharing import by_worth, donors
-from tierd.core.space import Space
 
 EVICT_AHEAD_SHARE: Final = 1 / 128
 """Share of a space's slots that may be free in a full arena: an eviction takes 2 us a block,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 
 SEGMENT_BYTES_MIN: Final = 64 << 20
 SEGMENT_BYTES_MAX: Final = 256 << 20

@@ -16,7 +16,7 @@ from random import Random
 from typing import Final
 
 from tierd.config import PrefetchPolicy, WritePolicy
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.jobs.warming import Pace, Warming, WarmOrder
 from tierd.daemon.l3.renewal import USED_AGAIN
 from tierd.daemon.l3.tier import StorageTier, opened
