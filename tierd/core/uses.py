@@ -1,9 +1,9 @@
-"""Which use of a block counts: one a request, however often it asks, and one for all ranks.
+"""Which uses of a block count: one per request, and one for all ranks together.
 
-A request asks in chunks, again after a preemption, and again when it stores. It counts once for
-each block. What uses tell is in a `Reuse` (tierd.eviction.reuse), one for all namespaces whose
-blocks have the same hashes: the ranks of an engine, which then evict alike. It refuses to know
-slots, tiers and budgets.
+A request asks in chunks, again after a preemption, and again when it stores, but counts once per
+block. Uses are collected in a `Reuse` (tierd.eviction.reuse), one for all namespaces whose blocks
+have the same hashes: all ranks of an engine then evict the same blocks. This module knows no
+slots, tiers or budgets.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tierd.eviction.reuse import KNOWN_MAX, Reuse
 from tierd.types import Namespace
 
 COUNTED_MAX: Final = 1 << 14
-"""Requests that are remembered, the latest ones; each costs about 200 bytes. An engine runs a
-few hundred at a time, and one that comes back later than so many others counts again."""
+"""Number of latest requests to remember; each takes about 200 bytes. An engine runs a few hundred
+at a time. A request that returns after being forgotten counts again."""
 
 KNOWN_RATIO: Final = 2
-"""Blocks that are known, to each that L2 can hold; at least KNOWN_MAX."""
+"""Blocks in a book per block that L2 can hold; a book has at least KNOWN_MAX."""
 
 UNUSED_MAX: Final = 64
-"""Books of namespaces that have ended: an engine that comes back finds what was learned for it."""
+"""Books kept of namespaces that have ended: an engine that returns finds its uses again."""
 
 
 class Uses:
-    """The books of all namespaces, and which requests they have counted."""
+    """The books of all namespaces, and the requests that they have counted."""
 
     def __init__(self, counted_max: int = COUNTED_MAX) -> None:
         self._books: dict[tuple[object, ...], Reuse] = {}
@@ -37,7 +37,7 @@ class Uses:
         self._counted: dict[tuple[Reuse, int], int] = {}
 
     def book(self, namespace: Namespace, blocks: int) -> Reuse:
-        """What is known of the blocks of a namespace, of which L2 can hold so many."""
+        """Return the book of a namespace's blocks; `blocks` is how many of them L2 can hold."""
         family = namespace.family
         self._unused.pop(family, None)
         book = self._books.get(family)
@@ -46,16 +46,16 @@ class Uses:
         return book
 
     def note_unused(self, namespace: Namespace) -> None:
-        """No namespace has the book of this one any more: it goes when many others are unused."""
+        """Mark the book of a namespace as unused; the oldest unused book goes beyond UNUSED_MAX."""
         self._unused[namespace.family] = None
         if len(self._unused) > UNUSED_MAX:
             oldest = next(iter(self._unused))
             del self._unused[oldest], self._books[oldest]
 
     def new(self, book: Reuse, hashes: Sequence[bytes], request: int) -> Sequence[bytes]:
-        """What of a request's prefix has not been counted yet, and is from now on.
+        """Return the part of a request's prefix that was not counted before, and count it.
 
-        A request of number 0 is one of its own each time.
+        Request 0 is a new request each time.
         """
         if not request:
             return hashes
@@ -63,7 +63,7 @@ class Uses:
         done = self._counted.pop(key, 0)
         self._counted[key] = max(done, len(hashes))
         if len(self._counted) > self._counted_max:
-            # More than one: a dict would step over all that left before, each time.
+            # Many at a time: each iteration of a dict steps over the entries deleted before.
             excess = len(self._counted) - self._counted_max * 63 // 64
             for old in list(islice(self._counted, excess)):
                 del self._counted[old]

@@ -1,9 +1,9 @@
-"""How namespaces share the memory of L2: how large their segments are, and who gives some up.
+"""How namespaces share host memory: the size of their segments, and which ones give memory up.
 
-Pure, and without a state. A namespace's segments are smaller the more namespaces there are when it
-comes, so that each can have one: the first segments of all together are less than the capacity.
-Who has none can therefore always have one from somebody with several. Where that is not so, since
-a slot is larger, or the machine is short of memory, namespaces have their memory in turns.
+Pure and stateless. The more namespaces exist when one is created, the smaller its segments are:
+the first segments of all namespaces together are less than the capacity. A namespace without
+memory can therefore always get a segment from one with several. Where that fails, since a slot
+is larger than such a segment or the machine is short of memory, namespaces take turns.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ from tierd.core.l2.space import Space
 SEGMENT_BYTES_MIN: Final = 64 << 20
 SEGMENT_BYTES_MAX: Final = 256 << 20
 SEGMENTS_TARGET: Final = 256
-"""Segments that a full arena has: few enough to map, enough to lend between namespaces.
-Between 64 MiB and 256 MiB each: decommitting one takes about 0.1 ms a MiB of the loop's time.
+"""Segments of a full arena: few enough to map, and enough to lend between namespaces. Each has
+64 MiB to 256 MiB: decommitting one blocks the event loop for about 0.1 ms per MiB.
 """
 
 SEGMENTS_MIN: Final = 32
-"""Segments that even a small arena has, so that a few namespaces share it evenly."""
+"""Segments of even a small arena, so that a few namespaces can share it evenly."""
 
 SEGMENTS_EACH: Final = 8
-"""Segments that a namespace would have if all had as much as it. The n-th one's are at most the
-capacity / (8 n): of 1,024 namespaces the first ones sum up to 15/16 of the capacity, and a full
-arena has 8,192 segments at most, as many as the service manager keeps."""
+"""Segments per namespace if all have equal shares. A segment of the n-th namespace has at most
+capacity / (8 n) bytes: the first segments of 1,024 namespaces add up to 15/16 of the capacity, and
+a full arena has at most 8,192 segments, as many as the service manager keeps."""
 
 IDLE_S: Final = 600
-"""A namespace that no engine has stored in or asked for within it gives its memory to whoever needs
-it, also if an engine has it registered: a LoRA adapter that nobody asks for any more."""
+"""Seconds without stores and requests after which a namespace gives its memory to others, even if
+it is registered, like an unused LoRA adapter."""
 
 TURN_S: Final = 10
-"""How long a namespace keeps its last segment, at least, where there are not enough for all: less
-would throw blocks away before anybody could ask for them again."""
+"""Seconds for which a namespace keeps its last segment if there are not enough for all: earlier,
+its blocks would be dropped before an engine could ask for them again."""
 
 
 def segment_bytes(capacity_bytes: int, namespaces: int = 1) -> int:
-    """Bytes of the segments of a namespace that comes as the n-th one."""
+    """Return the segment size, in bytes, of the n-th namespace, n being `namespaces`."""
     most = max(SEGMENT_BYTES_MIN, min(SEGMENT_BYTES_MAX, capacity_bytes // SEGMENTS_TARGET))
     most = min(most, capacity_bytes // SEGMENTS_MIN)
     return max(1, min(most, capacity_bytes // (SEGMENTS_EACH * namespaces)))
 
 
 def is_idle(space: Space, now_s: int) -> bool:
-    """Whether no engine uses a namespace."""
+    """Whether a namespace has no sessions, or no engine has used it for IDLE_S."""
     return not space.sessions or now_s - space.used_s >= IDLE_S
 
 
 def by_worth(spaces: Iterable[Space], now_s: int) -> list[Space]:
-    """Those with memory, in the order in which they give it up: idle ones first, the one used
-    longest ago before the others, then those with the most."""
+    """Return the spaces with memory in the order in which they give it up.
+
+    Idle ones come first, the least recently used one leading; then those with the most memory.
+    """
 
     def rank(space: Space) -> tuple[bool, int, int]:
         idle = is_idle(space, now_s)
@@ -63,10 +65,11 @@ def by_worth(spaces: Iterable[Space], now_s: int) -> list[Space]:
 def donors(
     spaces: Iterable[Space], needy: Space, now_s: int, *, only_idle: bool
 ) -> Iterator[tuple[Space, int]]:
-    """Who gives memory to a namespace that needs a segment, and how many segments at most.
+    """Yield the spaces that give memory to one that needs a segment, each with its most segments.
 
-    An idle one gives all that it has, another one what leaves it more than the needy has. To one
-    that has nothing, and that an engine waits for, others give their last segment in turns.
+    An idle space gives all its segments. Others give as many as leave them with more memory than
+    the needy space has. If the needy one has no memory and an engine waits for it (not
+    `only_idle`), others give their last segment, in turns.
     """
     held = needy.memory_bytes
     others = by_worth((space for space in spaces if space is not needy), now_s)
