@@ -198,7 +198,6 @@ MODULES: Final = {
     "tierd/daemon/lifecycle/serve.py": "it starts and stops all parts",
     "tierd/daemon/node.py": "it composes the daemon",
     "tierd/testing/simulation/incarnation.py": "it composes the daemon for a simulation",
-    "tierd/testing/simulation/run.py": "it composes a world",
     "tierd_connectors/vllm/connector.py": "it composes the connector",
 }
 

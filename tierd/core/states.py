@@ -2,7 +2,7 @@
 
 Reservations and leases take each step by these tables (`step`). Slots change state in batches, in
 the methods of `tierd.core.l2.slots.Slots` that `TAKEN_BY` names. Tests watch these methods
-(`tierd.testing.simulation.transitions`) and compare every step with the table.
+(`tierd.testing.transitions`) and compare every step with the table.
 """
 
 from __future__ import annotations

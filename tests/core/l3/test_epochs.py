@@ -27,31 +27,31 @@ PREFIXES = ["", "aa", "aabb", "11", DIGESTS[0].hex()]
 MARGIN_S = 2.0
 
 
-def test_a_mark_says_what_it_was_made_of() -> None:
-    """A flush would bar another namespace, or none."""
+def test_mark_survives_packing() -> None:
+    """A flush would invalidate another namespace, or none."""
     for prefix in PREFIXES:
         mark = Mark(prefix, 77)
         assert unpack_mark(pack_mark(mark)) == mark
 
 
 @given(st.integers(0, 80), st.characters(codec="ascii"))
-def test_a_damaged_mark_is_none(place: int, character: str) -> None:
-    """A mark whose bytes changed would bar another namespace, or an epoch that none has."""
+def test_damaged_mark_is_rejected(place: int, character: str) -> None:
+    """A mark with changed bytes would invalidate another namespace, or set a wrong epoch."""
     text = pack_mark(Mark("aabb", 1 << 60))
     place %= len(text)
     changed = text[:place] + character + text[place + 1 :]
     assert changed == text or unpack_mark(changed) is None
 
 
-def test_scopes_are_of_one_length_and_come_apart() -> None:
-    """A backend that tells scopes by their length would mix two epochs up."""
+def test_scopes_have_one_length_and_can_be_split() -> None:
+    """A backend that tells scopes apart by length would mix up two epochs."""
     for epoch in (0, 1, (1 << 64) - 1):
         assert len(scope_of(DIGESTS[0], epoch)) == 24
         assert split_scope(scope_of(DIGESTS[0], epoch)) == (DIGESTS[0], epoch)
 
 
-def test_an_epoch_is_above_all_that_are_known_whatever_the_clock_says() -> None:
-    """After a clock was set back, a flush would bar nothing."""
+def test_fresh_epoch_exceeds_known_ones_after_a_clock_reset() -> None:
+    """After the clock was set back, a flush would have no effect."""
     known = fresh_epoch(0, 10_000, 5, flush=True)
     assert fresh_epoch(known, 1, 0, flush=False) > known
     assert fresh_epoch(known, 20_000, 0, flush=False) >> SALT_BITS == 20_000
@@ -63,7 +63,7 @@ marks = st.lists(
 
 
 @given(marks, marks, st.sampled_from(DIGESTS))
-def test_an_epoch_is_the_largest_of_the_marks_that_cover_it(
+def test_epoch_is_the_largest_of_the_covering_marks(
     first: list[Mark], second: list[Mark], digest: bytes
 ) -> None:
     """Forgetting idle marks, or learning them in another order, would change who is served."""
@@ -82,9 +82,7 @@ def test_an_epoch_is_the_largest_of_the_marks_that_cover_it(
 
 
 @given(marks, st.sets(st.integers(0, 11)))
-def test_a_lost_mark_gets_a_fresh_one_and_never_comes_back(
-    first: list[Mark], lost: set[int]
-) -> None:
+def test_lost_mark_is_replaced_and_never_restored(first: list[Mark], lost: set[int]) -> None:
     """A tier that came back as it was yesterday would serve what was flushed today."""
     epochs = Epochs([Mark("", 1), *first])
     texts = [pack_mark(m) for i, m in enumerate(epochs.known) if i not in lost]
@@ -254,7 +252,7 @@ class Fleet:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_after_a_complete_flush_no_node_serves_what_was_there(seed: int) -> None:
+def test_no_node_serves_flushed_blocks_after_a_complete_flush(seed: int) -> None:
     """A flushed block would be served again, by the node that flushed or by another one."""
     served = play(seed)
     assert served >= 0
@@ -282,13 +280,13 @@ def play(seed: int) -> int:
     return fleet.served
 
 
-def test_the_play_serves_something() -> None:
-    """A play in which nothing is ever found would prove nothing."""
+def test_random_fleet_finds_blocks() -> None:
+    """A random fleet that never finds a block would prove nothing."""
     assert sum(play(seed) for seed in range(20)) > 100
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])
-def test_many_marks_are_no_work_for_the_loop(count: int) -> None:
+def test_many_marks_are_looked_up_quickly(count: int) -> None:
     """A tier with many marks would hold up every lookup."""
     every = [Mark(f"{number:08x}", number + 1) for number in range(count)]
     epochs = Epochs([Mark("", 1), *every])

@@ -403,6 +403,6 @@ def _past(keeper: Keeper) -> list[str]:
 
 def current(world: World) -> DaemonIncarnation | None:
     """The life that runs in a world now."""
-    life = world.life
-    assert life is None or isinstance(life, DaemonIncarnation)
-    return life
+    incarnation = world.incarnation
+    assert incarnation is None or isinstance(incarnation, DaemonIncarnation)
+    return incarnation

@@ -103,8 +103,8 @@ class LateBackend(WatchedBackend):
         def land() -> None:
             world.landing -= 1
             world.unheard -= given_up
-            life = world.life
-            now = life.backends[self._number] if life is not None else self
+            incarnation = world.incarnation
+            now = incarnation.backends[self._number] if incarnation is not None else self
             assert isinstance(now, LateBackend)
             effect(now)
             landed.set()

@@ -112,8 +112,8 @@ class Reader(SimulatedEngine):
         while world.now_ns() < expires_ns:
             for each in held:
                 if each.view != each.payload:
-                    lives = world.counts["restarts"] - began
-                    world.fail(f"wrong bytes under a lease that has seen {lives} restarts")
+                    restarts = world.counts["restarts"] - began
+                    world.fail(f"wrong bytes under a lease that has seen {restarts} restarts")
                     return
             world.counts["long_reads"] += len(held)
             if world.counts["restarts"] > began:
@@ -151,11 +151,11 @@ class Filler(SimulatedEngine):
 class Asker(SimulatedEngine):
     """Looks for everything that anybody may have stored."""
 
-    async def ask_all(self, rounds: int, life: DaemonIncarnation | None = None) -> None:
+    async def ask_all(self, rounds: int, incarnation: DaemonIncarnation | None = None) -> None:
         """Ask for each chain, so many times, as long as the daemon lives; another node's `life`
         is asked if it is given."""
         world, random = self._world, self._random
-        connection = world.connect(self._name, random, life)
+        connection = world.connect(self._name, random, incarnation)
         if connection is None:
             return
         link = SimulatedSession(connection, world, random)

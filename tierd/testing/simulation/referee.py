@@ -67,11 +67,13 @@ class Refereed(Protocol):
 class Referee:
     """Hears both sides of one connection at the daemon's end, and keeps account."""
 
-    def __init__(self, life: Refereed, session: Session, connection: SimulatedConnection) -> None:
+    def __init__(
+        self, incarnation: Refereed, session: Session, connection: SimulatedConnection
+    ) -> None:
         self.connection = connection
         self.over = False
-        self._life = life
-        self._world = life.world
+        self._incarnation = incarnation
+        self._world = incarnation.world
         self._session = session
         self._owner = session.owner
         self._decoder = FrameDecoder()
@@ -79,7 +81,7 @@ class Referee:
         self._open: dict[tuple[type[m.Message], int], asyncio.TimerHandle] = {}
         self._asked: dict[int, m.Message] = {}
         self._committing: dict[int, GrantedSlots | None] = {}
-        self._unproven: list[tuple[m.Committed, int]] = []
+        self._unchecked: list[tuple[m.Committed, int]] = []
         self._spaces: dict[int, bytes] = {}
         self._announced: set[tuple[int, int]] = set()
         self._unmapped: set[int] = set()
@@ -99,15 +101,15 @@ class Referee:
         with memoryview(chunk) as view:
             self._session.data(view)
         # The daemon says COMMITTED first and makes it true before it looks at anything else.
-        unproven, self._unproven = self._unproven, []
-        for committed, evicted in unproven:
+        unchecked, self._unchecked = self._unchecked, []
+        for committed, evicted in unchecked:
             self._committed(committed, evicted)
-        self._life.delivered()
+        self._incarnation.delivered()
 
     def _frame_heard(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
         message = m.decode(payload, m.FROM_CLIENT)
         self._world.counts[type(message).__name__] += 1
-        life, owner = self._life, self._owner
+        incarnation, owner = self._incarnation, self._owner
         match message:
             case m.Acquire():
                 self._due(m.Acquired, message.call, message, message.deadline_ms / 1000)
@@ -115,7 +117,7 @@ class Referee:
                 if (m.Acquired, message.call) in self._open:
                     self._due(m.Acquired, message.call, self._asked[message.call], 0)
             case m.Ready():
-                if life.best_effort and (m.Acquired, message.call) in self._open:
+                if incarnation.best_effort and (m.Acquired, message.call) in self._open:
                     self._due(m.Acquired, message.call, self._asked[message.call], 0)
             case m.Register():
                 self._due(m.Registered, message.call, message, 0)
@@ -132,17 +134,17 @@ class Referee:
             case m.Status():
                 self._due(m.StatusReply, message.call, message, 0)
             case m.Release():
-                lease = life.leases.get(message.lease)
+                lease = incarnation.leases.get(message.lease)
                 if lease is not None and lease.owner == owner:
-                    del life.leases[message.lease]
+                    del incarnation.leases[message.lease]
             case _:
                 pass
 
     def _let_go(self, reservation_id: int) -> GrantedSlots | None:
-        granted = self._life.writers.get(reservation_id)
+        granted = self._incarnation.writers.get(reservation_id)
         if granted is None or granted.owner != self._owner:
             return None
-        return self._life.writers.pop(reservation_id)
+        return self._incarnation.writers.pop(reservation_id)
 
     def _due(self, kind: type[m.Message], call: int, message: m.Message, within_s: float) -> None:
         key = kind, call
@@ -152,12 +154,12 @@ class Referee:
         self._open[key] = self._world.loop.call_later(within_s + REPLY_SLACK_S, self._overdue, key)
 
     def _overdue(self, key: tuple[type[m.Message], int]) -> None:
-        if not self._life.dead and self._open.pop(key, None) is not None:
+        if not self._incarnation.dead and self._open.pop(key, None) is not None:
             self._world.fail(f"no {key[0].__name__} for call {key[1]} by its deadline")
 
     def _said(self, data: bytes) -> None:
         self._world.note(self._owner, "said", data)
-        if self._life.dead:
+        if self._incarnation.dead:
             return
         message = m.decode(data[HEAD_BYTES:], m.FROM_DAEMON)
         match message:
@@ -185,7 +187,7 @@ class Referee:
             case m.Committed():
                 self._answered(m.Committed, message.call)
                 self._world.counts["stored_blocks"] += message.blocks
-                self._unproven.append((message, self._life.node.host.evicted_blocks))
+                self._unchecked.append((message, self._incarnation.node.host.evicted_blocks))
             case m.StatusReply():
                 self._answered(m.StatusReply, message.call)
             case _:
@@ -200,7 +202,7 @@ class Referee:
         return self._asked.pop(call)
 
     def _space(self, handle: int) -> Space:
-        return self._life.node.host.spaces[self._spaces[handle]]
+        return self._incarnation.node.host.spaces[self._spaces[handle]]
 
     def _leased(self, asked: m.Acquire, acquired: m.Acquired) -> None:
         hashes = m.split_hashes(asked.hashes)[asked.own :]
@@ -214,9 +216,11 @@ class Referee:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
             if space.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
-            self._life.served(BlockKey(space.digest, block_hash))
+            self._incarnation.served(BlockKey(space.digest, block_hash))
             slots.append((space, slot, block_hash))
-        self._life.leases[acquired.lease] = GrantedLease(self._owner, slots, acquired.expires_ns)
+        self._incarnation.leases[acquired.lease] = GrantedLease(
+            self._owner, slots, acquired.expires_ns
+        )
         if acquired.expires_ns <= self._world.now_ns():
             self._world.fail("a lease was over when it was granted")
 
@@ -231,7 +235,9 @@ class Referee:
                 if (asked.handle, slot // space.slots_per_segment) not in self._announced:
                     self._world.fail("RESERVED names a slot before its SEGMENT")
         if blocks:
-            self._life.writers[reserved.reservation] = GrantedSlots(self._owner, space, blocks)
+            self._incarnation.writers[reserved.reservation] = GrantedSlots(
+                self._owner, space, blocks
+            )
 
     def _committed(self, committed: m.Committed, evicted_before: int) -> None:
         """Note which blocks the daemon has taken on to back up."""
@@ -242,12 +248,12 @@ class Referee:
         for block_hash, slot in granted.blocks[: committed.blocks]:
             if space.items.get(block_hash) != slot:
                 # What came in the same read may have evicted it since.
-                if self._life.node.host.evicted_blocks == evicted_before:
+                if self._incarnation.node.host.evicted_blocks == evicted_before:
                     self._world.fail("COMMITTED counts a block that is not readable")
             else:
                 key, promised = BlockKey(space.digest, block_hash), self._world.promised
                 promised[key] = promised.get(key, 0) | space.tiers.of(slot)
-                payload = self._life.node.memory.payload(space, slot)
+                payload = self._incarnation.node.memory.payload(space, slot)
                 if payload != self._world.payload_of(key, len(payload)):
                     self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")
 
@@ -268,9 +274,9 @@ class Referee:
         self._world.note(self._owner, "closed")
         self._end()
         self.over = True
-        writers = self._life.writers
+        writers = self._incarnation.writers
         for reservation_id in [r for r, w in writers.items() if w.owner == self._owner]:
             del writers[reservation_id]
-        if not self._life.dead and not self.connection.client.closed:
+        if not self._incarnation.dead and not self.connection.client.closed:
             self._world.fail("the daemon took a client for closed that was not")
         self._session.closed()

@@ -95,7 +95,7 @@ class World:
     """Blocks that a complete flush had dropped when they landed, or came back."""
     lossless: bool = False
     network_s: float = 0.0
-    life: RunningDaemon | None = None
+    incarnation: RunningDaemon | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     withheld: list[set[BlockKey]] = field(default_factory=list)
@@ -129,8 +129,8 @@ class World:
 
     def granted(self) -> list[int]:
         """Numbers of leases and reservations that somebody has, for those who meddle."""
-        life = self.life
-        return [*life.leases, *life.writers] if life is not None else []
+        incarnation = self.incarnation
+        return [*incarnation.leases, *incarnation.writers] if incarnation is not None else []
 
     def payload(self, space: Namespace, block_hash: bytes) -> bytes:
         """The only right bytes for a block."""
@@ -150,15 +150,15 @@ class World:
         self._payloads[key] = payload
 
     def connect(
-        self, name: str, random: Random, life: RunningDaemon | None = None
+        self, name: str, random: Random, incarnation: RunningDaemon | None = None
     ) -> SimulatedConnection | None:
         """A connection to this daemon, or to the one that runs now, if one does."""
-        life = life or self.life
-        if life is None or not life.accepting:
+        incarnation = incarnation or self.incarnation
+        if incarnation is None or not incarnation.accepting:
             return None
         self.connections += 1
         connection = SimulatedConnection(self.loop, Random(random.random()), self.network_s)
-        life.adopt(connection, name)
+        incarnation.adopt(connection, name)
         return connection
 
     def scoped(self, number: int, key: BlockKey) -> BlockKey:
