@@ -184,7 +184,7 @@ def test_reader_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tierd.testing.simulation.incarnation.DaemonIncarnation._check_leases", lambda self: None
     )
-    # The next life would wait for such a lease to end.
+    # Otherwise the next incarnation would wait for the end of such a lease.
     monkeypatch.setattr(
         "tierd.daemon.l2.incarnations.Incarnations.leased", lambda self, lease: None
     )

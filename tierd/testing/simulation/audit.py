@@ -21,7 +21,7 @@ ROT_CHANCE: Final = 0.1
 
 
 async def audit(world: World, plan: WorldPlan) -> None:
-    """What lies sound on the disks is found by the next life, and is right."""
+    """Damage some blocks, restart the daemon, and check that it finds the intact ones."""
     _rot(world)
     if world.keeper is not None:
         world.counts["kept_descriptors"] += len(world.keeper.names())
@@ -36,7 +36,7 @@ async def audit(world: World, plan: WorldPlan) -> None:
 
 
 def _rot(world: World) -> None:
-    """Damage some of what lies on the disks, each copy for itself."""
+    """Damage some of the blocks on the disks, each copy independently."""
     random = world.random
     for disk in world.disks:
         for key, (header, payload) in disk.items():
@@ -67,24 +67,24 @@ async def _audit_rank(world: World, rank: Namespace) -> None:
         sound = min(_sound_prefix(world, rank, chain), room)
         counters = incarnation.node.counters
         found, refused = 0, -1
-        # A damaged copy in one tier does not hide a sound one in the next; only what had no
-        # room may come at the next try.
+        # A damaged copy in one tier must not hide an intact one in the next. Only blocks that had
+        # no room may need another try.
         while found < sound and counters["promotion_no_room_total"] != refused:
             refused = counters["promotion_no_room_total"]
             found = await _audit_chain(world, link, rank, chain)
-        # What is asked for may be written to another tier, which then drops something for it.
+        # Promoted blocks may be written to another tier, which then evicts others.
         if found < min(sound, _sound_prefix(world, rank, chain)):
             world.fail(f"a restarted daemon finds {found} of {sound} stored blocks")
         world.counts["audited_blocks"] += found
     link.close(torn=False)
-    # What it held is free for the next rank once the daemon has seen the end.
+    # Its slots are free for the next rank once the daemon has seen the end of the connection.
     await asyncio.sleep(1.0)
 
 
 async def _audit_chain(
     world: World, link: SimulatedSession, rank: Namespace, chain: Sequence[bytes]
 ) -> int:
-    """How many blocks of a chain the daemon finds; they are verified."""
+    """Return how many blocks of a chain the daemon finds, and check their bytes."""
     handle = link.numbers[0]
     asked = link.ask(m.Acquire(link.next_call(), [handle], b"".join(chain), 10_000, 0, 0, 0))
     acquired = await link.answer(asked, m.Acquired)
@@ -99,7 +99,7 @@ async def _audit_chain(
 
 
 def _sound_prefix(world: World, rank: Namespace, chain: Sequence[bytes]) -> int:
-    """Blocks of a chain, from its start, that lie sound on some disk."""
+    """Return how many leading blocks of a chain are intact on some disk."""
     for count, block_hash in enumerate(chain):
         for number, disk in enumerate(world.disks):
             key = world.scoped(number, BlockKey(rank.digest, block_hash))

@@ -1,4 +1,4 @@
-"""What a simulated world is made of, as it is drawn from its seed."""
+"""The plan of a simulated world, and how it is drawn from its seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierd.testing.simulation.world import ROOT, World
 from tierd.types import FORMAT_VERSION, HASH_BYTES, PAGE_BYTES, Namespace
 
 BACK_SLACK_S: Final = 0.5
-"""For a backend that takes its time to let go of a hung probe."""
+"""Extra time for a backend that is slow to end a cancelled probe."""
 
 PATIENT_MS: Final = 60_000
 """Deadline of storage calls that never pass it."""
@@ -28,29 +28,29 @@ _ROT: Final = (
     InjectedFault.TORN_READ,
     InjectedFault.VANISH,
 )
-"""What goes wrong on a disk whose calls all answer."""
+"""Faults of a disk whose calls all return."""
 
 
 _KINDS: Final = ("sound", "slow", "away", "away", "faulty", "broken", "rotten", "rotten")
 
 
 class Hostility(enum.Enum):
-    """What is out for the worst in a world."""
+    """Events of a world that come at the worst moment."""
 
     NONE = "none"
     LEASES = "leases"
-    """Crashes come when leases have most to lose, and others want their memory at once."""
+    """Crashes come at the worst moment for leases, and others need their memory at once."""
     STORAGE = "storage"
-    """Calls take effect after they were given up, parts are away at one start and back at the
-    next, and flushes come when that does most harm."""
+    """Storage calls take effect after they were cancelled, blocks are unreadable at one start and
+    back at the next, and flushes come when that does most harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One storage tier: what it can hold, what goes wrong, and how it is configured.
+    """One storage tier: its size, its faults and its configuration.
 
-    `outages` are (pause, duration) in seconds, one after the other: all calls hang, or all
-    fail, and then all is as it was.
+    `outages` are (pause, duration) in seconds, one after the other. During an outage all calls
+    hang (`hangs`), or all fail.
     """
 
     disk_bytes: int | None
@@ -59,36 +59,36 @@ class TierPlan:
     hangs: bool
     config: StorageConfig
     late: float = 0.0
-    """Chance that a call which stores or drops is not answered and takes effect later, whether
-    or not it has been given up by then."""
+    """Chance that a store or delete call takes effect and returns late, even if it is cancelled
+    before."""
     hides: float = 0.0
-    """Chance, at each start, that a part of what it has cannot be read in this life."""
+    """Chance, at each start, that a part of its blocks cannot be read in this incarnation."""
     shared: bool = False
-    """Whether another node has the same blocks in it."""
+    """Whether another node uses the same blocks."""
     forgets: bool = False
     """Whether it drops blocks by itself, some or all, while it serves."""
 
     @property
     def lossless(self) -> bool:
-        """Whether what it was given and has not refused is there for ever."""
+        """Whether it keeps every block that it accepted."""
         return self.sound and not self.forgets
 
     @property
     def sound(self) -> bool:
-        """Whether it answers, has room, and only forgets, if at all."""
+        """Whether it answers in time and has room; it may drop blocks by itself."""
         harmful = set(self.faults.chances) - {InjectedFault.LINGER}
         sound = not harmful and not self.outages and not self.late and not self.hides
         return self.disk_bytes is None and sound
 
     @property
     def back_within_s(self) -> float:
-        """How soon it is used again after an outage: a probe that hangs, a pause, another one."""
+        """Time after an outage until it is used again: a hanging probe, a pause, another probe."""
         return (self.config.deadline_ms + self.config.probe_ms) / 1000 + BACK_SLACK_S
 
 
 @dataclass(slots=True)
 class Habits:
-    """How fast an engine is, and the chances, 0 to 1, of what it does now and then.
+    """The speed of an engine, and the chances, 0 to 1, of its irregular actions.
 
     `pace_s` is the mean pause between requests.
     """
@@ -120,12 +120,12 @@ class WorldPlan:
     restarts: int
     kills: bool
     keeps: bool
-    """Whether a service manager keeps host memory from one life to the next."""
+    """Whether a service manager keeps host memory from one incarnation to the next."""
     hostility: Hostility = Hostility.NONE
 
 
 def draw_plan(random: Random, world: World) -> WorldPlan:
-    """A world: few slots and short chains, so that everything collides with everything."""
+    """Draw a world with few slots and short chains, so that conflicts are frequent."""
     slots = random.randint(12, 40)
     pages = random.choice((1, 1, 2, 4))
     world.network_s = random.choice((1e-5, 2e-4, 2e-3, 1e-2))
@@ -161,7 +161,7 @@ def draw_plan(random: Random, world: World) -> WorldPlan:
 
 
 def _draw_tiers(random: Random, total_bytes: int) -> list[TierPlan]:
-    """None to three tiers; often all of one kind, since one that loses blocks hides much."""
+    """Draw up to three tiers, often of one kind: a tier that loses blocks hides other bugs."""
     kinds = [random.choice(_KINDS) for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3)))]
     if random.random() < 0.5:
         kinds = kinds[:1] * len(kinds)
@@ -186,7 +186,7 @@ def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: 
         (random.expovariate(1 / 0.1), random.choice((0.1, 1.0, 5.0)))
         for _ in range(random.randint(1, 4) if kind == "away" else 0)
     ]
-    # Where nothing else goes wrong, nothing may be lost: no deadline may be missed there.
+    # A tier without faults must not lose blocks, so it must not miss a deadline either.
     patient = kind in ("sound", "slow")
     deadline_ms = PATIENT_MS if patient else random.choice((50, 200, 1000))
     config = StorageConfig(
@@ -212,7 +212,7 @@ def _draw_tier(random: Random, number: int, kind: str, total_bytes: int, small: 
 
 
 def _draw_prefetch(random: Random) -> PrefetchConfig:
-    # The auditor waits long for all that there is.
+    # The auditor waits long enough for every block.
     return PrefetchConfig(
         policy=random.choice(list(PrefetchPolicy)), timeout_base_ms=PATIENT_MS, min_tokens=0
     )
@@ -226,7 +226,7 @@ def _draw_habits(random: Random) -> Habits:
 
 
 def _draw_chains(random: Random, world: World) -> None:
-    """Chains of hashes that share prefixes, as conversations do."""
+    """Draw chains of hashes that share prefixes, as conversations do."""
     for number in range(random.randint(4, 8)):
         trunk = random.choice(world.chains) if world.chains and random.random() < 0.6 else []
         chain = trunk[: random.randint(0, len(trunk))]
@@ -239,7 +239,7 @@ def _draw_chains(random: Random, world: World) -> None:
             parent = block_hash
         world.chains.append(chain)
     if random.random() < 0.3:
-        # A client that lies: no sound hash chain bites its own tail.
+        # A client that lies: no real hash chain forms a ring.
         ring = [random.randbytes(HASH_BYTES) for _ in range(random.randint(1, 4))]
         world.parents |= zip(ring, [ring[-1], *ring], strict=False)
         world.liars |= set(ring)

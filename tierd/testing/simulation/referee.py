@@ -1,4 +1,4 @@
-"""A referee hears both sides of a connection, and keeps account of what the daemon promised."""
+"""A referee reads both directions of a connection and records what the daemon has promised."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tierd.wire import messages as m
 from tierd.wire.frames import HEAD_BYTES, FrameDecoder
 
 REPLY_SLACK_S: Final = 0.001
-"""Virtual time past a call's deadline: turns of the loop take none, so this is generous."""
+"""Virtual time allowed past a call's deadline: generous, since loop iterations take none."""
 
 
 @dataclass(slots=True)
 class GrantedLease:
-    """Slots that a client may read, as it was told."""
+    """Slots that a client may read, as granted by ACQUIRED."""
 
     owner: int
     slots: list[tuple[Space, int, bytes]]
@@ -31,7 +31,7 @@ class GrantedLease:
 
 @dataclass(slots=True)
 class GrantedSlots:
-    """Slots that a client may fill, and with which blocks."""
+    """Slots that a client may fill, each with its block's hash."""
 
     owner: int
     space: Space
@@ -39,10 +39,10 @@ class GrantedSlots:
 
 
 class Refereed(Protocol):
-    """The daemon whose connection it is, as far as a referee asks it."""
+    """The daemon of the connection, as its referee sees it."""
 
     leases: dict[int, GrantedLease]
-    """What clients hold now, over all connections."""
+    """The leases of all clients, over all connections."""
     writers: dict[int, GrantedSlots]
 
     @property
@@ -61,11 +61,11 @@ class Refereed(Protocol):
         """A block has been leased to a client."""
 
     def delivered(self) -> None:
-        """The daemon has got what a client sent."""
+        """The daemon has received data of a client."""
 
 
 class Referee:
-    """Hears both sides of one connection at the daemon's end, and keeps account."""
+    """Reads both directions of one connection at the daemon's end, and checks every message."""
 
     def __init__(
         self, incarnation: Refereed, session: Session, connection: SimulatedConnection
@@ -85,7 +85,7 @@ class Referee:
         self._spaces: dict[int, bytes] = {}
         self._announced: set[tuple[int, int]] = set()
         self._unmapped: set[int] = set()
-        """Handles whose client wants to know slots and not to see them."""
+        """Handles registered without segments: the client wants slot numbers only."""
         connection.on_heard = self._heard
         connection.on_said = self._said
         connection.on_finished = self._end
@@ -100,7 +100,7 @@ class Referee:
                 self._ended = True
         with memoryview(chunk) as view:
             self._session.data(view)
-        # The daemon says COMMITTED first and makes it true before it looks at anything else.
+        # The daemon sends COMMITTED first, and publishes the blocks before it does anything else.
         unchecked, self._unchecked = self._unchecked, []
         for committed, evicted in unchecked:
             self._committed(committed, evicted)
@@ -196,7 +196,7 @@ class Referee:
     def _answered(self, kind: type[m.Message], call: int) -> m.Message | None:
         timer = self._open.pop((kind, call), None)
         if timer is None:
-            self._world.fail(f"{kind.__name__} for call {call}, which nobody waits for")
+            self._world.fail(f"{kind.__name__} for call {call}, which the client does not wait for")
             return None
         timer.cancel()
         return self._asked.pop(call)
@@ -222,7 +222,7 @@ class Referee:
             self._owner, slots, acquired.expires_ns
         )
         if acquired.expires_ns <= self._world.now_ns():
-            self._world.fail("a lease was over when it was granted")
+            self._world.fail("a lease had expired when it was granted")
 
     def _reserved(self, asked: m.Reserve, reserved: m.Reserved) -> None:
         space = self._space(asked.handle)
@@ -240,14 +240,14 @@ class Referee:
             )
 
     def _committed(self, committed: m.Committed, evicted_before: int) -> None:
-        """Note which blocks the daemon has taken on to back up."""
+        """Record the blocks that the daemon has acknowledged, and the tiers meant to get them."""
         granted = self._committing.pop(committed.call, None)
         if granted is None:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
             if space.items.get(block_hash) != slot:
-                # What came in the same read may have evicted it since.
+                # A later message in the same read may have evicted it.
                 if self._incarnation.node.host.evicted_blocks == evicted_before:
                     self._world.fail("COMMITTED counts a block that is not readable")
             else:
@@ -258,14 +258,14 @@ class Referee:
                     self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")
 
     def _end(self) -> None:
-        """The daemon ends the session: calls need no answer, but the client may still write."""
+        """Note that the daemon ends the session: calls need no answer; the client may write on."""
         self._ended = True
         for timer in self._open.values():
             timer.cancel()
         self._open.clear()
 
     def forget(self) -> None:
-        """The process is gone: what the session had open is closed."""
+        """Close the session of a process that is gone."""
         if not self.over:
             self.over = True
             self._session.closed()
@@ -278,5 +278,5 @@ class Referee:
         for reservation_id in [r for r, w in writers.items() if w.owner == self._owner]:
             del writers[reservation_id]
         if not self._incarnation.dead and not self.connection.client.closed:
-            self._world.fail("the daemon took a client for closed that was not")
+            self._world.fail("the daemon closed the session of a client that is still connected")
         self._session.closed()

@@ -1,8 +1,8 @@
-"""The daemon's production code, on virtual time, among engines and disks that misbehave.
+"""Run the daemon's production code on virtual time, with engines and disks that misbehave.
 
-`simulate(seed)` draws one world, runs it to its end, and raises Violation if the daemon
-broke a promise on the way: wrong bytes, slots used by two, leases cut short, calls
-without an answer, anything left behind by clients that are gone.
+`simulate(seed)` draws one world, runs it to its end, and raises Violation if the daemon broke a
+promise: wrong bytes, slots used twice, leases that end early, calls without an answer, or state
+left behind by clients that are gone.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from tierd.testing.simulation.worst import (
 __all__ = ["Violation", "run_world", "simulate"]
 
 Lead = Callable[[World, WorldPlan], Coroutine[object, object, None]]
-"""Somebody in a world who is waited for."""
+"""An additional actor of a world; the world waits for its end."""
 
 QUIET_S: Final = 5.0
-"""Virtual time, beyond the deadlines of storage calls, for all that waits to be over."""
+"""Virtual time, beyond the deadlines of storage calls, until nothing may be pending."""
 
 SHARED_QUIET_S: Final = 20.0
-"""The same where nodes that share a tier may be waiting for each other to have seen a flush."""
+"""The same with shared tiers: nodes may be waiting until others have seen a flush."""
 
 FLUSH_CHANCE: Final = 0.3
-"""Worlds in which an operator flushes."""
+"""Share of worlds in which an operator flushes."""
 
 WARM_CHANCE: Final = 0.3
-"""Worlds in which an operator warms."""
+"""Share of worlds in which an operator warms."""
 
 
 async def run_world(
     loop: SimulationLoop, seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False
 ) -> RunRecord:
-    """One world to its end. Raises Violation."""
+    """Run one world to its end. Raises Violation."""
     random = Random(f"world {seed}")
     world = World(loop, seed, random)
     plan = draw_plan(random, world)
@@ -112,10 +112,10 @@ async def _incarnations(world: World, plan: WorldPlan, leads: Sequence[Lead]) ->
 
 
 async def _restart(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Stop or kill the daemon now and then, and start another one on the same disks."""
+    """Stop or kill the daemon now and then, and start it again on the same disks."""
     for _ in range(plan.restarts):
         await asyncio.sleep(world.random.expovariate(1 / 0.1))
-        # Just after a commit, when checksums, backups and the index have most to lose.
+        # Just after a commit, when checksums and backups are still pending.
         stored = world.counts["stored_blocks"]
         while world.counts["stored_blocks"] == stored and not over.is_set():
             await asyncio.sleep(0.002)
@@ -125,7 +125,7 @@ async def _restart(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
 
 
 async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Event) -> None:
-    """Have a tier go away and come back, and see that it is used again then."""
+    """Run a tier's outages, and check that it is used again after each one."""
     for pause_s, duration_s in plan.outages:
         await _sleep_until(over, pause_s)
         if over.is_set():
@@ -141,8 +141,8 @@ async def _outages(world: World, number: int, plan: TierPlan, over: asyncio.Even
 
 
 async def _flushes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Flush a namespace, or all, now and then, in some of the worlds."""
-    # Of its own: what else happens in a world of this seed must not change.
+    """Flush one namespace or all now and then, in some worlds."""
+    # A separate random stream, so that the seed's other events do not change.
     random = Random(f"flushes of {world.seed}")
     if random.random() > FLUSH_CHANCE:
         return
@@ -155,7 +155,7 @@ async def _flushes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
 
 
 async def _warms(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Warm what engines have computed, into L2 or a tier, in some of the worlds."""
+    """Warm chains of the engines, into L2 or a tier, in some worlds."""
     random = Random(f"warms of {world.seed}")
     if random.random() > WARM_CHANCE:
         return
@@ -175,7 +175,7 @@ async def _sleep_until(over: asyncio.Event, seconds: float) -> None:
 
 
 async def _settle(world: World, plan: WorldPlan) -> None:
-    """With all clients gone and the disks well, nothing may be left of them."""
+    """Check that nothing is left of the clients when all are gone and the disks work."""
     while (incarnation := current(world)) is None or not incarnation.accepting:
         await asyncio.sleep(0.01)
     incarnation.calm()
@@ -188,7 +188,7 @@ async def _settle(world: World, plan: WorldPlan) -> None:
 
 
 class _LogTap(logging.Handler):
-    """Keeps what the daemon logs as errors, to be shown with a failure."""
+    """Keeps the daemon's error log, to be shown with a failure."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -215,10 +215,10 @@ def _log_kept() -> Iterator[list[str]]:
 
 
 def simulate(seed: int, leads: Sequence[Lead] = (), *, hostile: bool = False) -> RunRecord:
-    """Run one world. Raises Violation, or whatever else went wrong, noted with the seed.
+    """Run one world. Raises Violation or another error, with a note of the seed.
 
     A world lasts until its engines and the `leads` have ended. A `hostile` one has readers whose
-    leases outlive the daemon, and storage that finishes late what it was no longer waited for.
+    leases outlive the daemon, or storage whose cancelled calls take effect later.
     """
     with _log_kept() as lines:
         try:

@@ -1,4 +1,4 @@
-"""From one life of the daemon to the next, on the same disks and with the same memory kept."""
+"""Restarts of the daemon, on the same disks and with the same kept memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierd.testing.simulation.world import World
 def forget_some(
     world: World, plan: WorldPlan, incarnation: DaemonIncarnation, random: Random
 ) -> None:
-    """Forgetful tiers drop some of what they have, or all."""
+    """Drop some or all blocks of the tiers that lose blocks by themselves."""
     for number, tier in enumerate(plan.tiers):
         if tier.forgets and random.random() < 0.5:
             share = random.choice((0.1, 0.5, 1.0))
@@ -23,7 +23,7 @@ def forget_some(
 
 
 async def next_incarnation(world: World, plan: WorldPlan, *, faulty: bool, kill: bool) -> None:
-    """Stop the daemon, or kill it, and start another one."""
+    """Stop or kill the daemon, and start its next incarnation."""
     incarnation = current(world)
     assert incarnation is not None
     world.incarnation = None
@@ -34,7 +34,7 @@ async def next_incarnation(world: World, plan: WorldPlan, *, faulty: bool, kill:
         await incarnation.kill()
     elif await incarnation.stop(drain_s=1.0) == 0:
         world.check_promises()
-    # What was still on its way to the disks is lost.
+    # Blocks not yet written to the disks are lost.
     world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
     world.incarnation = DaemonIncarnation(world, plan, faulty=faulty)
     while not world.incarnation.accepting:

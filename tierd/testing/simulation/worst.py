@@ -1,4 +1,4 @@
-"""What goes wrong at the worst moment: crashes under leases, flushes under late uploads."""
+"""Faults at the worst moment: crashes during leases, and flushes during late uploads."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tierd.testing.simulation.succession import forget_some, next_incarnation
 from tierd.testing.simulation.world import World
 
 FORGET_CHANCE: Final = 0.5
-"""Worlds with tiers that drop blocks by themselves."""
+"""Share of worlds with tiers that drop blocks by themselves."""
 
 CRASHES_IN_A_ROW_MAX: Final = 3
-"""Lives of the daemon that one lease may see."""
+"""Crashes in a row, within about one lease."""
 
 LOOKS_MAX: Final = 2000
 LOOK_S: Final = 0.0003
-"""How long and how often it is looked for a moment that is bad enough."""
+"""Number of checks for a bad moment, and the pause between them."""
 
 
 def make_hostile(plan: WorldPlan, seed: int) -> WorldPlan:
-    """The same world, smaller, and with something in it that is out for the worst."""
+    """Return the plan of a smaller world with a Hostility."""
     random = Random(f"hostility of {seed}")
     unit = max(rank.slot_bytes for ranks in plan.engines for rank in ranks)
     storage = bool(plan.tiers) and random.random() < 0.5
@@ -61,7 +61,7 @@ def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
         )
         changed = replace(
             tier,
-            # Nothing else goes wrong, so that flushes are complete.
+            # No other faults, so that flushes are complete.
             faults=FaultPlan({}, 0.0001),
             outages=[],
             late=random.choice((0.0, 0.2, 0.5)),
@@ -75,7 +75,7 @@ def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
 
 
 async def run_crashes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """SIGKILL when leases have most to lose, and again while they last."""
+    """Kill the daemon at bad moments for leases, and again before they end."""
     async with asyncio.TaskGroup() as group:
         await _crash(world, plan, over, group)
 
@@ -92,7 +92,7 @@ async def _crash(
             await next_incarnation(world, plan, faulty=True, kill=True)
             if random.random() < 0.3:
                 await _squeeze(world, random)
-            # Memory of the life before is wanted by others at once.
+            # Other clients need the memory of the last incarnation at once.
             for number in range(random.randint(0, 3)):
                 ranks = random.choice(plan.engines)[:1]
                 filler = Filler(world, f"filler-{number}", ranks, Random(random.random()))
@@ -103,7 +103,7 @@ async def _crash(
 
 
 async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
-    """Wait for a moment that is worth a crash; False once all is over."""
+    """Wait for a bad moment for a crash; return False if the engines have ended."""
     kind = random.choice(("unrecorded", "unrecorded", "flushed", "leased"))
     for _ in range(LOOKS_MAX):
         incarnation = current(world)
@@ -121,7 +121,7 @@ async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
 
 
 def _unrecorded(incarnation: DaemonIncarnation) -> bool:
-    """Whether a block is leased whose checksum is not known yet."""
+    """Whether a leased block has no checksum yet."""
     return any(
         space.checksums[slot] is None and slot not in space.unverified
         for lease in incarnation.leases.values()
@@ -130,14 +130,14 @@ def _unrecorded(incarnation: DaemonIncarnation) -> bool:
 
 
 async def _flush_leased(incarnation: DaemonIncarnation, random: Random) -> None:
-    """Begin a flush under the leases, and give it a moment."""
+    """Start a flush during leases, and let it run for a short time."""
     incarnation.world.counts["crashes_flushed"] += 1
     task = incarnation.world.loop.create_task(_flush(incarnation, ""), name="flush before a crash")
     await asyncio.wait([task], timeout=random.expovariate(1 / 0.01))
 
 
 async def _squeeze(world: World, random: Random) -> None:
-    """The system is short of memory for a while, so that the arena shrinks."""
+    """Shrink the arena for a while, as if the system were short of memory."""
     incarnation = current(world)
     if incarnation is None or not incarnation.accepting:
         return
@@ -151,7 +151,10 @@ async def _squeeze(world: World, random: Random) -> None:
 
 
 def make_forgetful(plan: WorldPlan, seed: int) -> WorldPlan:
-    """The same world, or one whose tiers drop blocks by themselves, and mostly do nothing else."""
+    """Return the plan, in some worlds with tiers that drop blocks by themselves.
+
+    Most of these tiers have no other faults.
+    """
     random = Random(f"forgetting of {seed}")
     if random.random() > FORGET_CHANCE:
         return plan
@@ -168,8 +171,8 @@ def _sound(tier: TierPlan) -> TierPlan:
 
 
 async def run_forgetting(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Have tiers lose some of what they have, or all, without a word. Not during a stop: what goes
-    after the daemon has asked for the last time is nobody's fault."""
+    """Make tiers silently lose some or all of their blocks, but not during a stop: the daemon
+    cannot notice losses after its last query."""
     random = Random(f"what is forgotten of {world.seed}")
     while any(tier.forgets for tier in plan.tiers) and not over.is_set():
         await asyncio.sleep(random.expovariate(1 / 0.05))
@@ -179,8 +182,10 @@ async def run_forgetting(world: World, plan: WorldPlan, over: asyncio.Event) -> 
 
 
 async def run_flushes(world: World, plan: WorldPlan) -> None:
-    """Flush while uploads that were given up are on their way, or a part of a tier is away, and
-    have all that there was looked up, also in the next life and by another node."""
+    """Flush while cancelled uploads are pending or a part of a tier is hidden.
+
+    Afterwards all blocks are looked up, also in the next incarnation and by another node.
+    """
     random = Random(f"worst flushes of {world.seed}")
     other = None
     if any(tier.shared for tier in plan.tiers):
@@ -210,6 +215,6 @@ async def run_flushes(world: World, plan: WorldPlan) -> None:
 
 
 async def _flush(incarnation: DaemonIncarnation, prefix: str) -> None:
-    # If another one is going on, that will do.
+    # A flush that is already running is good enough.
     with suppress(RefusedError):
         await incarnation.flush(prefix)
