@@ -1,4 +1,4 @@
-"""Hints: what is kept, for how long and how much of it; what goes first; and who may say so."""
+"""Hints: kept blocks, their times and quota; demoted blocks; and the messages of clients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOW = 5 * S
 
 
 class Scene:
-    """A host tier of 64 slots, whose quota is 16 blocks, and a clock of its own."""
+    """A host tier of 64 slots with a quota of 16 blocks, and its clock."""
 
     def __init__(self, *models: str, pin_max_s: int = 3600) -> None:
         hints = Hints(QUOTA * PAGE, pin_max_s)
@@ -86,7 +86,7 @@ def pin(seconds: float) -> PrefixHint:
     return PrefixHint(pin_ms=int(seconds * 1000))
 
 
-# --- what is kept -----------------------------------------------------------------------
+# --- kept blocks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_ranks_keep_the_same_prefix() -> None:
     scene = Scene("rank 0", "rank 1")
     for space in scene.spaces:
         hashes = scene.store("ranks", 12, space)
-    # The same namespace twice is one namespace.
+    # A namespace that is named twice counts once.
     scene.hint(hashes, pin(100), *scene.spaces, *scene.spaces)
     kept = [len(scene.host.hints.kept(space.digest)) for space in scene.spaces]
     assert kept == [QUOTA // 2, QUOTA // 2]
@@ -200,7 +200,7 @@ def test_namespace_keeps_at_most_its_share() -> None:
     first, second = scene.spaces
     scene.flood(first)
     scene.flood(second)
-    # Of 16 segments each has some; none is left that nobody has.
+    # Each namespace has some of the 16 segments, and all are allocated.
     share = QUOTA * first.live_segments * first.segment_bytes // scene.host.capacity_bytes
     assert 0 < share < QUOTA
     scene.hint(scene.store("mine", QUOTA, first), pin(100), first)
@@ -305,7 +305,7 @@ def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     hints.check()
 
 
-# --- what goes first --------------------------------------------------------------------
+# --- demoted blocks ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_demoted_blocks_are_evicted_first(hint: PrefixHint) -> None:
     scene.hint(over, hint)
     for number in range(4):
         scene.store(f"new {number}")
-        # From its end: what is left of it is still a prefix.
+        # Evicted from its end: the rest is still a prefix.
         assert scene.here(over) == [True] * (12 - 4 * number) + [False] * (4 + 4 * number)
     assert all(all(scene.here(hashes)) for hashes in kept)
     assert scene.count("demoted_blocks_total") == 16
@@ -472,7 +472,7 @@ class HintsAtRandom(RuleBasedStateMachine):
         self.fresh = 0
 
     def chain(self, number: int, count: int) -> tuple[list[bytes], list[bytes]]:
-        """Chains 4 to 7 hang on the middle of chains 0 to 3."""
+        """Chains 4 to 7 branch off the middle of chains 0 to 3."""
         hashes, parents = blocks.chain(8, number % 4)
         if number >= 4:
             tail, below = blocks.chain(4, number)

@@ -62,14 +62,14 @@ which = st.integers(0, len(SPACES) - 1)
 Place = tuple[bytes, int]
 
 
-def proof(space: Space, block_hash: bytes) -> bytes:
+def checksum_of(space: Space, block_hash: bytes) -> bytes:
     """The only right content of a block."""
     return space.digest + block_hash
 
 
 @dataclass(eq=False)
 class Held:
-    """A lease, or a hold of the daemon's own, and what its slots must contain."""
+    """A lease, or a hold by the daemon, and the blocks that its slots must contain."""
 
     places: list[tuple[Space, int, bytes]]
     lease: SlotLease | None = None
@@ -123,7 +123,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         }
 
     def apply(self, effects: list[Effect]) -> None:
-        """Do what the core asks for. All of it comes before the new slots are written."""
+        """Apply effects, all before the new slots are written."""
         for effect in effects:
             if isinstance(effect, Forget):
                 for slot in effect.slots:
@@ -162,7 +162,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 self.memory.pop((effect.space.digest, slot), None)
 
     def changing(self, act: Callable[[], list[Effect]]) -> None:
-        """Run what may evict, and look at what it evicted."""
+        """Run a call that may evict, and check the evicted blocks."""
         before = self.ready()
         effects = act()
         self.apply(effects)
@@ -235,7 +235,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 assert (space.digest, slot // space.slots_per_segment) in self.live
                 assert place not in self.ledger
                 assert place not in self.places_in_use()
-        # Only what the granted blocks hang on must stay; a block that was present may go.
+        # Only the parents of granted blocks must stay; a block that was present may be evicted.
         ready_now = {
             parent
             for parent, slot in zip(parents, reservation.slots, strict=True)
@@ -281,7 +281,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def fill(self, writer: Writer, upto: int) -> None:
         space, granted = writer.reservation.space, writer.granted
         for block_hash, slot in granted[writer.written : upto]:
-            self.memory[space.digest, slot] = proof(space, block_hash)
+            self.memory[space.digest, slot] = checksum_of(space, block_hash)
         writer.written = upto
 
     @precondition(lambda self: self.writers)
@@ -293,7 +293,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def publish(self, writer: Writer, count: int) -> None:
         reservation, space = writer.reservation, writer.reservation.space
         for parent in writer.parents_ready:
-            assert parent in space.items, "what a new block hangs on has gone"
+            assert parent in space.items, "the parent of a new block was evicted"
         ready = self.host.commit(reservation.owner, reservation.reservation_id, count)
         assert ready == [slot for _, slot in writer.granted[:count]]
         self.end(writer, writer.granted[:count])
@@ -309,7 +309,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         pairs = zip(reservation.hashes, reservation.slots, good, strict=True)
         expected = [(h, slot) for h, slot, ok in pairs if ok and slot >= 0]
         for block_hash, slot in expected:
-            self.memory[space.digest, slot] = proof(space, block_hash)
+            self.memory[space.digest, slot] = checksum_of(space, block_hash)
         found = [
             Found(parent, block_hash[-16:]) if ok and slot >= 0 else None
             for block_hash, parent, slot, ok in zip(
@@ -466,7 +466,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         if space.sessions or any(place[0] is space for held in self.holds for place in held.places):
             return
         if any(writer.reservation.space is space for writer in self.writers):
-            most = 0  # What they write hangs on blocks that would be gone.
+            most = 0  # Open writes have parents, which would be dropped.
         self.host.register(space)
         self.host.unregister(space, self.host.now_s + back_s)
         before = {slot for _, slot in space.items.items()}
@@ -483,7 +483,7 @@ class HostAgainstModel(RuleBasedStateMachine):
             assert again is not None
             self.spaces[at] = again
 
-    # --- what must always hold ------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------
 
     @invariant()
     def sound(self) -> None:
@@ -493,7 +493,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def every_ready_block_has_its_own_bytes(self) -> None:
         for space in self.spaces:
             for block_hash, slot in space.items.items():
-                assert self.memory[space.digest, slot] == proof(space, block_hash)
+                assert self.memory[space.digest, slot] == checksum_of(space, block_hash)
                 assert space.checksums[slot] == block_hash[-16:]
                 assert space.tiers.of(slot)
 
@@ -546,7 +546,7 @@ def opened(host: HostTier, model: str, block_bytes: int = PAGE) -> Space:
 
 
 def store(host: HostTier, space: Space, count: int, tag: object, owner: int = 1) -> list[bytes]:
-    """Store a chain one block at a time, as far as there is room; the hashes stored."""
+    """Store a chain block by block while there is room; return the stored hashes."""
     stored = []
     for block_hash, parent in zip(*blocks.chain(count, tag), strict=True):
         reservation, _ = host.reserve(owner, space, [block_hash], [parent])
@@ -799,7 +799,7 @@ def test_namespaces_take_turns_when_memory_is_short() -> None:
     assert [space.live_segments for space in spaces] == [1, 0, 1, 1, 1, 0], "used longest ago"
     assert len(store(host, spaces[5], 4, "some")) == 4
     assert [space.live_segments for space in spaces] == [1, 0, 0, 1, 1, 1]
-    # What has just got memory keeps it for a while.
+    # A namespace that has just got memory keeps it for a while.
     host.hold(spaces[0], host.prefix(spaces[0], hashes))
     host.hold(spaces[3], host.prefix(spaces[3], hashes))
     refused, _ = host.reserve(1, spaces[1], hashes, parents)

@@ -1,4 +1,4 @@
-"""The states of slots, reservations and leases, and the tables that say what moves them."""
+"""The states of slots, reservations and leases, and the tables of their transitions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checksum_of(block_hash: bytes) -> bytes:
 
 
 class Events(RuleBasedStateMachine):
-    """Whatever anybody may send to a HostTier, in any order."""
+    """All calls of a HostTier, in any order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ RACES = [
 def test_conforms_in_simulation(
     seed: int, race: Callable[[SlowMemory, Backend], Awaitable[None]]
 ) -> None:
-    """Without waits inside its calls the fake would pass the suite and hide what races do."""
+    """Without waits inside its calls the simulated tier would pass the suite and hide races."""
 
     async def scenario(loop: SimulationLoop) -> None:
         backend = MemoryBackend(plan=SlowMemory.plan, seed=seed)

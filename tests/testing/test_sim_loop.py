@@ -1,4 +1,4 @@
-"""The simulation loop: repeatable, on virtual time, and honest about what hangs."""
+"""The simulation loop: repeatable, on virtual time, and clear about tasks that hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expect_value_error() -> Iterator[None]:
 
 
 async def crowd(loop: SimulationLoop, tasks: int) -> list[tuple[int, int, int]]:
-    """Tasks that sleep, yield, queue for a lock and use threads; who did what when."""
+    """Run tasks that sleep, yield, wait for a lock and use threads; return their event log."""
     trace: list[tuple[int, int, int]] = []
     lock = asyncio.Lock()
 

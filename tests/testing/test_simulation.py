@@ -1,4 +1,4 @@
-"""The daemon's production code in simulated worlds, and proof that their oracles see.
+"""The daemon's production code in simulated worlds, and mutants that the oracles must detect.
 
 One world of a failing run: `TIERD_SIM_SEED=1234 pytest tests/testing/test_simulation.py`.
 """
@@ -68,7 +68,7 @@ MUTANT_SEEDS = 200
 
 
 def run(seed: int) -> Counter[str]:
-    """One world; a failure tells how to run it again."""
+    """Run one world; a failure shows how to repeat it."""
     try:
         return simulate(seed).counts
     except BaseException as error:
@@ -128,7 +128,7 @@ def test_no_file_descriptor_leaks() -> None:
 
 
 def caught(seeds: Sequence[int] = range(MUTANT_SEEDS)) -> str:
-    """What the first world says that notices; fails if none does."""
+    """Return the first violation that a world reports; fail if no world does."""
     for seed in seeds:
         try:
             simulate(seed)
@@ -329,7 +329,7 @@ def test_segments_announced_late_are_detected(monkeypatch: pytest.MonkeyPatch) -
 def test_namespace_that_ends_during_writes_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine would write into memory that nobody counts, and its COMMIT find nothing."""
+    """An engine would write into memory that is not counted, and its COMMIT would fail."""
     monkeypatch.setattr(Space, "is_free", property(lambda space: not space.sessions))
     assert caught()
 
@@ -367,7 +367,7 @@ def test_ended_session_does_not_hide_segments_from_the_next() -> None:
             assert await link.answer(asked, m.Registered)
             links.append((connection, link))
         (gone, gone_link), (_, stays) = links
-        # It has closed, which the daemon has not been told yet.
+        # The client has closed, but the daemon does not know it yet.
         gone.to_daemon.pause(True)
         gone_link.close(torn=False)
         hashes, parents = make_chain(16)
@@ -450,7 +450,7 @@ def test_hung_storage_calls_are_detected(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "left behind" in caught()
 
 
-# --- proof that the oracles see what several tiers can do wrong -------------------------
+# --- mutants of several tiers that the oracles must detect ------------------------------
 
 
 @pytest.mark.slow

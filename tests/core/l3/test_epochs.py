@@ -1,4 +1,4 @@
-"""Epochs and marks: after a complete flush nothing of before is served, by no node of a fleet."""
+"""Epochs and marks: after a complete flush no node of a fleet serves older blocks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_epoch_is_the_largest_of_the_covering_marks(
 
 @given(marks, st.sets(st.integers(0, 11)))
 def test_lost_mark_is_replaced_and_never_restored(first: list[Mark], lost: set[int]) -> None:
-    """A tier that came back as it was yesterday would serve what was flushed today."""
+    """A tier restored from yesterday's copy would serve blocks that were flushed today."""
     epochs = Epochs([Mark("", 1), *first])
     texts = [pack_mark(m) for i, m in enumerate(epochs.known) if i not in lost]
     todo = epochs.todo(texts)
@@ -103,7 +103,7 @@ def test_lost_mark_is_replaced_and_never_restored(first: list[Mark], lost: set[i
 
 @dataclass
 class Node:
-    """A node, and the reading of marks by which it goes."""
+    """A node, and the reading of marks that it relies on."""
 
     view: Epochs = field(default_factory=Epochs)
     read_s: float | None = None
@@ -155,7 +155,7 @@ class Fleet:
         return scope_of(digest, node.view.of(digest))
 
     def get(self, node: Node, digest: bytes, number: int) -> None:
-        """A lookup; what it finds must be newer than every complete flush."""
+        """Look blocks up; they must be newer than every complete flush."""
         stored_s = self.blocks.get((self.scope(node, digest), number))
         if stored_s is not None:
             self.served += 1
@@ -269,7 +269,7 @@ def play(seed: int) -> int:
             case "flush":
                 fleet.flush(random.choice(nodes), random.choice(PREFIXES))
             case "new node":
-                # A restart that forgets: it knows only what the tier tells it.
+                # A restart without state: the node knows only the marks in the tier.
                 nodes[random.randrange(len(nodes))] = Node()
             case "lose":
                 fleet.lose()

@@ -1,4 +1,4 @@
-"""Write budgets and write policies, on made-up time."""
+"""Write budgets and write policies, on simulated time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def config(policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE, **keys: ob
 
 
 def spend_all(budget: WriteBudget, now_ns: int) -> int:
-    """Write what may be, at most 100 blocks."""
+    """Write as many blocks as the budget allows, at most 100; return their bytes."""
     budget.pass_time(now_ns)
     return budget.spend_on(100, BLOCK) * BLOCK
 
@@ -126,7 +126,7 @@ def test_horizon_is_the_turnover_time_of_the_tier() -> None:
         budget.spend_on(10, BLOCK)
     assert budget.horizon_s == pytest.approx(100, rel=0.1)
     budget.pass_time(100_000 * S)
-    assert budget.horizon_s == HORIZON_S_MAX, "nothing is written any more"
+    assert budget.horizon_s == HORIZON_S_MAX, "no writes within the horizon"
 
 
 def parsed(environ: dict[str, str], **keys: object) -> StorageConfig:
@@ -153,7 +153,7 @@ def test_bound_without_effect_is_refused() -> None:
         parsed({}, write_policy="write_back", write_bytes_per_s="1MiB")
 
 
-# --- what was missed --------------------------------------------------------------------
+# --- missed blocks ----------------------------------------------------------------------
 
 
 def test_each_refusal_counts_one_lost_hit() -> None:
@@ -161,7 +161,7 @@ def test_each_refusal_counts_one_lost_hit() -> None:
     missed, hashes = Missed(), chain(4)
     missed.add(SPACE, hashes[:3], Miss.REFUSED)
     missed.add(SPACE, hashes[3:], Miss.FULL)
-    assert missed.lost(SPACE, hashes) == 3, "what a full queue cost is no refusal"
+    assert missed.lost(SPACE, hashes) == 3, "a block lost to a full queue is no refusal"
     assert missed.lost(SPACE, hashes) == 0
     missed.add(SPACE, hashes[:1], Miss.REFUSED)
     assert missed.lost(b"m" * 16, hashes) == 0
@@ -202,7 +202,7 @@ class Foreseen(Reuse):
 
     def chance(self, block_hash: bytes, horizon_s: float) -> float:
         chance = self._given[1]
-        assert chance is not None, "nobody needs to know"
+        assert chance is not None, "the chance must not matter in this case"
         assert 0 < horizon_s <= HORIZON_S_MAX
         return chance
 
@@ -235,7 +235,7 @@ def test_write_back_writes_only_on_eviction() -> None:
 
 
 def test_selective_writes_at_once_while_budget_is_left() -> None:
-    """A quiet node would lose what it had in memory with the daemon, for writes that it has."""
+    """A quiet node would lose its blocks with the daemon although it has write budget left."""
     assert takes(selective(DEMAND_EARLY), WriteMoment.STORED, 1)
     assert not takes(selective(2 * DEMAND_EARLY), WriteMoment.STORED, 1)
     writes = Writes(config(write_share=1.0, write_bytes_per_s=Size(1000 * BLOCK)), L2_BYTES)
@@ -257,7 +257,7 @@ def test_selective_requires_a_higher_chance_at_a_higher_demand() -> None:
         assert not takes(writes, WriteMoment.STORED, 1), "one use is not enough"
         assert not takes(writes, WriteMoment.USED, 1)
         assert least(writes, WriteMoment.EVICTING) == pytest.approx(demand, abs=0.001)
-        # What stays can be written later, and with better knowledge.
+        # A block that stays can be written later, when more is known of its reuse.
         assert least(writes, WriteMoment.USED) > demand
 
 
@@ -269,7 +269,7 @@ def test_popular_blocks_are_written_while_they_stay() -> None:
 
 
 def bounded(blocks: int) -> Writes:
-    """A selective policy that may write so many blocks now."""
+    """Return a selective policy that may write `blocks` now."""
     return selective(0.2, write_bytes_per_s=Size(round(blocks * BLOCK / RATE_BURST_S)))
 
 
@@ -291,8 +291,8 @@ def test_bound_within_a_chain_keeps_the_prefix() -> None:
 
 
 def test_refused_blocks_are_offered_once() -> None:
-    """The share would be of offers, not of what write_through would write: a block that is
-    refused and computed again, time after time, would buy writes for others."""
+    """A block that is refused and computed again repeatedly would raise the budget for others:
+    the share counts what write_through would write, which is each block once."""
     writes = selective(0.5)
     for _ in range(2000):
         takes(writes, WriteMoment.STORED, 1)
@@ -321,8 +321,8 @@ def test_conversations_are_preferred_to_documents_read_once() -> None:
 
 
 def test_stop_writes_popular_blocks_at_any_demand() -> None:
-    """What everybody uses would be lost by a restart in a busy hour, and one-off prompts kept from
-    the hour before."""
+    """A restart in a busy hour would lose popular blocks, and keep one-off prompts of the hour
+    before."""
     writes, reuse = Writes(config(), L2_BYTES), Reuse()
     used, once = chain(10, "used"), chain(10, "once")
     for now_s in (0.0, 1.0):
