@@ -62,8 +62,8 @@ which = st.integers(0, len(SPACES) - 1)
 Place = tuple[bytes, int]
 
 
-def checksum_of(space: Space, block_hash: bytes) -> bytes:
-    """The only right content of a block."""
+def content_of(space: Space, block_hash: bytes) -> bytes:
+    """Return the only valid content of a block."""
     return space.digest + block_hash
 
 
@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(eq=False)
 class Writer:
-    """A reservation under way; its owner has filled the first `written` slots."""
+    """An open reservation; its owner has filled the first `written` slots."""
 
     reservation: SlotReservation
     parents_ready: set[bytes]
@@ -90,10 +90,10 @@ class Writer:
 
 
 class HostAgainstModel(RuleBasedStateMachine):
-    """A slip in the host tier is a wrong byte: a slot reused while it is read or written.
+    """A bug of the host tier would serve wrong bytes: a slot reused during a read or a write.
 
-    The model has the memory, the ledger and the segments as the daemon has them, and
-    changes them only as the effects say. Writers write as late as they may.
+    The model keeps the memory, the ledger and the segments like the daemon, and changes them
+    only by effects. Writers write as late as possible.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         self.now = 0
         self.made: Counter[Space] = Counter()
         self.failing = False
-        """Whether the system gives no new segment."""
+        """Whether the system refuses new segments."""
 
     # --- the world ------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class HostAgainstModel(RuleBasedStateMachine):
             made = self.made[effect.space]
             if isinstance(effect, NewSegment) and effect.segment >= made:
                 if effect.segment >= len(effect.space.live):
-                    continue  # Lost with one before it.
+                    continue  # Lost together with an earlier segment.
                 if self.failing:
                     self.host.lose_segments(effect.space, made)
                     continue
@@ -174,7 +174,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 assert (digest, block_hash) not in parents, "a prefix has a hole"
 
     def state(self) -> object:
-        """Everything that a refused call must leave alone."""
+        """Return all state that a refused call must not change."""
         return (
             [
                 (dict(s.items), list(s.free), dict(s.writing), list(s.refs), list(s.live))
@@ -259,7 +259,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         return writer if granted else None
 
     def assert_full(self, space: Space, kept: set[bytes]) -> None:
-        """A block was refused: nothing that could have made room for it was left."""
+        """Check that a block was only refused if no block could have made room for it."""
         assert not space.free
         assert self.host.allocated_bytes + space.segment_bytes > self.host.limit_bytes
         above = {PARENTS[h] for h in space.items}
@@ -281,7 +281,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def fill(self, writer: Writer, upto: int) -> None:
         space, granted = writer.reservation.space, writer.granted
         for block_hash, slot in granted[writer.written : upto]:
-            self.memory[space.digest, slot] = checksum_of(space, block_hash)
+            self.memory[space.digest, slot] = content_of(space, block_hash)
         writer.written = upto
 
     @precondition(lambda self: self.writers)
@@ -309,7 +309,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         pairs = zip(reservation.hashes, reservation.slots, good, strict=True)
         expected = [(h, slot) for h, slot, ok in pairs if ok and slot >= 0]
         for block_hash, slot in expected:
-            self.memory[space.digest, slot] = checksum_of(space, block_hash)
+            self.memory[space.digest, slot] = content_of(space, block_hash)
         found = [
             Found(parent, block_hash[-16:]) if ok and slot >= 0 else None
             for block_hash, parent, slot, ok in zip(
@@ -493,7 +493,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def every_ready_block_has_its_own_bytes(self) -> None:
         for space in self.spaces:
             for block_hash, slot in space.items.items():
-                assert self.memory[space.digest, slot] == checksum_of(space, block_hash)
+                assert self.memory[space.digest, slot] == content_of(space, block_hash)
                 assert space.checksums[slot] == block_hash[-16:]
                 assert space.tiers.of(slot)
 

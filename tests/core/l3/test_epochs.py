@@ -66,7 +66,7 @@ marks = st.lists(
 def test_epoch_is_the_largest_of_the_covering_marks(
     first: list[Mark], second: list[Mark], digest: bytes
 ) -> None:
-    """Forgetting idle marks, or learning them in another order, would change who is served."""
+    """Forgetting idle marks, or learning marks in another order, would change which blocks hit."""
     epochs = Epochs(first)
     news = epochs.learn(second)
     every = [*first, *second]
@@ -97,8 +97,8 @@ def test_lost_mark_is_replaced_and_never_restored(first: list[Mark], lost: set[i
     assert epochs.todo(map(pack_mark, epochs.known)) == ([], [])
 
 
-# A fleet that shares one tier: nodes with views of their own, calls that land late, a tier that
-# loses marks. What a flush waits for is what the daemon waits for.
+# A fleet that shares one tier: each node has its own view of the marks, calls take effect late,
+# and the tier loses marks. A flush waits as the daemon does.
 
 
 @dataclass
@@ -112,23 +112,23 @@ class Node:
 
 @dataclass
 class Fleet:
-    """The tier, and who uses it."""
+    """A shared tier and its nodes."""
 
     random: Random
     nodes: list[Node]
     now_s: float = 1000.0
     marks: set[str] = field(default_factory=set)
     blocks: dict[tuple[bytes, int], float] = field(default_factory=dict)
-    """When each was stored, by scope and number: the time at which its call began."""
+    """The time at which the store of each block began, by scope and number."""
     late: list[tuple[str, object, float]] = field(default_factory=list)
     complete: list[tuple[str, float]] = field(default_factory=list)
-    """Flushes: the prefix, and when it began."""
+    """Flushes: the prefix and the start time."""
     barred: list[Mark] = field(default_factory=list)
-    """Their marks."""
+    """The marks of the flushes."""
     served: int = 0
 
     def read(self, node: Node) -> None:
-        """As `TierEpochs` reads."""
+        """Read the marks like `TierEpochs`."""
         for _ in range(4):
             began_s, texts = self.now_s, sorted(self.marks)
             todo = node.view.todo(texts)
@@ -163,7 +163,7 @@ class Fleet:
                 assert not digest.hex().startswith(prefix) or stored_s >= began_s
 
     def put(self, node: Node, digest: bytes, number: int) -> None:
-        """A store, which lands now or much later."""
+        """Store a block, now or much later."""
         key = self.scope(node, digest), number
         self.land("block", key, self.now_s)
 
@@ -176,7 +176,7 @@ class Fleet:
             self.marks.add(str(key))
 
     def pass_s(self, seconds: float) -> None:
-        """Time passes, in which all nodes work on, and late calls may land."""
+        """Let time pass: all nodes continue to work, and late calls may take effect."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += self.random.uniform(0.1, 3.0)
@@ -192,7 +192,7 @@ class Fleet:
                     self.marks.add(str(key))
 
     def flush(self, node: Node, prefix: str) -> None:
-        """As the daemon flushes; complete, or not if its mark does not hold."""
+        """Flush like the daemon; the flush is incomplete if its mark is lost meanwhile."""
         began_s = self.now_s
         self.read(node)
         mark = self.fresh(node, prefix, flush=True)
@@ -200,7 +200,7 @@ class Fleet:
         self.read(node)
         held = self.holder(mark)
         if held is None:
-            return  # Not complete: it may land yet.
+            return  # Incomplete: the mark may still be written.
         self.marks.difference_update(idle_marks(self.marks))
         self.pass_s(EPOCH_VALID_S + MARGIN_S)
         self.read(node)
@@ -218,7 +218,7 @@ class Fleet:
         return max(barring, key=lambda t: found[t].epoch, default=None)
 
     def remembered(self) -> bool:
-        """Whether some node knows of every flush that is complete."""
+        """Whether at least one node knows all complete flushes."""
         return any(
             all(
                 mark.epoch <= node.view.of(bytes.fromhex(f"{mark.prefix:0<32}"))
@@ -228,8 +228,10 @@ class Fleet:
         )
 
     def lose(self) -> None:
-        """The tier loses its marks, or some of them, or one is damaged; every node sees to it
-        when it next reads."""
+        """Lose marks of the tier, or damage one; each node repairs that at its next reading.
+
+        If one node knows all flushes, it reads first.
+        """
         some = self.remembered()
         lost = {mark for mark in self.marks if not some or self.random.random() < 0.5}
         self.marks -= lost
@@ -239,12 +241,12 @@ class Fleet:
             self.knowers_read()
 
     def restore(self, marks: set[str], blocks: dict[tuple[bytes, int], float]) -> None:
-        """The tier comes back as it was. A node that knows better reads before the others."""
+        """Restore an older copy of the tier; a node that knows newer marks reads first."""
         self.marks, self.blocks = set(marks), dict(blocks)
         self.knowers_read()
 
     def knowers_read(self) -> None:
-        """Of a tier that has lost some of its marks only who remembers them can know."""
+        """Let the nodes read, most recent marks first: only they can notice lost marks."""
         for node in sorted(self.nodes, key=lambda node: -node.view.largest):
             self.read(node)
 

@@ -1,4 +1,4 @@
-"""How blocks leave host memory: evicted, perhaps after a write to a tier, or dropped for good."""
+"""How blocks leave host memory: by eviction, perhaps after a write to a tier, or by a drop."""
 
 from __future__ import annotations
 

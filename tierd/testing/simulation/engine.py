@@ -52,7 +52,7 @@ class SimulatedSession:
         connection.on_end = self._over
 
     def send(self, message: m.Message) -> None:
-        """Send one message; die after the last one that this session is allowed."""
+        """Send one message; die after the last one if the session has a limit."""
         if self.end.closed:
             return
         self.end.send(encode(message))
