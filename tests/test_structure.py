@@ -175,7 +175,7 @@ CLASSES: Final = {
     "tierd_connectors/vllm/scheduler.py:_Tracked": "a record: what is known of a request",
     "tierd/core/l2/slots.py:Slots": "a table: a column each",
     "tierd/daemon/node.py:Node": "it composes the daemon",
-    "tierd/testing/simulation/world.py:World": "all that is known while a world runs",
+    "tierd/testing/simulation/world.py:World": "the state of a world and of its checks",
     "tierd/testing/simulation/incarnation.py:DaemonIncarnation": "composes a simulated daemon",
     "tierd/cli/warm/run.py:Warmer": "one more than the budget",
     "tierd/client/connection.py:DaemonConnection": "the socket and the calls that wait: two ideas",

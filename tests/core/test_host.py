@@ -878,8 +878,8 @@ def test_lending_a_segment_evicts_one_segment_of_blocks() -> None:
     assert before - len(first.items) <= 16
     moved = [pair for effect in effects if isinstance(effect, Move) for pair in effect.pairs]
     assert moved
-    hollow = [effect.segment for effect in effects if isinstance(effect, DecommitSegment)]
-    assert {slot // 16 for slot, _ in moved} == set(hollow)
+    decommitted = [effect.segment for effect in effects if isinstance(effect, DecommitSegment)]
+    assert {slot // 16 for slot, _ in moved} == set(decommitted)
 
 
 def test_segment_in_use_is_not_lent() -> None:
