@@ -163,21 +163,20 @@ CLASSES: Final = {
     "tierd/config/schema.py:StorageConfig": "a record: the keys of a table",
     "tierd/types.py:Namespace": "a record: everything that decides the meaning of a block's bytes",
     "tierd_backends/s3/options.py:S3Options": "a record: the keys of a table",
-    "tierd/core/slots.py:Slots": "a table: one attribute per column",
+    "tierd/core/l2/slots.py:Slots": "a table: one attribute per column",
     "tierd/daemon/node.py:Node": "it composes the daemon",
-    "tierd/testing/simulation/world.py:World": "the state of a running world",
-    "tierd/testing/simulation/life.py:DaemonIncarnation": "composes the daemon for a simulation",
+    "tierd/testing/simulation/world.py:World": "the state of a world and of its checks",
+    "tierd/testing/simulation/incarnation.py:DaemonIncarnation": "composes a simulated daemon",
 }
 
 MODULES: Final = {
     "tierd/core/host.py": "the facade of the core",
     "tierd/daemon/node.py": "it composes the daemon",
-    "tierd/testing/simulation/life.py": "it composes the daemon for a simulation",
-    "tierd/testing/simulation/run.py": "it composes a world",
+    "tierd/testing/simulation/incarnation.py": "it composes the daemon for a simulation",
     "tierd_connectors/vllm/connector.py": "it composes the connector",
 }
 
-FOLDERS: Final = {"tierd/core": "one file for each idea of the core"}
+FOLDERS: Final[Mapping[str, str]] = {}
 
 Budget = tuple[Callable[[], Mapping[str, int]], Mapping[str, str]]
 BUDGETS: Final[Mapping[str, Budget]] = {

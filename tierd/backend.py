@@ -233,7 +233,7 @@ class Backend(ABC):
 
     A `namespace` is a scope here, SCOPE_BYTES that mean nothing to a backend. Marks are short
     texts of MARK_CHARS that it keeps beside the blocks, and never drops by itself: they say which
-    scopes hold good (`tierd.core.epochs`).
+    scopes hold good (`tierd.core.l3.epochs`).
     """
 
     Options: ClassVar[type[msgspec.Struct]]

@@ -16,7 +16,7 @@ import redis
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import LEAST_RIGHTS, PASSWORD, USER, RedisServer
 from tierd.backend import Outcome
-from tierd.core.epochs import Mark, pack_mark
+from tierd.core.l3.epochs import Mark, pack_mark
 from tierd.errors import BackendError
 from tierd.testing.suite import contains, get, make_chain, put
 from tierd_backends.redis import RedisBackend

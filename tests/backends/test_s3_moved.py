@@ -15,7 +15,7 @@ from tests.support.servers.fake_s3 import FakeS3, Request, error, reply, running
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.s3 import Rclone, S3Server, SeaweedFS
 from tierd.backend import HEADER_BYTES, BlockHeader, Outcome, checksum, pack_header
-from tierd.core.epochs import Mark, pack_mark
+from tierd.core.l3.epochs import Mark, pack_mark
 from tierd.errors import BackendError
 from tierd.testing.suite import SelfNamingBlock, contains, get, make_chain, put
 from tierd.testing.suite import running as opened

@@ -29,7 +29,7 @@ from tierd.cli.common.engine import EngineServer
 from tierd.cli.common.speed import DiskSpeed, disk_speed
 from tierd.cli.main import main
 from tierd.config import PrefetchConfig
-from tierd.core.prefetch import BreakEven, Worth
+from tierd.core.l3.prefetch import BreakEven, Worth
 from tierd.errors import ConfigError
 
 Bench = Callable[..., int]

@@ -16,7 +16,7 @@ import pytest
 from tests.support.traces import BLOCK_TOKENS, trace_lines
 from tierd.cli.main import main
 from tierd.config import Size, StorageConfig, WritePolicy
-from tierd.core.writes import RATE_BURST_S
+from tierd.core.l3.writes import RATE_BURST_S
 from tierd.eviction import L2_DEFAULT, POLICIES, STORAGE_DEFAULT
 from tierd.replay.optimal import belady, ideal
 from tierd.replay.simulate import ReplayResult, Setup, simulate

@@ -1,4 +1,4 @@
-"""Hints: what is kept, for how long and how much of it; what goes first; and who may say so."""
+"""Hints: kept blocks, their times and quota; demoted blocks; and the messages of clients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tierd.client import HINT_MS_MAX, Client
 from tierd.core import hints as hints_module
 from tierd.core.hints import HIGH_PRIORITY_S, HintedNamespace, Hints, PrefixHint, Priority
 from tierd.core.host import HostTier
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted
-from tierd.core.space import Space
 from tierd.eviction import POLICIES, make_policy
 from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import Reuse
@@ -34,7 +34,7 @@ NOW = 5 * S
 
 
 class Scene:
-    """A host tier of 64 slots, whose quota is 16 blocks, and a clock of its own."""
+    """A host tier of 64 slots with a quota of 16 blocks, and its clock."""
 
     def __init__(self, *models: str, pin_max_s: int = 3600) -> None:
         hints = Hints(QUOTA * PAGE, pin_max_s)
@@ -86,7 +86,7 @@ def pin(seconds: float) -> PrefixHint:
     return PrefixHint(pin_ms=int(seconds * 1000))
 
 
-# --- what is kept -----------------------------------------------------------------------
+# --- kept blocks ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def pin(seconds: float) -> PrefixHint:
     ],
     ids=["pin", "next use", "high", "pin and later use", "longer pin"],
 )
-def test_a_prefix_is_kept_for_its_time_and_no_longer(hint: PrefixHint, seconds: int) -> None:
-    """A system prompt that was pinned would be computed again after a rush, or stay for ever."""
+def test_prefix_is_kept_until_its_time_is_over(hint: PrefixHint, seconds: int) -> None:
+    """A pinned system prompt would be computed again after a rush, or stay forever."""
     scene = Scene()
     hashes = scene.store("pinned")
     other = scene.store("other")
@@ -119,8 +119,8 @@ def test_a_prefix_is_kept_for_its_time_and_no_longer(hint: PrefixHint, seconds: 
     assert not any(scene.here(hashes))
 
 
-def test_beyond_the_quota_nothing_is_kept_and_what_is_has_no_hole() -> None:
-    """One user would take all of L2, or the kept part of a prefix would begin with a gap."""
+def test_quota_cuts_the_kept_prefix_without_a_hole() -> None:
+    """One user would take all of L2, or the kept part of a prefix would start with a gap."""
     scene = Scene()
     hashes = scene.store("long", QUOTA + 5)
     scene.hint(hashes, pin(100))
@@ -134,8 +134,8 @@ def test_beyond_the_quota_nothing_is_kept_and_what_is_has_no_hole() -> None:
     assert not any(scene.here(more))
 
 
-def test_what_expires_leaves_room_for_others() -> None:
-    """After an hour of pins no pin would be granted any more."""
+def test_expired_pins_free_their_quota() -> None:
+    """After an hour of pins, no further pin would be granted."""
     scene = Scene()
     scene.hint(scene.store("first", QUOTA), pin(10))
     scene.sleep(12)
@@ -145,8 +145,8 @@ def test_what_expires_leaves_room_for_others() -> None:
     assert all(scene.here(second))
 
 
-def test_pinning_again_prolongs_and_costs_nothing() -> None:
-    """A client that renews its pin would use the quota up, or be cut short by a second user."""
+def test_repeated_pin_extends_without_using_quota() -> None:
+    """A client that renews its pin would use up the quota, or another user's pin shorten it."""
     scene = Scene()
     hashes = scene.store("renewed", QUOTA)
     scene.hint(hashes, pin(50))
@@ -162,15 +162,15 @@ def test_pinning_again_prolongs_and_costs_nothing() -> None:
     assert not any(scene.here(hashes))
 
 
-def test_no_pin_outlasts_the_longest_time() -> None:
-    """One request that asks for a year would hold the quota until the daemon is restarted."""
+def test_pin_time_is_bounded() -> None:
+    """A request to pin for a year would hold its quota until the daemon is restarted."""
     scene = Scene(pin_max_s=60)
     scene.hint(scene.store("year"), PrefixHint(pin_ms=HINT_MS_MAX, next_use_ms=(1 << 63) - 1))
     scene.sleep(62)
     assert scene.host.hints.kept_bytes == 0
 
 
-def test_guesses_leave_half_of_the_quota_to_pins() -> None:
+def test_next_use_hints_leave_half_of_the_quota_to_pins() -> None:
     """Every request's likely next use would fill the quota, and no pin would be granted."""
     scene = Scene()
     scene.hint(scene.store("guess", QUOTA), PrefixHint(next_use_ms=100_000))
@@ -183,24 +183,24 @@ def test_guesses_leave_half_of_the_quota_to_pins() -> None:
 
 
 def test_ranks_keep_the_same_prefix() -> None:
-    """A prefix that one rank has lost is of no use, and its pin on the other waste."""
+    """A prefix that one rank has lost is useless, so its pin on the other rank would be wasted."""
     scene = Scene("rank 0", "rank 1")
     for space in scene.spaces:
         hashes = scene.store("ranks", 12, space)
-    # The same namespace twice is one namespace.
+    # A namespace that is named twice counts once.
     scene.hint(hashes, pin(100), *scene.spaces, *scene.spaces)
     kept = [len(scene.host.hints.kept(space.digest)) for space in scene.spaces]
     assert kept == [QUOTA // 2, QUOTA // 2]
     assert scene.count("pins_refused_blocks_total") == 2 * 12 - QUOTA
 
 
-def test_a_namespace_keeps_its_share_and_no_more() -> None:
-    """The engine that pins first would have the quota for itself, and all of its memory pinned."""
+def test_namespace_keeps_at_most_its_share() -> None:
+    """The first engine to pin would take the whole quota and pin all of its own memory."""
     scene = Scene("a", "b")
     first, second = scene.spaces
     scene.flood(first)
     scene.flood(second)
-    # Of 16 segments each has some; none is left that nobody has.
+    # Each namespace has some of the 16 segments, and all are allocated.
     share = QUOTA * first.live_segments * first.segment_bytes // scene.host.capacity_bytes
     assert 0 < share < QUOTA
     scene.hint(scene.store("mine", QUOTA, first), pin(100), first)
@@ -209,8 +209,8 @@ def test_a_namespace_keeps_its_share_and_no_more() -> None:
     assert len(scene.host.hints.kept(second.digest)) == 2
 
 
-def test_a_pin_may_come_before_its_blocks() -> None:
-    """A request's last blocks are stored after it has ended, when its hint is here already."""
+def test_pin_may_come_before_its_blocks() -> None:
+    """A request's last blocks are stored after its end, when its hint has already arrived."""
     scene = Scene()
     hashes, _ = blocks.chain(6, "late")
     scene.hint(hashes, pin(100))
@@ -220,8 +220,8 @@ def test_a_pin_may_come_before_its_blocks() -> None:
     assert all(scene.here(hashes))
 
 
-def test_a_pin_of_a_tail_does_not_keep_what_it_hangs_on() -> None:
-    """Pinning the last block of each of many long prefixes would keep all of L2 for one quota."""
+def test_pin_of_a_tail_does_not_keep_its_ancestors() -> None:
+    """Pinning only the last blocks of many long prefixes would keep all of L2 on a small quota."""
     scene = Scene()
     hashes = scene.store("deep", 12)
     scene.hint(hashes[-1:], pin(100))
@@ -230,7 +230,7 @@ def test_a_pin_of_a_tail_does_not_keep_what_it_hangs_on() -> None:
 
 
 def test_pins_outlive_leases_and_sessions() -> None:
-    """A pin by an engine that restarts would be lost just when its cache is needed."""
+    """An engine that restarts would lose its pins just when it needs its cache."""
     scene = Scene()
     hashes = scene.store("restart")
     scene.hint(hashes, pin(100))
@@ -242,7 +242,7 @@ def test_pins_outlive_leases_and_sessions() -> None:
 
 
 def test_pins_never_stop_stores() -> None:
-    """An engine that lent its memory away, all but what is pinned, could store nothing."""
+    """An engine that has lent all memory except its pinned blocks could store nothing."""
     scene = Scene("a")
     scene.flood()
     hashes = scene.store("pinned", QUOTA)
@@ -261,8 +261,8 @@ def test_pins_never_stop_stores() -> None:
     assert scene.host.allocated_bytes <= scene.host.capacity_bytes
 
 
-def test_pins_give_way_where_nothing_else_is_left() -> None:
-    """With every slot pinned a reservation would find none, until the pins expire."""
+def test_pins_end_when_only_pinned_blocks_are_left() -> None:
+    """With every slot pinned, a reservation would fail until the pins expire."""
     hints = Hints(8 * PAGE)
     host = HostTier(8 * PAGE, 4 * PAGE, hints, "lru")
     space = host.open_space(blocks.namespace(PAGE))
@@ -282,8 +282,8 @@ def test_pins_give_way_where_nothing_else_is_left() -> None:
     host.check()
 
 
-def test_expiry_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quota's worth of pins that end at once would hold the loop for a tenth of a second."""
+def test_expiry_is_bounded_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full quota of pins that end at once would block the event loop for a tenth of a second."""
     monkeypatch.setattr(hints_module, "EXPIRED_AT_ONCE", 3)
     hints = Hints(1 << 20)
     hashes, _ = blocks.chain(10)
@@ -296,7 +296,7 @@ def test_expiry_is_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes of blocks that never come would take memory that no quota counts."""
+    """Hashes of blocks that are never stored would take memory that no quota counts."""
     monkeypatch.setattr(hints_module, "KEPT_MAX", 7)
     hints = Hints(1 << 40)
     hashes, _ = blocks.chain(10)
@@ -305,7 +305,7 @@ def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     hints.check()
 
 
-# --- what goes first --------------------------------------------------------------------
+# --- demoted blocks ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,22 +313,22 @@ def test_the_number_of_kept_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     [PrefixHint(session_ended=True), PrefixHint(priority=Priority.LOW)],
     ids=["ended", "low"],
 )
-def test_what_nobody_needs_goes_first(hint: PrefixHint) -> None:
-    """Sessions that go on would lose their blocks to one that has ended, and was used last."""
+def test_demoted_blocks_are_evicted_first(hint: PrefixHint) -> None:
+    """Active sessions would lose their blocks to a session that has ended but was used last."""
     scene = Scene()
     kept = [scene.store(number) for number in range(12)]
     over = scene.store("over", 16)
     scene.hint(over, hint)
     for number in range(4):
         scene.store(f"new {number}")
-        # From its end: what is left of it is still a prefix.
+        # Evicted from its end: the rest is still a prefix.
         assert scene.here(over) == [True] * (12 - 4 * number) + [False] * (4 + 4 * number)
     assert all(all(scene.here(hashes)) for hashes in kept)
     assert scene.count("demoted_blocks_total") == 16
 
 
-def test_what_others_hang_on_stays() -> None:
-    """The end of one session would take the system prompt of all others with it."""
+def test_shared_ancestors_of_demoted_blocks_stay() -> None:
+    """The end of one session would evict the system prompt of all others."""
     scene = Scene()
     prompt = scene.store("prompt", 4)
     ends = [blocks.chain(4, name)[0] for name in ("first", "second")]
@@ -344,8 +344,8 @@ def test_what_others_hang_on_stays() -> None:
     assert all(scene.here([*prompt, *ends[1], *fill[-1]]))
 
 
-def test_who_comes_back_is_not_sent_away_again() -> None:
-    """A user who returns to a session that was called over would never have a cache again."""
+def test_use_cancels_a_demotion() -> None:
+    """A user who returns to an ended session would never have a cache again."""
     scene = Scene()
     over = scene.store("over", 4)
     scene.hint(over, PrefixHint(session_ended=True))
@@ -359,8 +359,8 @@ def test_who_comes_back_is_not_sent_away_again() -> None:
     assert all(scene.here(over))
 
 
-def test_a_session_may_end_before_its_last_blocks_are_stored() -> None:
-    """The end of each session would stay, and outlive what it hangs on in worth."""
+def test_session_may_end_before_its_last_blocks_are_stored() -> None:
+    """The last blocks of each session would stay longer than their more valuable ancestors."""
     scene = Scene()
     scene.store("over", 8)
     hashes, _ = blocks.chain(12, "over")
@@ -373,8 +373,8 @@ def test_a_session_may_end_before_its_last_blocks_are_stored() -> None:
     assert all(all(scene.here(chain)) for chain in kept)
 
 
-def test_what_is_kept_and_to_go_first_is_kept() -> None:
-    """One user's end of session would undo another one's pin of the same prompt."""
+def test_pin_wins_over_a_demotion() -> None:
+    """One user's end of a session would undo another user's pin of the same prompt."""
     scene = Scene()
     hashes = scene.store("both")
     scene.hint(hashes, pin(100))
@@ -388,8 +388,8 @@ def test_what_is_kept_and_to_go_first_is_kept() -> None:
     assert not any(scene.here(hashes))
 
 
-def test_blocks_that_are_leased_do_not_go_first_either() -> None:
-    """A block would be reused under a copy because its session has ended."""
+def test_demoted_blocks_are_not_evicted_while_leased() -> None:
+    """A block would be evicted during a copy because its session has ended."""
     scene = Scene()
     hashes = scene.store("leased")
     slots = scene.host.prefix(scene.space, hashes)
@@ -402,8 +402,8 @@ def test_blocks_that_are_leased_do_not_go_first_either() -> None:
     assert not all(scene.here(hashes))
 
 
-def test_memory_of_what_goes_first_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashes of blocks that never come would be remembered for ever."""
+def test_number_of_remembered_demotions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of blocks that are never stored would be remembered forever."""
     monkeypatch.setattr("tierd.chain.DEMOTED_MAX", 16)
     chain = ChainIndex()
     for number in range(20):
@@ -415,8 +415,8 @@ def test_memory_of_what_goes_first_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_passes_over_what_is_kept(name: str) -> None:
-    """A policy that keeps its own order would evict pins, or never offer them again."""
+def test_every_policy_spares_kept_blocks(name: str) -> None:
+    """A policy with its own order would evict pinned blocks, or never offer them again."""
     chain = ChainIndex(make_policy(name, 64, Reuse()))
     kept = dict.fromkeys(blocks.chain(4, "kept")[0])
     chain.kept = kept
@@ -440,8 +440,8 @@ def test_every_policy_passes_over_what_is_kept(name: str) -> None:
     chain.check()
 
 
-def test_what_moves_takes_its_hints_along() -> None:
-    """A block that another namespace's need moved would lose its pin, or never go again."""
+def test_moved_blocks_keep_their_hints() -> None:
+    """A block moved to another segment would lose its pin, or never be evicted."""
     chain = ChainIndex()
     kept = dict.fromkeys(blocks.chain(2, "kept")[0])
     chain.kept = kept
@@ -473,7 +473,7 @@ class HintsAtRandom(RuleBasedStateMachine):
         self.fresh = 0
 
     def chain(self, number: int, count: int) -> tuple[list[bytes], list[bytes]]:
-        """Chains 4 to 7 hang on the middle of chains 0 to 3."""
+        """Chains 4 to 7 branch off the middle of chains 0 to 3."""
         hashes, parents = blocks.chain(8, number % 4)
         if number >= 4:
             tail, below = blocks.chain(4, number)
@@ -572,8 +572,8 @@ def pinned_bytes(client: Client) -> int:
 
 
 @pytest.mark.slow
-def test_a_pin_holds_in_a_real_daemon_until_it_ends(tmp_path: Path) -> None:
-    """A hint would be lost between client and L2, or its end never be noticed."""
+def test_pin_holds_in_a_real_daemon_until_it_ends(tmp_path: Path) -> None:
+    """A hint would be lost between client and L2, or its end go unnoticed."""
     size = 64 << 10
     with DaemonProcess(tmp_path, capacity="8MiB", storage="pin_share = 0.1\n") as daemon:
         client = daemon.client()
@@ -623,8 +623,8 @@ def test_a_pin_holds_in_a_real_daemon_until_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pin_ends_in_a_real_daemon(tmp_path: Path) -> None:
-    """What was pinned once would count against the quota until the daemon is restarted."""
+def test_pin_expires_in_a_real_daemon(tmp_path: Path) -> None:
+    """Expired pins would count against the quota until the daemon is restarted."""
     with DaemonProcess(tmp_path, capacity="8MiB", storage="") as daemon:
         client = daemon.client()
         try:
@@ -638,8 +638,8 @@ def test_a_pin_ends_in_a_real_daemon(tmp_path: Path) -> None:
             client.close()
 
 
-def test_hints_without_a_daemon_are_nothing(tmp_path: Path) -> None:
-    """An engine would fail, or wait, to say something that nobody hears."""
+def test_hints_without_a_daemon_do_nothing(tmp_path: Path) -> None:
+    """An engine would fail or wait to send a hint that no daemon receives."""
     client = Client(str(tmp_path / "nobody.sock"))
     handle = client.register(blocks.namespace())
     client.hint([handle], blocks.chain(3)[0], pin_ms=1000)
@@ -660,10 +660,10 @@ def test_hints_without_a_daemon_are_nothing(tmp_path: Path) -> None:
     ],
     ids=["no handle", "unknown", "too many", "cut", "too long", "priority"],
 )
-def test_a_wrong_hint_ends_its_own_session(
+def test_invalid_hint_ends_only_its_own_session(
     hints_daemon: DaemonProcess, hint: m.Hint, reason: str
 ) -> None:
-    """What no client of ours sends would be believed, or end more than its session."""
+    """An invalid hint would be accepted, or end other sessions as well."""
     client, other = hints_daemon.client(), hints_daemon.client()
     try:
         handle = client.register(blocks.namespace())
@@ -684,6 +684,6 @@ def test_a_wrong_hint_ends_its_own_session(
 
 @pytest.fixture(scope="module")
 def hints_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon that several tests may annoy."""
+    """A daemon shared by the tests that send invalid hints."""
     with DaemonProcess(tmp_path_factory.mktemp("hints"), capacity="8MiB", storage="") as daemon:
         yield daemon

@@ -1,4 +1,4 @@
-"""The states of slots, reservations and leases, and the tables that say what moves them."""
+"""The states of slots, reservations and leases, and the tables of their transitions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hypothesis.stateful import (
 from tests.support import blocks
 from tierd.core.effects import Effect, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.slots import Adopted, Slots
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.slots import Adopted, Slots
-from tierd.core.space import Space
 from tierd.core.states import (
     LEASES,
     RESERVATIONS,
@@ -35,7 +35,7 @@ from tierd.core.states import (
     SlotState,
     step,
 )
-from tierd.testing.simulation.transitions import Seen, states_of, watched
+from tierd.testing.transitions import Seen, states_of, watched
 
 PAGE = 4096
 PER = 4
@@ -53,7 +53,7 @@ def checksum_of(block_hash: bytes) -> bytes:
 
 
 class Events(RuleBasedStateMachine):
-    """Whatever anybody may send to a HostTier, in any order."""
+    """All calls of a HostTier, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Events(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_every_step_is_in_a_table_and_every_row_is_reached() -> None:
-    """The tables would be a wish, or rows of them stand for nothing."""
+    """The core could take steps that the tables lack, or the tables have rows that never occur."""
     SEEN.clear()
     run_state_machine_as_test(
         Events,
@@ -234,8 +234,8 @@ def test_every_step_is_in_a_table_and_every_row_is_reached() -> None:
     assert SEEN.keys() - rows == set()
 
 
-def test_a_step_that_no_table_has_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch would pass whatever the core does."""
+def test_step_missing_in_the_tables_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check would pass whatever the core does."""
 
     def settle_all(self: Slots, slots: list[int]) -> list[int]:
         for slot in slots:
@@ -259,7 +259,7 @@ def test_a_step_that_no_table_has_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
         events.teardown()
 
 
-def test_no_table_lets_an_end_be_followed_by_anything() -> None:
+def test_end_states_have_no_events() -> None:
     """A reservation that has ended would publish a block a second time."""
     for table, first in ((RESERVATIONS, ReservationState.OPEN), (LEASES, LeaseState.HELD)):
         assert {state for state, _ in table} == {first}
@@ -267,7 +267,7 @@ def test_no_table_lets_an_end_be_followed_by_anything() -> None:
         step(RESERVATIONS, ReservationState.COMMITTED, ReservationEvent.ABORT)
 
 
-def test_what_holds_a_block_is_never_handed_out() -> None:
+def test_only_free_slots_are_reserved() -> None:
     """A client would write into a block that another one reads."""
     to_writing = {state for (state, _), after in SLOTS.items() if after is SlotState.WRITING}
     assert to_writing == {SlotState.FREE}

@@ -27,8 +27,8 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.client import Client, Handle
 from tierd.clock import SystemClock
 from tierd.config import PrefetchConfig, StorageConfig
-from tierd.core.epochs import Mark, pack_mark, scope_of
 from tierd.core.host import HostTier
+from tierd.core.l3.epochs import Mark, pack_mark, scope_of
 from tierd.daemon.l2.ending import SPACES_MAX
 from tierd.daemon.l3.promotion import Waiter
 from tierd.daemon.l3.tier import StorageTier, opened

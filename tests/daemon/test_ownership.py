@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from tierd.core.evictions import Evictions
-from tierd.core.finding import BlockFinder
 from tierd.core.hints import Hints
 from tierd.core.host import HostTier
-from tierd.core.leases import Leases
-from tierd.core.reservations import Reservations
-from tierd.core.room import Room
-from tierd.core.segments import Segments
-from tierd.core.slots import Slots
-from tierd.core.space import Space
-from tierd.core.storing import Storing
-from tierd.core.tier_bits import TierBits
+from tierd.core.l2.evictions import Evictions
+from tierd.core.l2.finding import BlockFinder
+from tierd.core.l2.leases import Leases
+from tierd.core.l2.reservations import Reservations
+from tierd.core.l2.room import Room
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.slots import Slots
+from tierd.core.l2.space import Space
+from tierd.core.l2.storing import Storing
+from tierd.core.l2.tier_bits import TierBits
 from tierd.daemon.node import Node
 
 ROOT = Path(__file__).parents[2] / "tierd"

@@ -20,7 +20,7 @@ from tests.support.tiers.scene import table
 from tierd.backend import Backend
 from tierd.cli.common.break_even import Model
 from tierd.config import backend_options, parse
-from tierd.core.sharing import segment_bytes
+from tierd.core.l2.sharing import segment_bytes
 from tierd.daemon.http.metrics import METRICS
 from tierd.daemon.jobs.hotset import STOP_S
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX

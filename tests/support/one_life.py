@@ -14,7 +14,7 @@ from tierd.backend import checksum
 from tierd.clock import Clock, SystemClock
 from tierd.config import StorageConfig
 from tierd.core.host import HostTier
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
 from tierd.daemon.l2.verification import Verification

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.simulation.tables import run_tables, simulate_everything
-from tierd.core.epochs import Epochs
+from tierd.core.l3.epochs import Epochs
 from tierd.daemon.l3.renewal import Renewal
 from tierd.memory.past import IncarnationPage
 from tierd.testing.loop import SimulationError

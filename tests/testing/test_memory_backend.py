@@ -75,7 +75,7 @@ RACES = [
 def test_conforms_in_simulation(
     seed: int, race: Callable[[SlowMemory, Backend], Awaitable[None]]
 ) -> None:
-    """Without waits inside its calls the fake would pass the suite and hide what races do."""
+    """Without waits inside its calls the simulated tier would pass the suite and hide races."""
 
     async def scenario(loop: SimulationLoop) -> None:
         backend = MemoryBackend(plan=SlowMemory.plan, seed=seed)
@@ -104,7 +104,7 @@ def test_keeps_its_bounds_in_simulation(
 
 
 def test_close_waits_for_calls_in_flight() -> None:
-    """Closing would tear memory away from calls in flight."""
+    """Closing would free memory that calls in flight still use."""
 
     async def suite(loop: SimulationLoop) -> None:
         backend = MemoryBackend(plan=SlowMemory.plan)
@@ -127,8 +127,8 @@ def test_close_waits_for_calls_in_flight() -> None:
     run_simulation(1, scenario)
 
 
-async def test_a_truncated_block_is_corrupt_in_a_slot_that_held_it_before() -> None:
-    """Whether damage is found would depend on what lay in the slot."""
+async def test_truncated_block_is_corrupt_even_if_the_slot_has_its_end() -> None:
+    """Detection of damage would depend on the slot's previous content."""
     [block] = chain_of(1)
     async with faulty(NO_FAULTS, [block]) as backend:
         header, payload = backend.blocks[block.key]
@@ -140,8 +140,8 @@ async def test_a_truncated_block_is_corrupt_in_a_slot_that_held_it_before() -> N
         assert result.outcome is Outcome.CORRUPT
 
 
-async def test_blocks_mixed_up_while_closed_are_not_admitted() -> None:
-    """Their parents are each other's: eviction and scan would work on a false chain."""
+async def test_blocks_swapped_while_closed_are_not_admitted() -> None:
+    """Two blocks would be each other's parents: eviction and scan would work on a false chain."""
     chain = chain_of(3)
     async with faulty(NO_FAULTS, chain) as backend:
         blocks = backend.blocks
@@ -155,8 +155,8 @@ async def test_blocks_mixed_up_while_closed_are_not_admitted() -> None:
     await again.close()
 
 
-async def test_what_is_used_is_evicted_last() -> None:
-    """The fake would lose other blocks than a real tier in the same simulation."""
+async def test_used_blocks_are_evicted_last() -> None:
+    """The simulated tier would lose other blocks than a real one."""
     blocks = [make_block(f"use {number}", ROOT, BLOCK_BYTES) for number in range(5)]
     backend = MemoryBackend(3 * (BLOCK_BYTES + HEADER_BYTES))
     await backend.open()
@@ -171,8 +171,8 @@ async def test_what_is_used_is_evicted_last() -> None:
     await backend.close()
 
 
-async def test_a_refused_parent_takes_its_tail_with_it() -> None:
-    """A prefix would be stored with a hole, which no request can use."""
+async def test_children_of_a_refused_parent_are_refused() -> None:
+    """A prefix would be stored with a hole, so that no request can use its end."""
     parent = make_block("large", ROOT, 4 * BLOCK_BYTES)
     child = make_block("small", parent.key.block_hash, BLOCK_BYTES)
     backend = MemoryBackend(3 * BLOCK_BYTES)
@@ -208,7 +208,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("fault", DAMAGE)
 async def test_damage_is_found_and_dropped(fault: InjectedFault) -> None:
-    """A simulation of bit rot would serve wrong bytes itself, or rot that nobody notices."""
+    """The simulated tier would return wrong bytes itself, or its damage would have no effect."""
     chain = chain_of(4)
     async with faulty(FaultPlan({fault: 1.0}), chain) as backend:
         outcomes = await get(backend, chain[:1])
@@ -223,8 +223,8 @@ async def test_damage_is_found_and_dropped(fault: InjectedFault) -> None:
         assert rest.count(Outcome.HIT) == 3 - swapped
 
 
-def test_a_cancelled_read_may_write_until_it_returns_and_not_after() -> None:
-    """A caller that reuses a slot when it gives up, not when the call ended, would pass."""
+def test_cancelled_read_may_write_until_it_returns() -> None:
+    """A caller that reuses a slot on cancelling, not at the end of the call, would pass."""
 
     async def scenario(loop: SimulationLoop) -> bool:
         slots = CanarySlots(1, SLOT_BYTES)
@@ -249,8 +249,8 @@ def test_a_cancelled_read_may_write_until_it_returns_and_not_after() -> None:
 
 
 @pytest.mark.parametrize("wait_s", [0.004, 0.5])
-def test_a_slot_reused_during_a_write_is_counted(wait_s: float) -> None:
-    """A backup from a slot that already belongs to another block would only show at a restart."""
+def test_slot_reused_during_a_write_is_counted(wait_s: float) -> None:
+    """A backup from a slot that was already reused would only show after a restart."""
 
     async def scenario(loop: SimulationLoop) -> tuple[int, list[Outcome]]:
         [block] = chain_of(1)
@@ -298,7 +298,7 @@ async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
             try:
                 await asyncio.wait_for(call, loop.random.choice((0.005, 0.2)))
             except (BackendError, TimeoutError):
-                # Nobody writes into a slot after the call ended.
+                # No call writes into a slot after its end.
                 for slot in range(8):
                     slots.blank(slot)
                 await asyncio.sleep(0.1)
@@ -326,8 +326,8 @@ async def mayhem(loop: SimulationLoop) -> tuple[dict[str, int], int]:
 
 
 @pytest.mark.slow
-def test_mayhem_repeats_and_leaves_every_block_right() -> None:
-    """A HIT with wrong bytes from the fake itself would send everybody on a false chase."""
+def test_random_faults_repeat_and_leave_blocks_intact() -> None:
+    """Wrong bytes caused by the simulated tier itself would look like a bug of the daemon."""
     struck = Counter[str]()
     for seed in range(10):
         counters, _ = run_simulation(seed, mayhem)
@@ -336,8 +336,8 @@ def test_mayhem_repeats_and_leaves_every_block_right() -> None:
     assert run_simulation(3, mayhem) == run_simulation(3, mayhem)
 
 
-async def test_a_closed_tier_answers_nothing() -> None:
-    """A call after the close would bring a dead tier back to life."""
+async def test_closed_tier_refuses_calls() -> None:
+    """A call after the close would reopen a dead tier."""
     backend = MemoryBackend()
     with pytest.raises(BackendError, match="not open"):
         await get(backend, chain_of(1))
@@ -348,7 +348,7 @@ async def test_a_closed_tier_answers_nothing() -> None:
 
 
 def test_options() -> None:
-    """A capacity of nothing would be a tier that refuses everything, in silence."""
+    """A capacity of 0 would silently make a tier that refuses every block."""
     assert MemoryBackend.from_options(MemoryOptions(capacity=7)).stats().capacity_bytes == 7
     assert MemoryBackend.from_options(MemoryOptions()).stats().capacity_bytes == 0
     with pytest.raises(ConfigError, match="capacity is 0"):

@@ -1,4 +1,4 @@
-"""The simulation loop: repeatable, on virtual time, and honest about what hangs."""
+"""The simulation loop: repeatable, on virtual time, and clear about tasks that hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expect_value_error() -> Iterator[None]:
 
 
 async def crowd(loop: SimulationLoop, tasks: int) -> list[tuple[int, int, int]]:
-    """Tasks that sleep, yield, queue for a lock and use threads; who did what when."""
+    """Run tasks that sleep, yield, wait for a lock and use threads; return their event log."""
     trace: list[tuple[int, int, int]] = []
     lock = asyncio.Lock()
 
@@ -68,8 +68,8 @@ async def crowd(loop: SimulationLoop, tasks: int) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_its_run_of_5000_tasks() -> None:
-    """A failure found by simulation could not be run again."""
+def test_seed_repeats_a_run_of_5000_tasks() -> None:
+    """A failure found by simulation could not be reproduced."""
     first = run_simulation(1, lambda loop: crowd(loop, 5_000))
     assert len(first) > 10_000
     assert run_simulation(1, lambda loop: crowd(loop, 5_000)) == first
@@ -77,8 +77,8 @@ def test_a_seed_repeats_its_run_of_5000_tasks() -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_in_a_process_with_other_string_hashes() -> None:
-    """A seed reported by CI would pass on the developer's machine."""
+def test_seed_repeats_with_other_string_hashes() -> None:
+    """A seed that fails in CI would pass on the developer's machine."""
     program = (
         "import hashlib, tests.testing.test_sim_loop as t\n"
         "trace = t.run_simulation(5, lambda loop: t.crowd(loop, 300))\n"
@@ -94,7 +94,7 @@ def test_a_seed_repeats_in_a_process_with_other_string_hashes() -> None:
 
 
 def test_aborting_a_task_group_repeats() -> None:
-    """Task sets are ordered by address: every run would cancel in another order."""
+    """Sets of tasks are ordered by address: each run would cancel in another order."""
 
     async def scenario(loop: SimulationLoop) -> list[int]:
         ended: list[int] = []
@@ -139,8 +139,8 @@ async def lost_update(loop: SimulationLoop) -> int:
     return total
 
 
-def test_shuffling_finds_a_race_that_first_in_first_out_hides() -> None:
-    """Simulated seeds would all run the one order that happens to work."""
+def test_shuffling_finds_a_race_hidden_by_first_in_first_out() -> None:
+    """All seeds would run the callbacks in the one order that happens to work."""
     assert {run_simulation(seed, lost_update, shuffle=False) for seed in SEEDS} == {2}
     assert {run_simulation(seed, lost_update) for seed in SEEDS} == {1, 2}
 
@@ -160,8 +160,8 @@ def test_without_shuffling_callbacks_keep_their_order() -> None:
     assert sorted(run_simulation(0, scenario)) == list(range(20))
 
 
-def test_sets_of_futures_repeat_their_order() -> None:
-    """asyncio.wait hands out sets: whoever walks them would act in another order each run."""
+def test_sets_of_futures_have_a_repeatable_order() -> None:
+    """asyncio.wait returns sets: iterating over them would give another order in each run."""
 
     async def scenario(loop: SimulationLoop) -> list[int]:
         futures: dict[asyncio.Future[None], int]
@@ -175,8 +175,8 @@ def test_sets_of_futures_repeat_their_order() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_a_cancelled_callback_is_not_run() -> None:
-    """A cancelled wake-up would still come: a deadline after the answer."""
+def test_cancelled_callback_is_not_run() -> None:
+    """A cancelled wake-up would still run, such as a deadline after the answer."""
 
     async def scenario(loop: SimulationLoop) -> list[str]:
         ran: list[str] = []
@@ -191,8 +191,8 @@ def test_a_cancelled_callback_is_not_run() -> None:
     assert run_simulation(0, scenario) == ["safe"]
 
 
-def test_time_jumps_and_adds_up() -> None:
-    """Two simulated months of heartbeats would take two months, or drift from its own deadlines."""
+def test_virtual_time_jumps_and_adds_up() -> None:
+    """Two simulated months of heartbeats would take two months, or drift from their deadlines."""
 
     async def scenario(loop: SimulationLoop) -> int:
         clock: Clock = VirtualClock(loop)
@@ -209,8 +209,8 @@ def test_time_jumps_and_adds_up() -> None:
     assert took_ns == (100 + 60 * 86_400) * 10**9
 
 
-def test_timeouts_fire_at_their_virtual_instant() -> None:
-    """Deadlines, the heart of every promise, would be tested by waiting for them."""
+def test_timeouts_fire_at_their_virtual_time() -> None:
+    """Deadlines could only be tested by waiting for them."""
 
     async def scenario(loop: SimulationLoop) -> None:
         with pytest.raises(TimeoutError):
@@ -230,8 +230,8 @@ def test_timeouts_fire_at_their_virtual_instant() -> None:
         run_simulation(seed, scenario)
 
 
-def test_a_deadlock_names_who_waits_and_where() -> None:
-    """A lost wake-up would show as a test that hangs, with nothing to go by."""
+def test_deadlock_names_pending_tasks_and_their_lines() -> None:
+    """A lost wake-up would show as a test that hangs without any information."""
 
     async def scenario(loop: SimulationLoop) -> None:
         event = asyncio.Event()
@@ -246,8 +246,8 @@ def test_a_deadlock_names_who_waits_and_where() -> None:
         run_simulation(0, scenario)
 
 
-def test_an_endless_run_is_stopped() -> None:
-    """A livelock with a timer is no deadlock; it would spin until CI kills the job."""
+def test_endless_run_is_stopped() -> None:
+    """A livelock with a timer is not a deadlock; it would spin until CI kills the job."""
 
     async def scenario(loop: SimulationLoop) -> None:
         while True:
@@ -264,8 +264,8 @@ def test_an_endless_run_is_stopped() -> None:
         run_simulation(0, rare)
 
 
-def test_a_failure_says_its_seed() -> None:
-    """Nobody could tell which of ten thousand seeds failed."""
+def test_failure_names_its_seed() -> None:
+    """The seed that failed would be unknown among ten thousand."""
 
     async def scenario(loop: SimulationLoop) -> None:
         await asyncio.sleep(1.5)
@@ -278,8 +278,8 @@ def test_a_failure_says_its_seed() -> None:
     assert "1.500000000 s in" in note
 
 
-def test_an_exception_that_nobody_saw_fails_the_run() -> None:
-    """A background task of the daemon would die in silence, and its simulation pass."""
+def test_unretrieved_exception_fails_the_run() -> None:
+    """A background task of the daemon would fail silently, and its simulation pass."""
 
     async def scenario(loop: SimulationLoop) -> None:
         async def failing() -> None:
@@ -296,7 +296,7 @@ def test_an_exception_that_nobody_saw_fails_the_run() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failing_callback_fails_the_run() -> None:
+def test_failing_callback_fails_the_run() -> None:
     """asyncio only logs it: a broken timer callback would go unnoticed."""
 
     async def scenario(loop: SimulationLoop) -> None:
@@ -308,8 +308,8 @@ def test_a_failing_callback_fails_the_run() -> None:
         run_simulation(0, scenario)
 
 
-def test_tasks_that_are_left_end_with_the_run() -> None:
-    """Their finally clauses would run at some garbage collection, in another test."""
+def test_remaining_tasks_end_with_the_run() -> None:
+    """Their finally clauses would run at a later garbage collection, in another test."""
     ended: list[str] = []
     kept: list[asyncio.Task[None]] = []
 
@@ -328,7 +328,7 @@ def test_tasks_that_are_left_end_with_the_run() -> None:
     assert ended == ["background"]
 
 
-def test_a_task_that_outlives_its_cancellation_is_reported() -> None:
+def test_task_that_outlives_its_cancellation_is_reported() -> None:
     """A shutdown that never ends would pass, since the simulation had its result."""
     kept: list[asyncio.Task[None]] = []
 
@@ -346,8 +346,8 @@ def test_a_task_that_outlives_its_cancellation_is_reported() -> None:
         run_simulation(0, scenario)
 
 
-def test_thread_work_runs_inline_later_and_answers_later() -> None:
-    """Code that runs file I/O on threads could not be simulated, or only its happy order."""
+def test_thread_work_runs_later_and_delivers_later() -> None:
+    """Code with file I/O on threads could not be simulated, or only in its simplest order."""
 
     async def scenario(loop: SimulationLoop) -> None:
         ran: list[int] = []
@@ -366,8 +366,8 @@ def test_thread_work_runs_inline_later_and_answers_later() -> None:
     run_simulation(0, scenario)
 
 
-def test_thread_work_overtakes_other_work() -> None:
-    """Simulated threads would finish in the order of their start, which real ones do not."""
+def test_thread_work_may_overtake_other_work() -> None:
+    """Simulated threads would finish in the order of their start, unlike real ones."""
 
     async def scenario(loop: SimulationLoop) -> tuple[int, ...]:
         order: list[int] = []
@@ -377,8 +377,8 @@ def test_thread_work_overtakes_other_work() -> None:
     assert len({run_simulation(seed, scenario) for seed in SEEDS}) > 3
 
 
-def test_one_worker_keeps_its_order() -> None:
-    """A single-threaded executor serialises: the simulation would report races it cannot have."""
+def test_single_worker_keeps_the_order() -> None:
+    """The simulation would report races that a single-threaded executor cannot have."""
 
     async def scenario(loop: SimulationLoop) -> list[int]:
         order: list[int] = []
@@ -393,8 +393,8 @@ def test_one_worker_keeps_its_order() -> None:
         assert run_simulation(seed, scenario, shuffle=False) == list(range(10))
 
 
-def test_cancelling_does_not_stop_a_thread_that_has_begun() -> None:
-    """The nastiest bug of thread I/O, a write into memory given back, would never show."""
+def test_cancelling_does_not_stop_running_thread_work() -> None:
+    """The worst bug of thread I/O, a write into memory that was given back, would never show."""
 
     async def scenario(loop: SimulationLoop) -> list[str]:
         ran: list[str] = []
@@ -424,8 +424,8 @@ def test_thread_work_carries_errors_and_context() -> None:
     run_simulation(0, scenario)
 
 
-def test_a_real_thread_is_refused() -> None:
-    """A run would depend on the operating system's scheduler, and its seed mean nothing."""
+def test_call_from_a_real_thread_is_refused() -> None:
+    """A run would depend on the operating system's scheduler, and its seed would not repeat."""
     caught: list[SimulationError] = []
 
     async def scenario(loop: SimulationLoop) -> None:
@@ -444,7 +444,7 @@ def test_a_real_thread_is_refused() -> None:
 
 
 def test_sockets_are_refused() -> None:
-    """A simulation would wait for the world while its own clock stands still."""
+    """A simulation would wait for real sockets while its own clock stands still."""
 
     async def scenario(loop: SimulationLoop) -> None:
         with pytest.raises(NotImplementedError):
@@ -453,8 +453,8 @@ def test_sockets_are_refused() -> None:
     run_simulation(0, scenario)
 
 
-def test_the_system_clock_is_clock_monotonic() -> None:
-    """A lease's expiry is compared in another process: the epochs must be the same."""
+def test_system_clock_is_clock_monotonic() -> None:
+    """A lease's expiry is compared in another process: both must read the same clock."""
     clock: Clock = SystemClock()
     before_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     assert before_ns <= clock.monotonic_ns() <= time.clock_gettime_ns(time.CLOCK_MONOTONIC)

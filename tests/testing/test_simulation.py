@@ -1,4 +1,4 @@
-"""The daemon's production code in simulated worlds, and proof that their oracles see.
+"""The daemon's production code in simulated worlds, and mutants that the oracles must detect.
 
 One world of a failing run: `TIERD_SIM_SEED=1234 pytest tests/testing/test_simulation.py`.
 """
@@ -26,11 +26,11 @@ from tierd.backend import Backend, BlockHeader, unpack_header
 from tierd.chain import ChainIndex
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
-from tierd.core.finding import Taken
 from tierd.core.host import HostTier
-from tierd.core.leases import Leases, SlotLease
-from tierd.core.reservations import Reservations, SlotReservation
-from tierd.core.space import Space
+from tierd.core.l2.finding import Taken
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.reservations import Reservations, SlotReservation
+from tierd.core.l2.space import Space
 from tierd.core.states import LeaseEvent
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3 import tier as tier_module
@@ -50,7 +50,7 @@ from tierd.testing import backend as backend_module
 from tierd.testing.loop import SimulationError, SimulationLoop, run_simulation
 from tierd.testing.simulation import run as simulation_module
 from tierd.testing.simulation.engine import SimulatedSession
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.incarnation import DaemonIncarnation
 from tierd.testing.simulation.plan import Habits, WorldPlan
 from tierd.testing.simulation.run import simulate
 from tierd.testing.simulation.world import Violation, World
@@ -68,7 +68,7 @@ MUTANT_SEEDS = 200
 
 
 def run(seed: int) -> Counter[str]:
-    """One world; a failure tells how to run it again."""
+    """Run one world; a failure shows how to repeat it."""
     try:
         return simulate(seed).counts
     except BaseException as error:
@@ -99,8 +99,8 @@ def test_worlds(first: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_repeats() -> None:
-    """A failure found in CI could not be found again on a desk."""
+def test_seed_repeats() -> None:
+    """A failure found in CI could not be reproduced elsewhere."""
     program = "from tierd.testing.simulation.run import simulate; print(simulate(7).digest)"
     root = Path(__file__).parents[2]
     digests = {simulate(7).digest, simulate(7).digest}
@@ -113,8 +113,8 @@ def test_a_seed_repeats() -> None:
 
 
 @pytest.mark.slow
-def test_no_descriptor_is_left() -> None:
-    """A daemon or a client would run out of descriptors after some days."""
+def test_no_file_descriptor_leaks() -> None:
+    """A daemon or a client would run out of file descriptors after some days."""
     simulate(0)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -124,11 +124,11 @@ def test_no_descriptor_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- proof that the oracles see ---------------------------------------------------------
+# --- mutants that the oracles must detect -----------------------------------------------
 
 
 def caught(seeds: Sequence[int] = range(MUTANT_SEEDS)) -> str:
-    """What the first world says that notices; fails if none does."""
+    """Return the first violation that a world reports; fail if no world does."""
     for seed in seeds:
         try:
             simulate(seed)
@@ -138,8 +138,8 @@ def caught(seeds: Sequence[int] = range(MUTANT_SEEDS)) -> str:
 
 
 @pytest.mark.slow
-def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracles would miss slots that are reused under a client's copy."""
+def test_lease_that_does_not_hold_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots reused during a client's copy would go undetected."""
 
     def grant(self: Leases, lease: SlotLease) -> None:
         self._held[lease.lease_id] = lease
@@ -159,8 +159,8 @@ def test_a_lease_that_does_not_hold_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the referees would stand between a reused slot and a green run."""
+def test_reader_detects_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the referees would detect a reused slot."""
     grant, take = HostTier.grant, HostTier.take_prefix
 
     def too_long(
@@ -182,9 +182,9 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(HostTier, "grant", too_long)
     monkeypatch.setattr(HostTier, "take_prefix", take_too_long)
     monkeypatch.setattr(
-        "tierd.testing.simulation.life.DaemonIncarnation._check_leases", lambda self: None
+        "tierd.testing.simulation.incarnation.DaemonIncarnation._check_leases", lambda self: None
     )
-    # The next life would wait for such a lease to end.
+    # Otherwise the next incarnation would wait for the end of such a lease.
     monkeypatch.setattr(
         "tierd.daemon.l2.incarnations.Incarnations.leased", lambda self, lease: None
     )
@@ -192,8 +192,8 @@ def test_wrong_bytes_are_seen_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_slots_freed_before_the_client_closed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has not yet seen the end would write into another one's block."""
+def test_slots_freed_before_the_client_closed_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has not yet seen the end would write into another client's block."""
     end = Session._end
 
     def end_and_free(self: Session, error: m.Error) -> None:
@@ -205,7 +205,7 @@ def test_slots_freed_before_the_client_closed_are_seen(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_tier_that_does_not_verify_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_without_verification_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flipped bit on a disk would reach an engine."""
 
     def trusting(
@@ -219,8 +219,8 @@ def test_a_tier_that_does_not_verify_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_release_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine's bug would end another one's lease in the middle of its copy."""
+def test_release_by_another_client_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's bug would end another engine's lease in the middle of its copy."""
     release = HostTier.release
 
     def release_any(self: HostTier, lease_id: int, owner: int) -> bool:
@@ -232,8 +232,8 @@ def test_release_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_commit_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One engine's bug would publish another one's half-written block."""
+def test_commit_by_another_client_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's bug would publish another engine's half-written block."""
     get = Reservations.get
 
     def get_any(self: Reservations, owner: int, reservation_id: int) -> SlotReservation | None:
@@ -245,8 +245,8 @@ def test_commit_by_anybody_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_leases_that_end_early_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Housekeeping would take slots from copies that are on time."""
+def test_leases_that_end_early_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Housekeeping would take slots from copies that are in time."""
     expire = HostTier.expire
     monkeypatch.setattr(HostTier, "expire", lambda self, now_ns: expire(self, now_ns + 10**12))
     seen = caught()
@@ -254,14 +254,14 @@ def test_leases_that_end_early_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-def test_leases_that_never_end_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that die would fill L2 with blocks that nobody may evict."""
+def test_leases_that_never_end_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that crash would fill L2 with blocks that cannot be evicted."""
     monkeypatch.setattr(HostTier, "expire", lambda self, now_ns: 0)
     assert "'leases'" in caught()
 
 
 @pytest.mark.slow
-def test_a_hold_given_back_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hold_released_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease's slot would be evicted once the request that promoted it has ended."""
 
     def close(self: Waiter, host: HostTier) -> None:
@@ -275,23 +275,23 @@ def test_a_hold_given_back_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_an_acquire_without_an_answer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's request would wait for ever for a cancelled lookup."""
+def test_acquire_without_an_answer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's request would wait forever for a cancelled lookup."""
     monkeypatch.setattr(Session, "_acquire_over", lambda self, call, task: None)
     assert "no Acquired" in caught()
 
 
 @pytest.mark.slow
-def test_a_commit_before_the_backup_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that the daemon took on would be gone after an orderly restart."""
+def test_committed_block_is_backed_up_before_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks acknowledged by the daemon would be gone after an orderly restart."""
     monkeypatch.setattr(Node, "drain", lambda self, budget_s: asyncio.sleep(0, 0))
     monkeypatch.setattr(Node, "backlog", lambda self: 0)
     assert re.search("are lost|was lost by a stop", caught())
 
 
 @pytest.mark.slow
-def test_a_slot_that_changes_under_a_backup_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier would store bytes of another block; its checksum would make it a miss, at best."""
+def test_slot_changed_during_a_backup_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier would store another block's bytes; at best its checksum makes that a miss."""
 
     class Unheld:
         def __init__(self, host: HostTier) -> None:
@@ -319,23 +319,23 @@ def test_a_slot_that_changes_under_a_backup_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_segments_announced_late_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client would be given slots that it cannot map, and count a hit as a miss."""
+def test_segments_announced_late_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client would get slots that it cannot map, and count a hit as a miss."""
     monkeypatch.setattr(Session, "_announce", lambda self, space, index, segment: None)
     assert "SEGMENT" in caught()
 
 
 @pytest.mark.slow
-def test_namespaces_that_end_while_slots_are_written_are_seen(
+def test_namespace_that_ends_during_writes_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine would write into memory that nobody counts, and its COMMIT find nothing."""
+    """An engine would write into memory that is not counted, and its COMMIT would fail."""
     monkeypatch.setattr(Space, "is_free", property(lambda space: not space.sessions))
     assert caught()
 
 
-def test_a_client_that_left_does_not_silence_the_next() -> None:
-    """A session that ends while a segment is announced would hide it from the one behind it."""
+def test_ended_session_does_not_hide_segments_from_the_next() -> None:
+    """A session that ends while a segment is announced would hide it from the next session."""
     plan = WorldPlan(
         capacity_bytes=64 * PAGE_BYTES,
         segment_bytes=4 * PAGE_BYTES,
@@ -354,8 +354,8 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
 
     async def scenario(loop: SimulationLoop) -> None:
         world = World(loop, 0, loop.random, network_s=0.001)
-        life = world.life = DaemonIncarnation(world, plan, faulty=False)
-        while not life.accepting:
+        incarnation = world.incarnation = DaemonIncarnation(world, plan, faulty=False)
+        while not incarnation.accepting:
             await asyncio.sleep(0.001)
         links = []
         for name in ("gone", "stays"):
@@ -367,7 +367,7 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
             assert await link.answer(asked, m.Registered)
             links.append((connection, link))
         (gone, gone_link), (_, stays) = links
-        # It has closed, which the daemon has not been told yet.
+        # The client has closed, but the daemon does not know it yet.
         gone.to_daemon.pause(True)
         gone_link.close(torn=False)
         hashes, parents = make_chain(16)
@@ -379,14 +379,14 @@ def test_a_client_that_left_does_not_silence_the_next() -> None:
         assert world.violation is None
         stays.close(torn=False)
         await asyncio.sleep(1)
-        await life.stop(drain_s=1)
+        await incarnation.stop(drain_s=1)
 
     run_simulation(0, scenario)
 
 
 @pytest.mark.slow
-def test_lookups_that_outlive_a_deadline_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine would wait for a tier that takes its time to give up."""
+def test_lookups_beyond_their_deadline_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine would wait for a tier that is slow to give up."""
     promote = Acquiring._promote
 
     async def polite(self: Acquiring, lookup: Lookup, deadline_ns: int, patience: Patience) -> None:
@@ -401,7 +401,7 @@ def test_lookups_that_outlive_a_deadline_are_seen(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_two_fetches_of_one_block_are_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single flight would be what keeps bytes right; it must only save I/O."""
+    """Correct bytes would depend on single flight, which must only save I/O."""
 
     class Forgetful(dict):
         def get(self, *_: object) -> None:
@@ -422,7 +422,7 @@ def test_two_fetches_of_one_block_are_harmless(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_memory_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_given_back_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments lent between namespaces would add up to more than host.capacity."""
     monkeypatch.setattr(Arena, "decommit", lambda self, space, index: None)
     monkeypatch.setattr(Arena, "keep_decommitted", lambda self, space: None)
@@ -430,15 +430,15 @@ def test_memory_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_rings_that_cannot_be_evicted_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unevictable_rings_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """One lying client would fill L2 with blocks that stay until the next restart."""
     monkeypatch.setattr(ChainIndex, "_is_below", lambda self, block_hash, ancestor: False)
     assert "never be evicted" in caught()
 
 
 @pytest.mark.slow
-def test_hung_storage_calls_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that never answers would keep slots, and the tier's concurrency, for ever."""
+def test_hung_storage_calls_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never answers would keep slots and the tier's concurrency forever."""
     ever_s = partial(BreakerBackend, deadline_s=1e6, slow_s=1e6)
 
     def patient(inner: Backend, *, name: str, probe_s: float, **_: float) -> BreakerBackend:
@@ -450,19 +450,19 @@ def test_hung_storage_calls_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "left behind" in caught()
 
 
-# --- proof that the oracles see what several tiers can do wrong -------------------------
+# --- mutants of several tiers that the oracles must detect ------------------------------
 
 
 @pytest.mark.slow
-def test_a_backup_that_failed_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_backup_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block whose write failed once would never be offered to that tier again."""
     monkeypatch.setattr(Backups, "_not_written", lambda self, space, slots, queue: None)
     assert "said to have" in caught()
 
 
 @pytest.mark.slow
-def test_a_fill_that_is_only_claimed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier would be taken to have what only the one below has, and never get it."""
+def test_unwritten_fill_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier would be believed to have a block that only a lower tier has, and never get it."""
 
     def claim(self: Backups, space: Space, slots: Sequence[int], source: int) -> None:
         self._host.mark(space, slots, add=self._every)
@@ -472,8 +472,8 @@ def test_a_fill_that_is_only_claimed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_damaged_copy_that_hides_a_sound_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rotten disk would hide what the object store has."""
+def test_damaged_copy_that_hides_an_intact_one_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged copy on a disk would hide the object store's copy."""
     bring = Promotions._bring_all
 
     async def bring_once(self: Promotions, batch: Promotion, number: int) -> list[bytes]:
@@ -485,8 +485,8 @@ def test_a_damaged_copy_that_hides_a_sound_one_is_seen(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_queues_beyond_their_bound_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slow tier would pin L2 until nothing can be stored."""
+def test_queues_beyond_their_bound_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slow tier would hold L2's slots until nothing can be stored."""
 
     def admit(self: WriteQueue, space: Space, lacking: Sequence[int]) -> Sequence[int]:
         self.pending_bytes += len(lacking) * space.slot_bytes
@@ -498,15 +498,15 @@ def test_queues_beyond_their_bound_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_requests_that_wait_for_a_dead_tier_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request of an outage would pay the tier's deadline."""
+def test_requests_that_wait_for_a_dead_tier_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request during an outage would wait for the tier's deadline."""
     monkeypatch.setattr(Circuit, "allows", lambda self, now_s: True)
     assert "known to be away" in caught()
 
 
 @pytest.mark.slow
-def test_a_tier_that_is_never_tried_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server's restart would cost its tier until tierd is restarted."""
+def test_tier_that_is_never_tried_again_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a server's restart its tier would stay unused until tierd is restarted."""
     probed = Circuit.probed
 
     def deaf(self: Circuit, now_s: float, failure: str | None) -> None:
@@ -517,8 +517,8 @@ def test_a_tier_that_is_never_tried_again_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_a_tier_that_is_opened_only_once_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was down when tierd started would be missed for ever."""
+def test_tier_that_is_opened_only_once_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was down when tierd started would never be used."""
 
     async def open_once(self: StorageTier) -> None:
         await self._try_open()

@@ -27,7 +27,7 @@ class WritePolicy(enum.Enum):
     WRITE_THROUGH = "write_through"
     """As soon as they are stored in L2."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When their predicted reuse is worth a write; see tierd.core.writes."""
+    """When their predicted reuse is worth a write; see tierd.core.l3.writes."""
     WRITE_BACK = "write_back"
     """When they are about to be evicted from L2."""
 

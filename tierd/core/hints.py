@@ -1,10 +1,10 @@
-"""What engines say of blocks beforehand, and how far it is believed.
+"""Hints of engines about prefixes, and how far they are granted.
 
-A hint names a prefix, from its first block on. It can have the blocks kept until a time (a
-pin, a likely next use, a high priority), or have them go before all others (its session has
-ended, a low priority), until somebody uses them again. What is kept has a quota and expires,
-so no engine can take L2 for itself; where the quota ends, so does the part of the prefix that
-is kept, and never with a hole. It refuses to know slots and clients: who said it may be gone.
+A hint names a prefix, from its first block on. It keeps the blocks until a time (a pin, a likely
+next use, a high priority), or has them evicted before all others (the session has ended, a low
+priority) until a request uses them again. Kept blocks have a quota and expire, so that no engine
+can occupy host memory alone. Where the quota ends, the kept part of the prefix ends, without
+holes. This module knows no slots and no clients: a hint outlives its client.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ PIN_SHARE: Final = 0.25
 PIN_MAX_S: Final = 3600
 
 SOFT_SHARE: Final = 0.5
-"""Of the quota, what may be in use for a likely next use or a high priority to be granted more:
-the rest is for pins, which somebody has asked for by name."""
+"""Share of the quota up to which a likely next use or a high priority is granted: the rest is
+reserved for pins, which are explicit requests."""
 
 NEXT_USE_FACTOR: Final = 2
-"""A next use is waited for so many times as long as it was said to take."""
+"""Blocks are kept for this multiple of the announced time to the next use."""
 
 HIGH_PRIORITY_S: Final = 600
 """How long blocks of high priority are kept after a hint."""
 
 KEPT_MAX: Final = 1 << 20
-"""Blocks kept, of all namespaces; each costs about 250 bytes."""
+"""Upper bound of kept blocks in all namespaces; each takes about 250 bytes."""
 
 EXPIRED_AT_ONCE: Final = 2048
-"""Blocks looked at in one call of `expire`: 1 ms."""
+"""Blocks checked in one call of `expire`, which takes 1 ms."""
 
 MS: Final = 1_000_000
 _S: Final = 1_000_000_000
 
 
 class Priority(enum.IntEnum):
-    """How much a prefix is worth to its engine, against others."""
+    """How much a prefix is worth to its engine, compared with other prefixes."""
 
     LOW = 0
     NORMAL = 1
@@ -47,7 +47,7 @@ class Priority(enum.IntEnum):
 
 
 class PrefixHint(NamedTuple):
-    """What is said of a prefix; 0 and False say nothing."""
+    """A hint about a prefix; 0, False and NORMAL mean no statement."""
 
     pin_ms: int = 0
     next_use_ms: int = 0
@@ -56,12 +56,12 @@ class PrefixHint(NamedTuple):
 
     @property
     def demotes(self) -> bool:
-        """Whether the blocks are to go before others."""
+        """Whether the blocks should be evicted before others."""
         return self.session_ended or self.priority is Priority.LOW
 
 
 class HintedNamespace(NamedTuple):
-    """A namespace that a hint is for; of its blocks at most `limit_bytes` may be kept."""
+    """A namespace of a hint; at most `limit_bytes` of its blocks may be kept."""
 
     digest: bytes
     slot_bytes: int
@@ -69,9 +69,9 @@ class HintedNamespace(NamedTuple):
 
 
 class _Book:
-    """What is kept of one namespace: until which second, by hash, and the hashes by second.
+    """The kept blocks of one namespace: their last second by hash, and the hashes by second.
 
-    A hash that is kept longer than was said at first is found in the earlier second still.
+    A hash whose time was extended is still listed under its earlier second.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Book:
         self.slot_bytes = 0
 
     def keep(self, hashes: Sequence[bytes], until_s: int) -> None:
-        """Keep these until then, or as long as they were to be kept already."""
+        """Keep blocks until `until_s`, or longer if they already are."""
         known = self.until_s
         new = [block_hash for block_hash in hashes if block_hash not in known]
         if len(new) < len(hashes):
@@ -93,7 +93,7 @@ class _Book:
             self._enter(new, until_s)
 
     def expire(self, now_s: int, most: int) -> list[bytes]:
-        """Take out what is kept until then, looking at `most` hashes at most."""
+        """Remove and return blocks whose time is over, checking at most `most` hashes."""
         gone: list[bytes] = []
         known = self.until_s
         while most > 0 and self.seconds and self.seconds[0] <= now_s:
@@ -134,10 +134,10 @@ class _Book:
 
 
 class Hints:
-    """The blocks that are to be kept, resident or not, within `quota_bytes` of slots.
+    """The kept blocks of all namespaces, resident or not, within `quota_bytes` of slots.
 
-    Times are CLOCK_MONOTONIC in ns. Nothing is kept longer than `pin_max_s` from its hint on, and
-    everything to the end of a second.
+    Times are CLOCK_MONOTONIC in ns. A hint keeps blocks for at most `pin_max_s`, rounded up to
+    a full second of the clock.
     """
 
     def __init__(self, quota_bytes: int, pin_max_s: int = PIN_MAX_S) -> None:
@@ -162,34 +162,34 @@ class Hints:
 
     @property
     def quota_bytes(self) -> int:
-        """Most bytes of slots that may be kept."""
+        """Upper bound of kept slots, in bytes."""
         return self._quota_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of slots that are kept, whether their blocks are resident or not."""
+        """Bytes of the slots of all kept blocks, resident or not."""
         return self._kept_bytes
 
     @property
     def kept_blocks(self) -> int:
-        """Blocks that are kept, resident or not."""
+        """Number of kept blocks, resident or not."""
         return self._kept_blocks
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What has happened, by the names of the counters in a status."""
+        """Counters, by their names in a status."""
         return self._counters
 
     def resize(self, quota_bytes: int) -> None:
-        """Have another quota from now on; see `override` for what exceeds it."""
+        """Change the quota; the caller frees what exceeds it by `override`."""
         self._quota_bytes = quota_bytes
 
     def set_pin_max(self, pin_max_s: int) -> None:
-        """Keep nothing for longer than this after its hint from now on."""
+        """Set how long a hint can keep blocks; it applies to new hints."""
         self._pin_max_s = pin_max_s
 
     def kept(self, digest: bytes) -> dict[bytes, int]:
-        """The hashes of a namespace that are kept, the same object for ever, not to be changed."""
+        """Return the kept hashes of a namespace: always the same object, not to be changed."""
         return self._books.setdefault(digest, _Book()).until_s
 
     def take(
@@ -200,10 +200,10 @@ class Hints:
         now_ns: int,
         demoted_blocks: int = 0,
     ) -> int:
-        """Keep what a hint wants kept, of all parts the same prefix, as far as the quota goes;
-        how many blocks of all parts. It has demoted so many.
+        """Keep the blocks of a hint within the quota; return how many in all parts together.
 
-        The parts are different namespaces.
+        The parts are different namespaces, and the same prefix is kept in each. `demoted_blocks`
+        is how many blocks the caller has demoted for this hint.
         """
         self._counters["demoted_blocks_total"] += demoted_blocks
         self._counters["hints_total"] += 1
@@ -230,10 +230,10 @@ class Hints:
         time_ns: int,
         share: float,
     ) -> int:
-        """How many of the blocks, from the first on, are kept so long now."""
+        """Keep the first blocks for `time_ns`; return how many blocks of each part."""
         until_s = -(-(now_ns + min(time_ns, self._pin_max_s * _S)) // _S)
-        # What is left of the quota is each part's alike: the ranks of an engine have the same
-        # blocks kept, and a prefix that not every rank has is of no use.
+        # The rest of the quota is shared equally by the parts: the ranks of an engine keep the
+        # same blocks, since a prefix that one rank lacks is useless.
         bytes_left = int(self.quota_bytes * share) - self.kept_bytes
         together = min(
             bytes_left // sum(part.slot_bytes for part in parts),
@@ -252,9 +252,9 @@ class Hints:
         return count
 
     def expire(self, now_ns: int) -> list[tuple[bytes, list[bytes]]]:
-        """Let go of what has been kept long enough: by namespace, the hashes.
+        """End hints that have expired; return the hashes by namespace.
 
-        At most EXPIRED_AT_ONCE, so that the caller can do other work in between.
+        It checks at most EXPIRED_AT_ONCE blocks, so that the caller can do other work in between.
         """
         over, left = [], EXPIRED_AT_ONCE
         for digest, book in self._books.items():
@@ -266,7 +266,7 @@ class Hints:
         return over
 
     def override(self, digest: bytes) -> list[bytes]:
-        """Keep nothing of a namespace any more: it has no room left but what is kept."""
+        """Stop keeping blocks of a namespace, for instance if only kept blocks could be evicted."""
         book = self._books[digest]
         gone = list(book.until_s)
         book.clear()
@@ -275,7 +275,7 @@ class Hints:
         return gone
 
     def forget(self, digest: bytes) -> None:
-        """A namespace is no more."""
+        """Forget a namespace that has ended."""
         if digest in self._books:
             self.override(digest)
             del self._books[digest]
@@ -295,7 +295,7 @@ class Hints:
 
 
 def _affordable(kept: dict[bytes, int], hashes: Sequence[bytes], left: int) -> int:
-    """The longest prefix of `hashes` with at most `left` that are not kept yet."""
+    """Return the length of the longest prefix with at most `left` hashes that are not kept yet."""
     if len(hashes) <= left:
         return len(hashes)
     for count, block_hash in enumerate(hashes):

@@ -1,8 +1,8 @@
-"""Decisions about L2: which slot a block gets, who may use it until when, what goes.
+"""Decisions about host memory (L2): which slot a block gets, who may use it, what is evicted.
 
-Pure: no await, no clock, no I/O. `HostTier` is all that the rest of the daemon calls: each call
-is one decision, and callers act on the effects that it answers. What each part owns, nobody else
-changes; which steps a slot, a reservation and a lease can take is written in `states`.
+Pure: no await, no clock, no I/O. The rest of the daemon calls only `HostTier`. Each call is one
+decision, and the caller carries out the effects that it returns. Only the part that owns a piece
+of state changes it. `tierd.core.states` lists the transitions of slots, reservations and leases.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Final
 
 from tierd.chain import ChainIndex
 from tierd.core.effects import Effect, EndSpace
-from tierd.core.evictions import Claim, Evictions
-from tierd.core.finding import BlockFinder, Taken
 from tierd.core.hints import PIN_SHARE, HintedNamespace, Hints, PrefixHint
-from tierd.core.leases import Leases, SlotLease
+from tierd.core.l2.evictions import Claim, Evictions
+from tierd.core.l2.finding import BlockFinder, Taken
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.reservations import Found, Reservations, SlotReservation
+from tierd.core.l2.room import Room
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.slots import Adopted
+from tierd.core.l2.space import Space
+from tierd.core.l2.storing import Storing
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.reservations import Found, Reservations, SlotReservation
-from tierd.core.room import Room
-from tierd.core.segments import Segments
-from tierd.core.slots import Adopted
-from tierd.core.space import Space
 from tierd.core.states import LeaseEvent
-from tierd.core.storing import Storing
 from tierd.core.uses import Uses
 from tierd.eviction import L2_DEFAULT, make_policy
 from tierd.types import Namespace
 
 
 class HostTier:
-    """The state machine of L2."""
+    """The state machine of host memory (L2)."""
 
     __slots__ = (
         "_evictions",
@@ -58,10 +58,10 @@ class HostTier:
         hints: Hints | None = None,
         eviction: str = L2_DEFAULT,
     ) -> None:
-        """With `segment_bytes` all namespaces have segments of so many bytes."""
+        """`segment_bytes` fixes the size of all segments; without it, see `sharing`."""
         self.hints: Final = hints or Hints(int(capacity_bytes * PIN_SHARE))
         self.eviction: Final = eviction
-        """Name of the policy that orders evictions, in each space by itself."""
+        """Name of the eviction policy; each space has its own instance."""
         self._uses = Uses()
         self._spaces: dict[bytes, Space] = {}
         self.spaces: Final = MappingProxyType(self._spaces)
@@ -75,21 +75,21 @@ class HostTier:
         self._now_s = 0
         self._next_id = 1
 
-    # --- what anybody may see -------------------------------------------------------
+    # --- read-only state ------------------------------------------------------------
 
     @property
     def now_s(self) -> int:
-        """The time, CLOCK_MONOTONIC, as it is told every second."""
+        """CLOCK_MONOTONIC in seconds, as of the last `pass_time`."""
         return self._now_s
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes that the arena may ever have."""
+        """Upper bound of the arena, in bytes."""
         return self._segments.capacity_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """What the arena may have now, at most the capacity; see `set_limit`."""
+        """Current bound of the arena, at most the capacity; see `set_limit`."""
         return self._segments.limit_bytes
 
     @property
@@ -99,39 +99,39 @@ class HostTier:
 
     @property
     def leases(self) -> Mapping[int, SlotLease]:
-        """The leases that have not ended, by number."""
+        """Leases that have not ended, by id."""
         return self._leases.held
 
     @property
     def reservations(self) -> Mapping[int, SlotReservation]:
-        """The reservations that have not ended, by number."""
+        """Reservations that have not ended, by id."""
         return self._reservations.open
 
     @property
     def evicted(self) -> Mapping[Evicted, int]:
-        """Blocks that were evicted, by reason."""
+        """Number of evicted blocks, by reason."""
         return self._evictions.counts
 
     @property
     def evicted_blocks(self) -> int:
-        """Blocks that were evicted, for whatever reason."""
+        """Number of evicted blocks, for all reasons."""
         return sum(self._evictions.counts.values())
 
     @property
     def revived_blocks(self) -> int:
-        """Blocks that were asked for while they were evicting, and stayed."""
+        """Number of blocks that a request kept by asking for them while they were evicting."""
         return self._evictions.revived_blocks
 
-    # --- how much -------------------------------------------------------------------
+    # --- time and size --------------------------------------------------------------
 
     def pass_time(self, now_s: int) -> None:
-        """It is so late, CLOCK_MONOTONIC; to be told every second."""
+        """Set the time, CLOCK_MONOTONIC in seconds; called once per second."""
         self._now_s = now_s
 
     def set_capacity(self, capacity_bytes: int, pin_share: float) -> None:
-        """Have another capacity from now on; `shrink` gives back what is more.
+        """Change the capacity; `shrink` gives back memory beyond it.
 
-        How much is remembered of blocks stays, and so do segments that there are.
+        The size of existing segments and of the books of uses does not change.
         """
         self._segments.set_capacity(capacity_bytes)
         self.hints.resize(int(capacity_bytes * pin_share))
@@ -140,32 +140,32 @@ class HostTier:
                 space._chain.unkeep(self.hints.override(space.digest))
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Grow no further than this from now on; `shrink` gives back what is more."""
+        """Set the bound for growth; `shrink` gives back memory beyond it."""
         self._segments.set_limit(limit_bytes)
 
     def set_pin_max(self, pin_max_s: int) -> None:
-        """Keep nothing for longer than this after its hint from now on."""
+        """Set how long a hint can keep blocks; it applies to new hints."""
         self.hints.set_pin_max(pin_max_s)
 
     def set_claim(self, claim: Claim, *, claims_all: bool) -> None:
-        """Tell `claim` of what is evicted; `claims_all`: it holds most, so slots get free late."""
+        """Call `claim` on evictions; `claims_all`: it holds most blocks, so slots get free late."""
         self._evictions.set_claim(claim, claims_all=claims_all)
 
     def shrink(self) -> list[Effect]:
-        """Empty and decommit one segment if more is allocated than the limit.
+        """Empty and decommit one segment if the allocated memory exceeds the limit.
 
-        Leases, reservations and blocks on their way to a tier may keep all of them. What was
-        evicted stays so, and a later call goes on from there.
+        Leases, reservations and pending backups may prevent it for every segment. Blocks evicted
+        so far stay evicted, and a later call continues.
         """
         return self._room.shrink(self._now_s)
 
     # --- namespaces -----------------------------------------------------------------
 
     def open_space(self, namespace: Namespace) -> Space | None:
-        """The space of a namespace, made on first use; None if a slot exceeds the capacity."""
+        """Return a namespace's space, created on first use; None if one slot exceeds capacity."""
         space = self._spaces.get(namespace.digest)
         if space is None and namespace.slot_bytes <= self.capacity_bytes:
-            # Those that may have memory at any time, whether they have some now or not.
+            # Spaces that have memory now or may get some at any time.
             others = sum(bool(s.sessions or s.live_segments) for s in self._spaces.values())
             per_segment = self._segments.slots_of_new(namespace.slot_bytes, others)
             space = self._make_space(namespace, per_segment)
@@ -180,15 +180,15 @@ class HostTier:
         return space
 
     def register(self, space: Space, *, worthless: bool = False) -> None:
-        """One session more uses a space."""
+        """Count a registration of a session with a space."""
         space._register(self._now_s, worthless=worthless)
 
     def unregister(self, space: Space, known_until_s: int = 0, *, worthless: bool = False) -> None:
-        """One session less uses a space; see `Space.known_until_s` and `Space.worthless`."""
+        """Undo one `register`; see `Space.known_until_s` and `Space.worthless`."""
         space._unregister(known_until_s, worthless=worthless)
 
     def empty_space(self, space: Space) -> list[Effect]:
-        """Take all memory from a namespace that nobody uses and that holds nothing any more."""
+        """Decommit all segments of a namespace that is not in use and has no blocks."""
         effects: list[Effect] = []
         if not space.items and space.live_segments and space.is_free:
             for index, live in enumerate(space.live):
@@ -197,9 +197,10 @@ class HostTier:
         return effects
 
     def end_space(self, space: Space) -> list[Effect]:
-        """Forget a namespace that nobody uses and that has no memory, if it can be.
+        """Forget a namespace without memory that is not in use; return [] if it must stay.
 
-        What still names it finds and gets nothing, also once there is another of the same digest.
+        Callers that still have the Space find nothing in it and get no slots, even when the
+        namespace has been opened again.
         """
         if space.live_segments or space.known_until_s > self._now_s or not space.is_free:
             return []
@@ -211,7 +212,7 @@ class HostTier:
         return [EndSpace(space)]
 
     def clear_space(self, space: Space, most: int) -> list[Effect]:
-        """Drop so many blocks, at most, of a namespace that nobody uses any more."""
+        """Drop at most `most` blocks of a namespace without sessions."""
         assert not space.sessions
         return self.drop(space, list(islice(space.items.values(), most)), Dropped.ENDED)
 
@@ -223,7 +224,7 @@ class HostTier:
         ages_s: Sequence[int],
         now_ms: int,
     ) -> None:
-        """Learn of uses that somebody else has counted; the namespace need not have a space."""
+        """Learn uses that another node or an earlier incarnation counted; needs no space."""
         book = self._uses.book(namespace, self.capacity_bytes // namespace.slot_bytes)
         book.teach(hashes, uses, ages_s, now_ms)
         for space in self._spaces.values():
@@ -236,10 +237,10 @@ class HostTier:
         """Count a request's use of blocks, resident or not, step by step; see `Uses.count`."""
         return self._uses.count(spaces, hashes, request, now_s)
 
-    # --- looking up, holding and leasing --------------------------------------------
+    # --- lookups, holds and leases --------------------------------------------------
 
     def prefix(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of the longest run of verified blocks from the first hash on; touches them."""
+        """Return the slots of the longest verified prefix, and mark its blocks as recently used."""
         return self._finding.prefix(space, hashes, self._now_s)
 
     def take_prefix(
@@ -251,29 +252,29 @@ class HostTier:
         *,
         more_elsewhere: bool,
     ) -> Taken:
-        """Lease the longest prefix that all spaces have; but not if something could make it
-        longer: a tier, if there is `more_elsewhere`, or a verification."""
+        """Lease the longest prefix that all spaces have, unless it could still grow by a promotion
+        (`more_elsewhere`) or a verification."""
         number, now_s = self._take_id(), self._now_s
         return self._finding.take(
             number, owner, spaces, hashes, expires_ns, now_s, more_elsewhere=more_elsewhere
         )
 
     def unverified(self, space: Space, hashes: Sequence[bytes]) -> list[int]:
-        """Slots of those of the blocks that are resident but unverified."""
+        """Return the slots of the resident but unverified blocks among `hashes`."""
         return self._finding.unverified(space, hashes)
 
     def verified(self, space: Space, hashes: Sequence[bytes]) -> list[bytes]:
-        """Those of the blocks that are resident and verified; they are not evicting any more."""
+        """Return the hashes of resident verified blocks; evicting ones are revived first."""
         self.revive(space, hashes)
         get, unverified = space._chain.items.get, space._unverified
         return [h for h in hashes if (slot := get(h)) is not None and slot not in unverified]
 
     def revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
-        """Make blocks readable again that are evicting; whether any was."""
+        """Make evicting blocks readable again; return whether there were any."""
         return self._evictions.revive(space, hashes)
 
     def hold(self, space: Space, slots: Collection[int]) -> None:
-        """Keep readable slots from eviction and reuse until `unhold`."""
+        """Protect readable slots from eviction and reuse until `unhold`."""
         space._hold(slots)
 
     def unhold(self, space: Space, slots: Collection[int]) -> None:
@@ -281,20 +282,18 @@ class HostTier:
         space._unhold(slots)
 
     def settle(self, space: Space, slots: Sequence[int]) -> list[Effect]:
-        """Free those of the slots whose blocks are evicting and that nobody holds any more."""
+        """Free the slots whose blocks are evicting and no longer held."""
         return self._evictions.settle(space, slots)
 
     def drop(
         self, space: Space, slots: Sequence[int], why: Dropped = Dropped.DAMAGED
     ) -> list[Effect]:
-        """Take blocks out for good, whatever place they have in a prefix.
-
-        They are found by nobody from now on. Slots that somebody holds are free once nobody does.
-        """
+        """Drop blocks permanently, even from the middle of a prefix; lookups no longer find them.
+        A held slot becomes free when its last hold ends."""
         return self._evictions.drop(space, slots, why, self._now_s)
 
     def may_lease(self, owner: int, blocks: int) -> bool:
-        """Whether neither the owner nor all together have too many leased for so many more."""
+        """Whether `blocks` more leased blocks are within the bounds per owner and in total."""
         return self._leases.may(owner, blocks)
 
     def grant(
@@ -304,45 +303,44 @@ class HostTier:
         expires_ns: int,
         sources: bytes = b"",
     ) -> SlotLease:
-        """Lease readable slots; `sources` as in Lease."""
+        """Lease readable slots; see SlotLease for `sources`."""
         lease = SlotLease(self._take_id(), owner, parts, expires_ns, sources)
         self._leases.grant(lease)
         return lease
 
     def release(self, lease_id: int, owner: int) -> bool:
-        """End a lease before its time; False if it is not the owner's, or has ended."""
+        """End a lease early; return False if it is not the owner's or has ended."""
         return self._leases.end(lease_id, owner, LeaseEvent.RELEASE)
 
     def expire(self, now_ns: int) -> int:
-        """End the leases whose time is over; their count."""
+        """End leases that have expired; return their count."""
         return self._leases.expire(now_ns)
 
-    # --- what is known of blocks ----------------------------------------------------
+    # --- checksums, tiers and hints -------------------------------------------------
 
     def verify(self, space: Space, sums: Mapping[int, bytes]) -> list[int]:
-        """The bytes of these unverified slots have these checksums; the slots where the ledger
-        says otherwise, for the caller to drop."""
+        """Verify blocks whose computed checksum is the ledger's; return the slots where it is not,
+        which the caller must drop."""
         return space._verify(sums)
 
     def note_checksums(self, space: Space, sums: Mapping[int, bytes]) -> list[int]:
-        """These blocks have these checksums; the slots that were not dropped, for the ledger."""
+        """Record checksums by slot; return the slots not dropped meanwhile, for the ledger."""
         checksums, dropped = space._checksums, space._dropped
         for slot, digest in sums.items():
             checksums[slot] = digest
         return [slot for slot in sums if slot not in dropped]
 
     def mark(self, space: Space, slots: Collection[int], *, add: int = 0, remove: int = 0) -> None:
-        """Change the bits of storage tiers of some slots; see `tier_bits`."""
+        """Change which storage tiers have the blocks in some slots; see `tier_bits`."""
         space.tiers._mark(slots, add, remove)
 
     def hint(
         self, spaces: Sequence[Space], hashes: Sequence[bytes], hint: PrefixHint, now_ns: int
     ) -> int:
-        """Believe what an engine says of a prefix in these namespaces, within bounds; how many
-        pins were granted, in blocks.
+        """Apply an engine's hint to a prefix in these namespaces; return how many blocks it keeps.
 
-        Of each namespace at most the share of the quota is kept that its memory, with what
-        nobody has yet, has of the whole: the others' blocks would have to make room for it.
+        A namespace gets at most its share of the quota: its memory plus the unallocated memory,
+        divided by the capacity. More would evict other namespaces' blocks.
         """
         parts = []
         demoted = 0
@@ -358,7 +356,7 @@ class HostTier:
         return self.hints.take(parts, hashes, hint, now_ns, demoted) if parts else 0
 
     def expire_hints(self, now_ns: int) -> bool:
-        """Let go of what was kept until now; False if there is no more of it."""
+        """End a bounded number of hints that have expired; return False if there were none."""
         over = self.hints.expire(now_ns)
         for digest, hashes in over:
             self._spaces[digest]._chain.unkeep(hashes)
@@ -374,11 +372,12 @@ class HostTier:
         blocks: Sequence[Adopted],
         leased: Container[int],
     ) -> Space | None:
-        """Take a namespace over as an earlier incarnation left it; the block used last comes last.
+        """Adopt a namespace from an earlier incarnation; `blocks` come least recently used first.
 
-        Its blocks are unverified, its other slots quarantined until `end_writes_before`. Slots in
-        `leased` are held until `end_leases_before`, whether the ledger has a block there or not.
-        None if no slot fits the capacity. What exceeds the capacity goes when the arena shrinks.
+        Its blocks are unverified, and its other slots are quarantined until `end_writes_before`.
+        Slots in `leased` are held until `end_leases_before`, with or without a block in the
+        ledger. Returns None if one slot exceeds the capacity. Memory beyond the capacity is given
+        back when the arena shrinks.
         """
         assert namespace.digest not in self._spaces
         if namespace.slot_bytes > self.capacity_bytes:
@@ -390,13 +389,13 @@ class HostTier:
         return space
 
     def end_leases_before(self) -> None:
-        """Nobody reads what was adopted by a lease of an earlier incarnation; idempotent."""
+        """End the holds for leases of earlier incarnations, which have expired; idempotent."""
         for space in self._spaces.values():
             space._end_leases_before()
 
     def end_writes_before(self) -> None:
-        """Nobody of an earlier incarnation writes to a slot any more; what is leased stays
-        quarantined until a call after `end_leases_before`."""
+        """Free quarantined slots: no client of an earlier incarnation can still write to them.
+        Leased slots stay quarantined until a call after `end_leases_before`."""
         for space in self._spaces.values():
             space._clear()
 
@@ -410,10 +409,10 @@ class HostTier:
         parents: Sequence[bytes],
         worth: float | None = None,
     ) -> tuple[SlotReservation, list[Effect]]:
-        """Slots for new blocks; per hash a slot or a Refusal. Act on the effects first.
+        """Reserve slots for new blocks: one slot or Refusal per hash. Apply the effects first.
 
-        Blocks that nobody waits for come with what they are worth (`Reuse.worth`): then none
-        goes for them that is worth as much, and no namespace in use gives up memory.
+        Warmed blocks, which no request waits for, have a `worth` (`Reuse.worth`): they evict only
+        blocks worth less, and take no memory from a namespace in use.
         """
         if space._evicting:
             self.revive(space, hashes)
@@ -425,48 +424,48 @@ class HostTier:
     ) -> list[int] | None:
         """Make the first `count` slots of a reservation readable and free the rest.
 
-        The slots that became readable, in order; None if the reservation is not the owner's
-        or no longer there, and nothing has changed then. With the time, in seconds, blocks begin
-        to age from there, before a request uses them.
+        Returns the slots that became readable, in order. Returns None and changes nothing if the
+        reservation is not the owner's or has ended. With `now_s`, in seconds, blocks age from
+        then on, before the first request uses them.
         """
         return self._storing.commit(owner, reservation_id, count, now_s)
 
     def commit_found(
         self, owner: int, reservation_id: int, found: Sequence[Found | None]
     ) -> list[int]:
-        """Like `commit`, but for the daemon's own promotions: readable where a tier has delivered
-        the block, by hash, under the parent and with the checksum that it says."""
+        """Commit a promotion: blocks that a tier delivered become readable, with the parent and
+        the checksum that it returned. None frees a slot."""
         return self._storing.commit_found(owner, reservation_id, found)
 
     def commit_count(self, owner: int, reservation_id: int, count: int) -> int:
-        """How many blocks a `commit` with these arguments would make readable."""
+        """Return how many blocks `commit` with these arguments would make readable."""
         reservation = self._reservations.get(owner, reservation_id)
         return 0 if reservation is None else min(count, reservation.granted)
 
     def abort(self, owner: int, reservation_id: int) -> bool:
-        """Free the slots of a reservation, which its owner no longer touches."""
+        """Free the slots of a reservation; its owner no longer writes to them."""
         return self._storing.abort(owner, reservation_id)
 
     def drop_owner(self, owner: int) -> int:
-        """Abort the reservations of an owner that is gone; its leases end at their time."""
+        """Abort the reservations of an owner that is gone; its leases stay until they expire."""
         return self._storing.drop_owner(owner)
 
     def make_room_ahead(self, space: Space, count: int) -> list[Effect]:
-        """Have slots for the next `count` blocks, before somebody waits for them.
+        """Free slots for the next `count` blocks before a client waits for them.
 
-        While memory is left, by a segment, whose pages can then be faulted in beforehand, ten
-        times faster. In a full arena, by evicting what the next reservation would evict.
+        While memory is left, this adds a segment, whose pages can then be faulted in ahead, ten
+        times faster. In a full arena it evicts the blocks that the next reservation would evict.
         """
         return self._room.make_ahead(space, count, self._now_s)
 
     def grow_ahead(self, space: Space) -> list[Effect]:
-        """Have a whole segment free, while memory is left: with pages faulted in beforehand, blocks
-        are read twice as fast from a disk of 1.5 GB/s. Evicts nothing."""
+        """Keep one whole segment free while memory is left, without evicting: with pages faulted
+        in ahead, a disk of 1.5 GB/s is read twice as fast."""
         return self._room.grow_ahead(space, self._now_s)
 
     def lose_segments(self, space: Space, made: int) -> None:
-        """Undo NewSegment effects that could not be carried out: the namespace has no segments but
-        the first `made`. None is asked for again for a while."""
+        """Undo NewSegment effects that failed: only the first `made` segments exist, and none is
+        requested for SEGMENT_PAUSE_S."""
         self._reservations.lose(space, made * space.slots_per_segment)
         self._segments.lose(space, made, self._now_s)
 
@@ -487,7 +486,7 @@ class HostTier:
         self._segments.check(allocated)
 
     def evict_everything(self) -> bool:
-        """Empty the index, whoever holds blocks; whether that worked. The last call of a test."""
+        """Empty the index, held blocks included; return whether that worked. Ends a test."""
         emptied = True
         for space in self._spaces.values():
             space._chain.unkeep(self.hints.override(space.digest))

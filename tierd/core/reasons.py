@@ -1,4 +1,4 @@
-"""Why blocks got no slot, and why they left."""
+"""Reasons why blocks got no slot, and why they left host memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class NoRoom(enum.Enum):
     """Why a reservation has no slot for some of its blocks."""
 
     SHARE = "share"
-    """Its owner has reserved all that one owner may, and not committed it."""
+    """Its owner has as many uncommitted slots as one owner may have."""
     HELD = "held"
-    """All that the namespace has is leased, reserved, or being written to a tier."""
+    """All slots of the namespace are leased, reserved, or being written to a tier."""
     OTHERS = "others"
-    """The namespace has no memory, and no other one had any to give."""
+    """The namespace has no memory, and no other one could give it any."""
     SEGMENT = "segment"
-    """The system did not give a memory segment."""
+    """The system did not provide a memory segment."""
 
 
 class Evicted(enum.Enum):
@@ -33,34 +33,34 @@ class Evicted(enum.Enum):
     ROOM = "room"
     """A reservation needed their slots."""
     AHEAD = "ahead"
-    """So that the next reservation finds free slots."""
+    """The next reservation should find free slots."""
     LENT = "lent"
     """Another namespace needed the memory."""
     SHRUNK = "shrunk"
-    """The machine needed the memory, or the capacity was lowered."""
+    """The machine was short of memory, or the capacity was lowered."""
 
 
 class Dropped(enum.Enum):
-    """Why blocks were dropped for good."""
+    """Why blocks were dropped permanently."""
 
     FLUSHED = "flushed"
-    """Somebody had them dropped, everywhere."""
+    """A flush dropped them from every tier."""
     DAMAGED = "damaged"
-    """Their bytes were not what they had been."""
+    """Their bytes did not match their checksum."""
     ENDED = "ended"
-    """Their namespace has ended: nobody will ask for them."""
+    """Their namespace has ended."""
 
 
 GONE: Final[tuple[Evicted | Dropped, ...]] = (*Evicted, *Dropped)
 WHY_BITS: Final = 3
 WHY_MASK: Final = (1 << WHY_BITS) - 1
 DROPPED: Final = 4
-"""Bit of a ghost's record that an arena of twice the size would not have had either: the record
-is the time in seconds above the number of the reason."""
+"""Bit that is set in the number of each reason in Dropped: an arena of twice the size would not
+have the block either. A ghost's record is the time in seconds, shifted, plus that number."""
 assert [why for at, why in enumerate(GONE) if at & DROPPED] == list(Dropped)
 assert len(GONE) <= WHY_MASK + 1
 
 
 def record_of(why: Evicted | Dropped, now_s: int) -> int:
-    """What is remembered of a block that leaves now."""
+    """Return the ghost's record of a block that leaves now."""
     return now_s << WHY_BITS | GONE.index(why)

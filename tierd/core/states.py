@@ -1,8 +1,8 @@
-"""States of slots, reservations and leases, and the events that move them: the whole of it.
+"""All states of slots, reservations and leases, and the events that change them.
 
-Reservations and leases take each step through these tables (`step`). Slots take theirs in the
-methods of `tierd.core.slots.Slots` that `TAKEN_BY` names, a batch at a time; tests watch those
-(`tierd.testing.simulation.transitions`) and hold every step that they see against the table.
+Reservations and leases take each step by these tables (`step`). Slots change state in batches, in
+the methods of `tierd.core.l2.slots.Slots` that `TAKEN_BY` names. Tests watch these methods
+(`tierd.testing.transitions`) and compare every step with the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 
 class _Fast(enum.Enum):
-    """Its members are hashed by what they are: an Enum's hash is that of a name, in Python."""
+    """An enum whose members are hashed by identity, in C: Enum hashes its name in Python code."""
 
     __hash__ = object.__hash__
 
@@ -23,51 +23,51 @@ class Sender(enum.Enum):
     """Who may send an event."""
 
     SESSION = "session"
-    """A client, by its session, and the daemon for its own reservations."""
+    """A client through its session, or the daemon for its own reservations."""
     DAEMON = "daemon"
-    """The daemon by itself: what its copies, checks and clocks have found."""
+    """The daemon itself, after a copy, a check or a timeout."""
     CORE = "core"
-    """The core, to make room for whoever asked."""
+    """The core, to make room for a reservation."""
 
 
 class SlotState(_Fast):
-    """Where a slot is; it is in one place at a time."""
+    """The state of a slot."""
 
     ABSENT = "absent"
-    """Its segment has no memory, or there is none."""
+    """Its segment has no memory or does not exist."""
     FREE = "free"
     WRITING = "writing"
     """Reserved; its owner may be writing to it."""
     READABLE = "readable"
-    """It holds a block, which is served."""
+    """It has a block that may be served."""
     UNVERIFIED = "unverified"
-    """It holds a block of an earlier incarnation, which is served once its checksum was seen."""
+    """It has a block of an earlier incarnation, which is served only after its verification."""
     EVICTING = "evicting"
-    """Its block was evicted, and comes back if it is asked for while somebody still holds it."""
+    """Its block was evicted but is still held; a request for the block revives it."""
     DROPPED = "dropped"
-    """Its block is gone for good, and somebody still holds it."""
+    """Its block was dropped permanently but is still held."""
     QUARANTINED = "quarantined"
-    """Somebody of an earlier incarnation may still write to it, or read from it."""
+    """A client of an earlier incarnation may still write to it or read from it."""
 
 
 class SlotEvent(_Fast):
-    """What moves a slot."""
+    """An event that changes a slot's state."""
 
     GROW = "grow"
     DECOMMIT = "decommit"
     LOSE = "lose"
-    """The system did not give the segment that was asked for."""
+    """The system did not provide the requested segment."""
     RESERVE = "reserve"
     COMMIT = "commit"
     ABORT = "abort"
     EVICT = "evict"
     SETTLE = "settle"
-    """Nobody holds it any more."""
+    """The last hold of an evicting block has ended."""
     REVIVE = "revive"
-    """A request has asked for its block."""
+    """A request asked for an evicting block."""
     DROP = "drop"
     RELEASE = "release"
-    """Nobody holds what was dropped any more."""
+    """The last hold of a dropped block has ended."""
     VERIFY = "verify"
     MOVE_AWAY = "move away"
     MOVE_IN = "move in"
@@ -75,21 +75,21 @@ class SlotEvent(_Fast):
     ADOPT_BLOCK = "adopt block"
     ADOPT_SLOT = "adopt slot"
     CLEAR = "clear"
-    """Nobody of an earlier incarnation uses it any more."""
+    """No client of an earlier incarnation can still use the slot."""
 
 
 class ReservationState(_Fast):
-    """What has become of a reservation."""
+    """The state of a reservation."""
 
     OPEN = "open"
     COMMITTED = "committed"
     ABORTED = "aborted"
     LOST = "lost"
-    """The memory behind all its slots could not be had."""
+    """The system provided no memory for any of its slots."""
 
 
 class ReservationEvent(_Fast):
-    """What moves a reservation."""
+    """An event that changes a reservation's state."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -99,7 +99,7 @@ class ReservationEvent(_Fast):
 
 
 class LeaseState(_Fast):
-    """What has become of a lease."""
+    """The state of a lease."""
 
     HELD = "held"
     RELEASED = "released"
@@ -107,14 +107,14 @@ class LeaseState(_Fast):
 
 
 class LeaseEvent(_Fast):
-    """What ends a lease. The end of its owner is not among it: a copy may go on."""
+    """An event that ends a lease. The end of its owner does not: a copy may still be running."""
 
     RELEASE = "release"
     EXPIRE = "expire"
 
 
 class SlotRule(NamedTuple):
-    """A row of the table of slots."""
+    """A row of the slots' table: an event moves a slot from `state` to `becomes`."""
 
     state: SlotState
     event: SlotEvent
@@ -169,7 +169,7 @@ TAKEN_BY: Final = MappingProxyType(
         "_move": (_E.MOVE_AWAY, _E.MOVE_IN, _E.MOVE_IN_UNVERIFIED),
     }
 )
-"""The methods of `Slots` that move slots, and by which events; no other one may."""
+"""The methods of `Slots` that may change a slot's state, each with its events."""
 
 RESERVATIONS: Final = MappingProxyType(
     {
@@ -180,7 +180,7 @@ RESERVATIONS: Final = MappingProxyType(
         (ReservationState.OPEN, ReservationEvent.LOSE_ALL): ReservationState.LOST,
     }
 )
-"""COMMIT and ABORT are the owner's to send; the others the daemon's."""
+"""The owner sends COMMIT and ABORT; the daemon sends the others."""
 
 LEASES: Final = MappingProxyType(
     {
@@ -188,12 +188,12 @@ LEASES: Final = MappingProxyType(
         (LeaseState.HELD, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
     }
 )
-"""RELEASE is the owner's to send, EXPIRE the daemon's clock's."""
+"""The owner sends RELEASE; the daemon sends EXPIRE."""
 
 _State = TypeVar("_State")
 _Event = TypeVar("_Event")
 
 
 def step(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event) -> _State:
-    """The state after an event; a KeyError is a bug of ours: nobody may send it then."""
+    """Return the state after an event; a KeyError means that the caller has a bug."""
     return table[state, event]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import KNOWN_MAX, SLICE, Reuse
 from tierd.types import Namespace

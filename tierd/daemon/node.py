@@ -17,14 +17,14 @@ from tierd.clock import Clock
 from tierd.config import HostConfig, PrefetchConfig, PrefetchPolicy
 from tierd.core.hints import Hints, PrefixHint
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
-from tierd.core.prefetch import MS
-from tierd.core.pressure import Pressure
-from tierd.core.reservations import SlotReservation
-from tierd.core.space import Space
-from tierd.core.storing import WRITING_SHARE_MAX
-from tierd.core.unserved import Unserveds
-from tierd.core.writes import WriteMoment
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.pressure import Pressure
+from tierd.core.l2.reservations import SlotReservation
+from tierd.core.l2.space import Space
+from tierd.core.l2.storing import WRITING_SHARE_MAX
+from tierd.core.l3.prefetch import MS
+from tierd.core.l3.unserved import Unserveds
+from tierd.core.l3.writes import WriteMoment
 from tierd.daemon.copies.copying import Send as SendCopied
 from tierd.daemon.copies.copying import SessionCopies
 from tierd.daemon.copies.processes import CopyProcesses

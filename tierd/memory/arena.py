@@ -12,7 +12,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.errors import ConfigError
 from tierd.limits import descriptors_limit, memory_limit
 from tierd.memory.ledger import Ledger, LedgerError

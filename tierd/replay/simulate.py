@@ -13,7 +13,7 @@ from typing import Final
 
 from tierd.chain import ChainIndex
 from tierd.config import StorageConfig
-from tierd.core.writes import NS, WriteMoment, Writes
+from tierd.core.l3.writes import NS, WriteMoment, Writes
 from tierd.eviction import make_policy
 from tierd.eviction.policy import Policy, PrefixRequest
 from tierd.eviction.reuse import Reuse

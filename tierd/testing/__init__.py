@@ -1,9 +1,9 @@
-"""For authors of storage tiers: the checks that a backend must pass, a backend in memory to start
-from, and faults to try it with."""
+"""Tools for authors of storage tiers: a conformance suite, a backend in memory to start from, and
+injected faults."""
 
 import pytest
 
-# Before the import: the suite's asserts then say what they compared.
+# Must come before the import, so that a failed assert shows the values that it compared.
 pytest.register_assert_rewrite("tierd.testing.suite")
 
 from tierd.testing.backend import MemoryBackend, MemoryOptions, StoredBlock  # noqa: E402

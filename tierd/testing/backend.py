@@ -1,8 +1,8 @@
-"""A storage tier in memory that fails on purpose, in every way that the contract allows.
+"""A storage tier in memory that can fail in every way that the contract allows.
 
-With no faults it is a sound backend and passes BackendSuite. With faults it does what
-disks, servers and their clients do on bad days, drawn from a seed; it never breaks the
-contract itself: a HIT is verified, and a cancelled call has let go of its views.
+Without faults it passes BackendSuite. With a plan of faults it fails like disks, servers and
+their clients do, drawn from a seed. It never breaks the contract itself: a HIT is verified, and
+a cancelled call no longer uses its views when it ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 
 _SCAN_STEP = 32
-"""Headers a step of a scan, each of which may be delayed."""
+"""Headers per step of a scan; each header may be delayed."""
 
 
 class StoredBlock(NamedTuple):
-    """What the tier holds of a block; a test may put anything here behind the tier's back."""
+    """The stored bytes of a block; a test may change them without the tier's knowledge."""
 
     header: bytes
     payload: bytes
@@ -68,17 +68,16 @@ class MemoryOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     """Options of MemoryBackend."""
 
     capacity: int | None = None
-    """Most bytes of headers and payloads, or no bound."""
+    """Upper bound of headers and payloads in bytes; None: no bound."""
 
 
 class MemoryBackend(Backend):
-    """Blocks in a dict, and marks in a set, which outlive the backend as a disk does: `blocks`,
-    `kept_marks`.
+    """A backend with its blocks in a dict (`blocks`) and its marks in a set (`kept_marks`).
 
-    `plan` may be replaced at any time, as when a dead server comes back; its latency is
-    drawn once a call, before each block and in its middle. The counter
-    `torn_writes_total` counts blocks whose bytes no longer had their checksum while
-    they were being stored: the caller reused a slot too early.
+    Both outlive the backend, as a disk does. `plan` may be replaced at any time, for instance to
+    let a failed server recover. Its latency is drawn once per call, before each block, and in
+    the middle of each block. The counter `torn_writes_total` counts blocks whose bytes did not
+    match their checksum while they were stored: the caller reused a slot too early.
     """
 
     Options: ClassVar[type[msgspec.Struct]] = MemoryOptions
@@ -106,7 +105,7 @@ class MemoryBackend(Backend):
 
     @property
     def plan(self) -> FaultPlan:
-        """What goes wrong from now on."""
+        """The faults to inject from now on."""
         return self._faults.plan
 
     @plan.setter
@@ -149,7 +148,7 @@ class MemoryBackend(Backend):
             return [await self._get(BlockKey(namespace, r.block_hash), r) for r in requests]
 
     async def put_many(self, namespace: bytes, requests: Sequence[PutRequest]) -> list[Outcome]:
-        # What a batch builds on must outlast it, or its tail would be stored behind a hole.
+        # Eviction must spare the batch and its parents, or its tail would follow a hole.
         pins = [namespace + r.block_hash for r in requests]
         pins += [namespace + r.parent for r in requests]
         self._pinned.update(pins)
@@ -228,7 +227,7 @@ class MemoryBackend(Backend):
         self._index.touch([item])
         self._damage(key)
         stored = self.blocks[key]
-        # Bytes land in the slot before they are verified, and not all at once.
+        # As on a disk, bytes reach the slot before they are verified, and in two parts.
         size = min(len(stored.payload), len(request.view))
         request.view[: size // 2] = stored.payload[: size // 2]
         await self._faults.delay()
@@ -285,7 +284,7 @@ class MemoryBackend(Backend):
         return True
 
     def _find_room(self, size: int) -> bool:
-        """Evict until `size` more bytes fit; False if they cannot."""
+        """Evict until `size` more bytes fit; return False if they cannot."""
         if self._capacity_bytes is None:
             return True
         if size > self._capacity_bytes:
@@ -299,7 +298,7 @@ class MemoryBackend(Backend):
         return True
 
     def _release(self, item: int) -> None:
-        """Forget a block that has left the index."""
+        """Delete a block that was removed from the index, and free its item number."""
         key, size = self._held[item]
         self.blocks.pop(key, None)
         self._used_bytes -= size
@@ -310,7 +309,7 @@ class MemoryBackend(Backend):
         return key.namespace + key.block_hash in self._pinned
 
     def _damage(self, key: BlockKey) -> None:
-        """Change what is stored of a block, as far as the plan has it."""
+        """Damage a stored block as the plan says."""
         header, payload = self.blocks[key]
         if payload and self._faults.strikes(InjectedFault.TRUNCATE):
             payload = payload[: self._faults.random.randrange(len(payload))]

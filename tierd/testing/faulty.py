@@ -1,7 +1,7 @@
-"""What goes wrong with storage tiers: the faults, how they are drawn, and a tier that has them.
+"""Injected faults of storage tiers: their kinds, how they are drawn, and a wrapper with them.
 
-`FaultyBackend` puts around any backend what can be done to it from outside. It never
-breaks the contract itself: a cancelled call has let go of its views when it ends.
+`FaultyBackend` wraps any backend and injects the faults that are possible from outside. It never
+breaks the contract itself: a cancelled call no longer uses its views when it ends.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from tierd.storage.wrapper import Wrapper
 
 
 class InjectedFault(enum.Enum):
-    """What may go wrong; the counter `fault_NAME_total` says how often it did."""
+    """A kind of fault; the counter `fault_NAME_total` counts how often it struck."""
 
     HANG = "hang"
-    """A call never ends; only cancelling it does."""
+    """A call does not end until it is cancelled."""
     FAIL_CALL = "fail_call"
-    """A call raises BackendError, before it did anything or after it did everything."""
+    """A call raises BackendError, either before it did anything or after it did everything."""
     LINGER = "linger"
-    """A cancelled call takes its time to end, and uses its views until then."""
+    """A cancelled call ends late, and uses its views until then."""
     FAIL_BLOCK = "fail_block"
-    """A block's outcome is ERROR, and nothing was done for it."""
+    """A block's outcome is ERROR, and the storage was not touched for it."""
     TORN_READ = "torn_read"
-    """A block's outcome is ERROR, after noise was written into its view."""
+    """A block's outcome is ERROR, after random bytes were written into its view."""
     VANISH = "vanish"
     """A block is gone when it is read, as if another process had deleted it."""
     FLIP_PAYLOAD = "flip_payload"
-    """A bit of the stored payload has changed when the block is read."""
+    """A bit of the stored payload has flipped when the block is read."""
     FLIP_HEADER = "flip_header"
-    """A bit of the stored header has changed when the block is read."""
+    """A bit of the stored header has flipped when the block is read."""
     SWAP = "swap"
-    """The block and another one lie under each other's keys when it is read."""
+    """The block has been swapped with another one when it is read."""
     TRUNCATE = "truncate"
     """The stored payload has lost its end when the block is read."""
     LOSE_WRITE = "lose_write"
-    """A block is reported as STORED and is not there: a disk that lies about its cache."""
+    """A block is reported as STORED but is lost, as on a disk that loses its write cache."""
 
 
 DAMAGE: Final = frozenset(
@@ -62,16 +62,16 @@ DAMAGE: Final = frozenset(
         InjectedFault.TRUNCATE,
     }
 )
-"""What happens to stored bytes, which nobody but the storage itself can do."""
+"""Faults that change stored bytes; a wrapper cannot inject them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """How often each fault strikes: its chance, 0 to 1, per call or per block.
+    """The chance of each fault, 0 to 1, per call or per block.
 
-    `latency_s` is the mean of an exponential delay, which a call has at its beginning and
-    at other points that its backend names; with 0 no call ever waits, so that it cannot be
-    raced or cancelled.
+    `latency_s` is the mean of an exponential delay at the start of each call and at further
+    points, which the backend defines. With 0 no call ever waits, so calls cannot overlap or be
+    cancelled midway.
     """
 
     chances: Mapping[InjectedFault, float] = field(default_factory=dict)
@@ -82,8 +82,10 @@ NO_FAULTS = FaultPlan()
 
 
 class Faults:
-    """Draws what strikes by `plan`, which may be replaced at any time, and counts it in
-    `counters`, which it fills with its names."""
+    """Draws faults by `plan` and counts them in `counters`, to which it adds its names.
+
+    `plan` may be replaced at any time.
+    """
 
     def __init__(self, counters: dict[str, int], plan: FaultPlan, random: Random) -> None:
         self.plan = plan
@@ -96,26 +98,26 @@ class Faults:
         self._idle.set()
 
     def strikes(self, fault: InjectedFault) -> bool:
-        """Whether a fault happens now; counts it if so."""
+        """Draw whether a fault strikes now, and count it if so."""
         chance = self.plan.chances.get(fault, 0.0)
-        # No draw for what cannot happen: adding a kind of fault keeps old seeds.
+        # A fault without a chance draws nothing: old seeds survive a new kind of fault.
         if not chance or self.random.random() >= chance:
             return False
         self._counters[f"fault_{fault.value}_total"] += 1
         return True
 
     async def delay(self) -> None:
-        """Take a drawn time, or none at all if the plan has no latency."""
+        """Sleep for a drawn time; return at once if the plan has no latency."""
         if self.plan.latency_s:
             await asyncio.sleep(self.random.expovariate(1 / self.plan.latency_s))
 
     def scribble(self, view: memoryview) -> None:
-        """Overwrite some beginning of a view with noise."""
+        """Overwrite the beginning of a view, of random length, with random bytes."""
         size = self.random.randint(1, len(view))
         view[:size] = self.random.randbytes(size)
 
     def check_payload(self, request: PutRequest, payload: bytes) -> None:
-        """Count bytes to store that no longer have their checksum."""
+        """Count a payload that does not match its request's checksum."""
         if checksum(payload) != request.checksum:
             self._counters["torn_writes_total"] += 1
 
@@ -123,7 +125,7 @@ class Faults:
     async def call(
         self, *, gets: Sequence[GetRequest] = (), puts: Sequence[PutRequest] = ()
     ) -> AsyncIterator[None]:
-        """Around each call: what strikes it as a whole, and what `ended` waits for."""
+        """Inject the faults of a whole call around the body, and count the call as in flight."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -150,17 +152,17 @@ class Faults:
                 self._idle.set()
 
     async def ended(self) -> None:
-        """Return when no call is in flight."""
+        """Wait until no call is in flight."""
         await self._idle.wait()
 
 
 class FaultyBackend(Wrapper):
-    """A real backend on bad days, drawn from a seed: every fault but DAMAGE.
+    """Wraps a real backend and injects every fault except DAMAGE, drawn from a seed.
 
-    `plan` may be replaced at any time, as when a dead server comes back. Calls are delayed
-    by its latency before `inner` is asked and before its answer is given; a plan without
-    chances is a slow tier. The counter `torn_writes_total` counts blocks of cancelled puts
-    whose slots were reused too early.
+    `plan` may be replaced at any time, for instance to let a failed server recover. Its latency
+    delays each call before `inner` is called and again before the result is returned; a plan
+    with latency only is a slow tier. The counter `torn_writes_total` counts blocks of cancelled
+    puts whose slots were reused too early.
     """
 
     def __init__(self, inner: Backend, plan: FaultPlan = NO_FAULTS, seed: int = 0) -> None:
@@ -170,12 +172,13 @@ class FaultyBackend(Wrapper):
 
     @property
     def plan(self) -> FaultPlan:
-        """What goes wrong from now on."""
+        """The faults to inject from now on."""
         return self._faults.plan
 
     @plan.setter
     def plan(self, plan: FaultPlan) -> None:
-        assert not DAMAGE & plan.chances.keys(), "stored bytes cannot be damaged from outside"
+        damage = DAMAGE & plan.chances.keys()
+        assert not damage, f"a wrapper cannot damage stored bytes: remove {damage} from the plan"
         self._faults.plan = plan
 
     async def close(self) -> None:

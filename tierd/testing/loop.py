@@ -1,10 +1,10 @@
-"""An event loop whose time is virtual and whose every choice comes from a seed.
+"""A deterministic event loop with virtual time: a seed decides every choice.
 
-When nothing is ready the clock jumps to the next timer, so a simulated hour costs
-what its callbacks cost. The same seed gives the same run, in any process, as long as
-the code under test reads no other clock, draws no other random number and does not
-act in the iteration order of a set of str or bytes (tasks and futures in sets are
-fine here). It knows no sockets: code that opens one fails with NotImplementedError.
+When nothing is ready, the clock jumps to the next timer, so a simulated hour costs only the time
+of its callbacks. The same seed gives the same run in any process if the code under test reads no
+other clock, draws no other random numbers and does not depend on the iteration order of a set of
+str or bytes (sets of tasks and futures are safe). Sockets are not supported: code that opens one
+fails with NotImplementedError.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 EPOCH_NS: Final = 1_000 * 10**9
-"""Where the clock starts: not at 0, which code may take for "never"."""
+"""Start of the clock: not 0, which code may take for "never"."""
 
 HORIZON_NS: Final = 2**23 * 10**9
-"""Where it ends, after 97 days: beyond, a float of seconds no longer resolves a nanosecond,
-and asyncio would not find a timer due that is.
+"""End of the clock, after 97 days: beyond it a float of seconds no longer resolves a
+nanosecond, and asyncio would miss timers that are due.
 """
 
 STEPS_MAX: Final = 1_000_000
 """Iterations after which a run counts as endless: tens of seconds of real time."""
 
 DEFAULT_WORKERS: Final = 8
-"""Threads of the default executor, and of an executor that does not say how many it has."""
+"""Threads of the default executor, and of executors whose thread count is unknown."""
 
 WORK_MEAN_S: Final = 0.0005
 """Mean of the exponential delay before a thread's work takes effect, and again after it."""
@@ -48,22 +48,22 @@ _PENDING_SHOWN: Final = 20
 
 
 class SimulationError(Exception):
-    """The simulated program did something that no sound program does."""
+    """The simulated program did something that no correct program does."""
 
 
 class SimulationDeadlock(SimulationError):  # noqa: N818  # it names a state
-    """Nothing is ready and no timer is set: whatever is pending will never end."""
+    """Nothing is ready and no timer is set: pending tasks will never end."""
 
 
 class SimulationLoop(asyncio.BaseEventLoop):
     """A single-threaded loop on virtual time.
 
-    `random` is the scenario's own stream. With `shuffle`, ready callbacks run in an
-    order drawn from the seed instead of first in, first out: a task may lose any race
-    that it could lose in production. Functions handed to an executor run on the loop
-    thread at a drawn instant, with the order and parallelism of that executor's
-    workers; one that has been picked up runs even if its caller was cancelled, as on a
-    thread. `errors` collects what reaches the loop's exception handler.
+    `random` is a random stream for the scenario. With `shuffle`, ready callbacks run in an order
+    drawn from the seed instead of first in, first out: a task may lose any race that it could
+    lose in production. Functions passed to an executor run on the loop thread at a drawn time,
+    with the order and parallelism of that executor's workers. As on a thread, a function that a
+    worker has picked up runs even if its caller is cancelled. `errors` collects the contexts
+    passed to the loop's exception handler.
     """
 
     def __init__(self, seed: int, *, shuffle: bool = True, steps_max: int = STEPS_MAX) -> None:
@@ -90,7 +90,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
 
     @property
     def elapsed_s(self) -> float:
-        """Virtual time since the start."""
+        """Virtual seconds since the start."""
         return (self.now_ns - EPOCH_NS) / 1e9
 
     def create_future(self) -> asyncio.Future[T]:
@@ -103,7 +103,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         name: object = None,
         context: contextvars.Context | None = None,
     ) -> asyncio.Task[T]:
-        # asyncio's own default names go on counting from one loop to the next.
+        # asyncio's default names would not repeat: their counter is shared by all loops.
         given = f"Task-{next(self._names)}" if name is None else str(name)
         return _Task(coro, loop=self, name=given, context=context)
 
@@ -115,7 +115,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         if not self._shuffle:
             return super().call_soon(callback, *args, context=context)
-        # Each callback puts one ticket in the loop's queue; a ticket runs any of them.
+        # Each callback adds one _run_any to the loop's queue, which runs any one of the callbacks.
         super().call_soon(self._run_any, context=self._pool_context)
         handle = asyncio.Handle(callback, args, self, context)
         self._pool.append(handle)
@@ -128,7 +128,9 @@ class SimulationLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
-            raise SimulationError("a real thread called into a simulation: no seed repeats that")
+            raise SimulationError(
+                "a real thread called into the simulation: no seed can repeat that"
+            )
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(
@@ -136,7 +138,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Future[T]:
         threads = self._default_threads
         if executor is not None:
-            # Not public, so not relied on: an executor without them has the defaults.
+            # These attributes are private, so an executor without them gets the defaults.
             if getattr(executor, "_shutdown", False):
                 raise RuntimeError("cannot schedule new futures after shutdown")
             workers = getattr(executor, "_max_workers", DEFAULT_WORKERS)
@@ -147,13 +149,13 @@ class SimulationLoop(asyncio.BaseEventLoop):
         return future
 
     def work_delay_s(self) -> float:
-        """How long the next stage of a thread's work takes."""
+        """Draw the duration of the next stage of a thread's work, in seconds."""
         return self._choices.expovariate(1 / WORK_MEAN_S)
 
     def cancel_all(self) -> None:
-        """Cancel what is pending and run until it has ended, as asyncio.run does.
+        """Cancel all pending tasks and run until they have ended, as asyncio.run does.
 
-        SimulationError if it does not end.
+        Raises SimulationError if they do not end.
         """
         self.steps_max += self.steps
         pending = asyncio.all_tasks(self)
@@ -172,14 +174,14 @@ class SimulationLoop(asyncio.BaseEventLoop):
         self._pool.clear()
 
     def advance(self, timeout_s: float | None) -> None:
-        """Begin an iteration: jump to the next timer, `timeout_s` ahead, if nothing is ready."""
+        """Start an iteration; if nothing is ready, jump to the next timer, `timeout_s` ahead."""
         self.steps += 1
         if timeout_s is None:
             raise SimulationDeadlock(f"nothing is ready, no timer is set; {self._pending()}")
         if self.steps > self.steps_max:
             raise SimulationError(f"no end after {self.steps_max} steps; {self._pending()}")
         if timeout_s > 0:
-            # Rounded, so that sleeps add up; at least 1, so that the clock cannot stick.
+            # Rounded, so that sleeps add up; at least 1, so that the clock always advances.
             self.now_ns += max(1, round(timeout_s * 1e9))
             if self.now_ns > HORIZON_NS:
                 raise SimulationError(f"no end after 97 virtual days; {self._pending()}")
@@ -191,7 +193,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         handle = pool.pop()
         if not handle.cancelled():
             handle._run()
-        # A failed task's traceback keeps this frame, and would through it keep the task.
+        # A failed task's traceback keeps this frame alive, and the frame would keep the task.
         del handle
 
     def _pending(self) -> str:
@@ -201,20 +203,20 @@ class SimulationLoop(asyncio.BaseEventLoop):
         return f"pending: {shown or 'no task'}{more}"
 
     def _process_events(self, event_list: list[object]) -> None:
-        """BaseEventLoop's hook for I/O events, of which there are none."""
+        """BaseEventLoop's hook for I/O events: there are none."""
 
     def _write_to_self(self) -> None:
-        """BaseEventLoop's hook to wake a waiting selector: this one never waits."""
+        """BaseEventLoop's hook to wake its selector: this one never waits."""
 
 
 class VirtualClock:
-    """A `tierd.clock.Clock` that reads a simulation's time."""
+    """A `tierd.clock.Clock` that reads a simulation's virtual time."""
 
     def __init__(self, loop: SimulationLoop) -> None:
         self._loop = loop
 
     def monotonic_ns(self) -> int:
-        """Nanoseconds on the scale of the loop's time()."""
+        """Virtual time in nanoseconds, on the scale of the loop's time()."""
         return self._loop.now_ns
 
 
@@ -225,18 +227,18 @@ def run_simulation(
     shuffle: bool = True,
     steps_max: int = STEPS_MAX,
 ) -> T:
-    """Run `scenario` on a fresh loop and return its result.
+    """Run `scenario` on a new loop and return its result.
 
-    Whatever it raises carries a note with the seed. SimulationDeadlock and
-    SimulationError as said there; SimulationError also if a callback failed or a task's
-    exception was never looked at. Tasks that are left are cancelled and must end.
+    Exceptions carry a note with the seed. Raises SimulationDeadlock if nothing can continue, and
+    SimulationError if the run is endless, a callback failed or a task's exception was never
+    retrieved. Tasks that are left at the end are cancelled and must end.
     """
     loop = SimulationLoop(seed, shuffle=shuffle, steps_max=steps_max)
     try:
         try:
             result = loop.run_until_complete(scenario(loop))
         except BaseException:
-            # What a failed run leaves behind may not end; the first failure counts.
+            # Tasks of a failed run may not end; the first failure counts.
             with suppress(SimulationError):
                 loop.cancel_all()
             raise
@@ -258,7 +260,7 @@ def run_simulation(
 
 
 class _VirtualSelector:
-    """What BaseEventLoop waits on: instead of waiting, the clock moves."""
+    """The selector of a SimulationLoop: it advances the clock instead of waiting."""
 
     def __init__(self, loop: SimulationLoop) -> None:
         self._loop = loop
@@ -268,8 +270,8 @@ class _VirtualSelector:
         return []
 
 
-# Sets of tasks and futures (TaskGroup and asyncio.wait keep some) are iterated by hash,
-# which is an address by default: numbers in order of first use repeat from run to run.
+# TaskGroup and asyncio.wait keep sets of tasks and futures, which are iterated by hash. The
+# default hash is an address; a number in the order of first use is the same in each run.
 
 
 class _Future(asyncio.Future[T]):
@@ -295,7 +297,7 @@ def _collect_error(loop: asyncio.AbstractEventLoop, context: dict[str, object]) 
 
 
 def _place(task: asyncio.Task[object]) -> str:
-    """The task's name and the line that it waits at."""
+    """Return the task's name and the line at which it waits."""
     innermost: object = task.get_coro()
     while isinstance(innermost, CoroutineType) and isinstance(innermost.cr_await, CoroutineType):
         innermost = innermost.cr_await
@@ -307,9 +309,10 @@ def _place(task: asyncio.Task[object]) -> str:
 
 
 class _Work(NamedTuple):
-    """A function handed to an executor: whether its caller gave up, and how to run it.
+    """A function passed to an executor.
 
-    `run` answers with the call that tells the caller.
+    `cancelled` says whether its caller gave up. `run` runs it and returns a call that delivers
+    the result to the caller.
     """
 
     cancelled: Callable[[], bool]
@@ -317,7 +320,7 @@ class _Work(NamedTuple):
 
 
 class _Threads:
-    """The workers of one executor: first come first served, `workers` at a time."""
+    """The workers of one executor: they run functions in order, `workers` at a time."""
 
     def __init__(self, loop: SimulationLoop, workers: int) -> None:
         self._loop = loop

@@ -232,7 +232,7 @@ class RedisBackend(Backend):
             now_s = asyncio.get_running_loop().time()
             if now_s >= self._touch_from_s:
                 try:
-                    # TOUCH the marks as well: eviction may take that key; see tierd.core.epochs.
+                    # TOUCH the marks as well: eviction may take that key; see tierd.core.l3.epochs.
                     touched = [self._work.marks_key, *([] if ttl_ms else keys)]
                     _, *answers = await self._each(b"TOUCH", touched)
                     if ttl_ms:

@@ -29,7 +29,7 @@ from tierd.shared_memory.gate import make_gate
 from tierd.wire import messages as m
 
 if TYPE_CHECKING:
-    from tierd.core.space import Space
+    from tierd.core.l2.space import Space
     from tierd.daemon.copies.processes import CopyProcesses
 
 pytestmark = [pytest.mark.slow]

@@ -14,9 +14,9 @@ from tierd.cli.explain.command import named_blocks
 from tierd.cli.explain.reasons import said
 from tierd.config import WritePolicy
 from tierd.core.effects import Effect
+from tierd.core.l3.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
+from tierd.core.l3.writes import Miss
 from tierd.core.reasons import Dropped, Evicted
-from tierd.core.unserved import BLOCKS_MAX, Unserved, Unserveds, Why
-from tierd.core.writes import Miss
 from tierd.daemon.jobs.explain import OTHERS_MAX, YOUNG_S
 from tierd.daemon.session.acquiring import Patience
 from tierd.daemon.session.orders import Orders

@@ -20,7 +20,7 @@ from tests.support.servers.fake_s3 import BUCKET, FakeS3
 from tests.support.servers.proxy import Proxy
 from tests.support.servers.redis import READY_S, RedisCluster, RedisServer
 from tierd.backend import BlockHeader, checksum, pack_header
-from tierd.core.epochs import Mark, pack_mark, scope_of
+from tierd.core.l3.epochs import Mark, pack_mark, scope_of
 from tierd.types import BlockKey
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -14,7 +14,7 @@ from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config
 from tests.support.tiers.flushing import begin, flush, until
 from tierd.backend import GetRequest, GetResult, Outcome, PutRequest, checksum
 from tierd.config import PrefetchConfig, StorageConfig
-from tierd.core.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark
+from tierd.core.l3.epochs import EPOCH_VALID_S, Mark, pack_mark, unpack_mark
 from tierd.daemon.jobs.flush import OTHERS_S
 from tierd.daemon.l3.epochs import MARGIN_S, REFRESH_S, MarksFile, News
 from tierd.daemon.l3.tier import StorageTier, opened

@@ -23,8 +23,8 @@ from tests.support.tiers.bench import (
 )
 from tierd.backend import Outcome, PutRequest, checksum
 from tierd.config import WritePolicy
-from tierd.core.epochs import scope_of
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
+from tierd.core.l3.epochs import scope_of
 from tierd.daemon.jobs.warming import BUSY_SHARE, QUIET_NS, Pace, Warming, WarmOrder
 from tierd.eviction.policy import PrefixRequest
 from tierd.testing.backend import MemoryBackend

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import blocks
 from tests.support.tiers.bench import PAGE, Bench, Tier, config, run
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.lifecycle.housekeeping import HOUSEKEEPING_S
 from tierd.daemon.session.session import Session
 from tierd.testing.simulation.keeper import Keeper

@@ -25,8 +25,8 @@ from tests.support.one_life import (
     OneLife,
     held_by_nobody,
 )
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped
-from tierd.core.space import Space
 from tierd.memory import past
 from tierd.memory.past import LEASE_NS_MAX, IncarnationPage, PastPage
 from tierd.testing.simulation.keeper import Keeper

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.core.pressure import CALM_S, FORGOTTEN_S, MemorySample, Pressure
+from tierd.core.l2.pressure import CALM_S, FORGOTTEN_S, MemorySample, Pressure
 from tierd.daemon.l2.pressure import ThisMachine
 
 GIB = 1 << 30

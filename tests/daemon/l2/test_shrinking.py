@@ -22,9 +22,9 @@ from tests.support.traffic import wait_until
 from tierd.clock import SystemClock
 from tierd.core.hints import PrefixHint
 from tierd.core.host import HostTier
-from tierd.core.pressure import MemorySample
+from tierd.core.l2.pressure import MemorySample
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted, Refusal
-from tierd.core.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.options import NodeOptions
 from tierd.limits import memory_cgroups
@@ -208,8 +208,8 @@ async def test_shrinking_returns_memory_to_the_kernel(
 ) -> None:
     """The reported size would shrink, but the machine would get no memory back."""
     monkeypatch.setattr("tierd.daemon.l2.pressure.PERIOD_S", 0.02)
-    monkeypatch.setattr("tierd.core.pressure.CALM_S", 0.2)
-    monkeypatch.setattr("tierd.core.pressure.GROWTH_SHARE_PER_S", 10.0)
+    monkeypatch.setattr("tierd.core.l2.pressure.CALM_S", 0.2)
+    monkeypatch.setattr("tierd.core.l2.pressure.GROWTH_SHARE_PER_S", 10.0)
     caplog.set_level(logging.INFO, "tierd")
     machine = FixedMachine(32 * GIB)
     node = node_on(machine, min_bytes=8 * MIB)

@@ -9,7 +9,7 @@ from tests.support import blocks
 from tests.support.tiers.bench import SPACE, Bench, config, run
 from tierd.backend import GetRequest, GetResult
 from tierd.config import PrefetchConfig
-from tierd.core.prefetch import TRIAL_EVERY, BreakEven, Worth
+from tierd.core.l3.prefetch import TRIAL_EVERY, BreakEven, Worth
 
 Ask = Callable[[int], Coroutine[None, None, int]]
 

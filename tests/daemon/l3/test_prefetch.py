@@ -15,7 +15,7 @@ from tests.support import blocks
 from tests.support.tiers.bench import PAGE, SPACE, Bench, Tier, config, key, run
 from tierd.backend import GetRequest, GetResult
 from tierd.config import PrefetchConfig, PrefetchPolicy
-from tierd.core.prefetch import deadline_ns
+from tierd.core.l3.prefetch import deadline_ns
 from tierd.daemon.l3.tier import BATCH_BLOCKS_MAX
 from tierd.daemon.session.acquiring import Patience
 from tierd.daemon.session.session import Session

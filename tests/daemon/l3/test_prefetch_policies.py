@@ -10,7 +10,7 @@ import pytest
 from tests.support import blocks
 from tests.support.tiers.bench import Bench, Tier, config, run
 from tierd.config import PrefetchConfig, PrefetchPolicy, WritePolicy
-from tierd.core.prefetch import TRIAL_EVERY, deadline_ns
+from tierd.core.l3.prefetch import TRIAL_EVERY, deadline_ns
 from tierd.daemon.session.acquiring import Patience
 from tierd.errors import BackendError
 

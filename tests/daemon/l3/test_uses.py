@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from tests.support.tiers.bench import SPACE, Bench, config, run
 from tierd.config import WritePolicy
+from tierd.core.l3.writes import DEMAND_EARLY, WriteMoment, Writes
 from tierd.core.uses import Uses
-from tierd.core.writes import DEMAND_EARLY, WriteMoment, Writes
 from tierd.daemon.l3.learning import PAUSE_S
 from tierd.eviction.policy import PrefixRequest
 from tierd.eviction.reuse import SLICE, Reuse

@@ -11,8 +11,8 @@ from tests.support import blocks
 from tests.support.tiers.bench import Bench, config, run
 from tierd.backend import Outcome, PutRequest
 from tierd.config import StorageConfig, WritePolicy
-from tierd.core.evictions import EVICTING_SHARE_MAX
-from tierd.core.writes import DEMAND_EARLY
+from tierd.core.l2.evictions import EVICTING_SHARE_MAX
+from tierd.core.l3.writes import DEMAND_EARLY
 from tierd.errors import BackendError
 
 MS = 1_000_000

@@ -25,7 +25,7 @@ from tierd.backend import GetRequest
 from tierd.client import Client
 from tierd.config import NOT_SCALARS, Config, StorageConfig, parse
 from tierd.core.hints import PrefixHint
-from tierd.core.writes import WriteMoment
+from tierd.core.l3.writes import WriteMoment
 from tierd.daemon.lifecycle.reload import (
     LIVE,
     RESTART,

@@ -11,7 +11,7 @@ from tests.support import blocks
 from tests.support.prometheus import Family, read
 from tests.support.tiers.bench import SPACE, Bench, run
 from tierd.core.host import HostTier
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.http.metrics import scrape
 from tierd.daemon.session.demand import SEATS_MAX, Demand, DemandCounts
 

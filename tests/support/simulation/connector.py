@@ -1,4 +1,4 @@
-"""TierdConnector in a simulated engine: the real class, with the engine's memory in its place."""
+"""TierdConnector in a simulated engine: the real class, on simulated engine memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierd_connectors.vllm.worker.mover import Mover
 def started_with(
     memory: Memory, namespace: Namespace, mover: Callable[..., Mover]
 ) -> Iterator[None]:
-    """While this lasts, a worker of the connector that learns of its caches has this memory."""
+    """Give workers of the connector this memory when they register their caches."""
     group = SimpleNamespace(rank_in_group=0)
     groups = SimpleNamespace(
         get_pp_group=lambda: group,

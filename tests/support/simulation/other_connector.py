@@ -1,6 +1,6 @@
 """Another connector beside tierd's, as under vLLM's MultiConnector, that loads asynchronously.
 
-It takes some requests, fills the blocks that the engine gives them in its own time, and says so.
+It serves some requests: it fills their blocks after a random time, and reports that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.simulation.threads import Process, pause
 
 
 class OtherConnector:
-    """Both sides of it, in one process."""
+    """The scheduler's and the worker's side, in one process."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class OtherConnector:
         share: float,
         lossy: bool,
     ) -> None:
-        """It takes a `share` of the requests; a `lossy` one gives back nearly what was computed."""
+        """It serves a `share` of the requests; a `lossy` one returns inexact KV."""
         random = process.random
         self._process = process
         self._pool = pool
@@ -51,7 +51,7 @@ class OtherConnector:
     # The scheduler's side
 
     def matched_tokens(self, request: Request, computed: int) -> int:
-        """What it has of a request's prompt, once."""
+        """Return how much of a request's prompt it has; each request is asked for once."""
         request_id = request.request_id
         if request_id not in self._asked:
             self._asked.add(request_id)
@@ -61,7 +61,7 @@ class OtherConnector:
         return max(0, useful - computed) if request_id in self._offered else 0
 
     def allocated(self, request: Request, blocks: list[int], first: int, tokens: int) -> None:
-        """The request has its blocks; the other connector is to fill those from `first` on."""
+        """Note a request's blocks; this connector must fill those from `first` on."""
         self._offered.discard(request.request_id)
         if tokens:
             self._planned.append((request, blocks, first))
@@ -69,7 +69,7 @@ class OtherConnector:
     # The worker's side
 
     def start(self) -> None:
-        """Begin what was planned in this step."""
+        """Start the loads planned in this step."""
         planned, self._planned = self._planned, []
         for each in planned:
             self.loads += 1
@@ -99,7 +99,7 @@ class OtherConnector:
         self._finished.add(request.request_id)
 
     def take_finished(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended, and blocks that were not filled."""
+        """Return the requests whose loads have ended, and the blocks that were not filled."""
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return finished, failed

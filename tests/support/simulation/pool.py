@@ -1,7 +1,7 @@
-"""An engine's KV: the model that computes it, its memory, and who has which block.
+"""An engine's KV: the model that computes it, its memory, and its block table.
 
-KV of a token is a function of the model, the rank and all tokens up to it, so any block that
-is not what its table says shows at once, and the last state of a block is its hash.
+The KV of a token is a function of the model, the rank and all tokens up to it. A block with wrong
+KV is therefore detected at once. The last state of a block is its hash.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOSS = bytes(255 - value for value in range(256))
 
 
 class Model:
-    """What engines of one model compute, on one or more ranks."""
+    """Computes the KV of one model's engines, on one or more ranks."""
 
     def __init__(self, world: World, name: str, ranks: int) -> None:
         self.world = world
@@ -37,15 +37,15 @@ class Model:
         self._generations: list[list[Namespace]] = []
 
     def state(self, before: bytes, token: int) -> bytes:
-        """Stands for all tokens up to one."""
+        """Return a state that represents all tokens up to one."""
         return hashlib.sha256(before + token.to_bytes(4)).digest()
 
     def kv(self, rank: int, state: bytes) -> bytes:
-        """A token's KV."""
+        """Return the KV of one token."""
         return hashlib.shake_128(self.ranks[rank].digest + state).digest(TOKEN_BYTES)
 
     def block(self, rank: int, states: Sequence[bytes], index: int) -> bytes:
-        """A full block's KV."""
+        """Return the KV of a full block."""
         first = index * BLOCK_TOKENS
         key = rank, states[first + BLOCK_TOKENS - 1]
         known = self._blocks.get(key)
@@ -55,7 +55,7 @@ class Model:
         return known
 
     def tell(self, states: Sequence[bytes]) -> None:
-        """Have the world know the block that the last of these states completes."""
+        """Tell the world the valid payload of the block that the last of these states completes."""
         index = len(states) // BLOCK_TOKENS - 1
         block_hash = states[-1]
         if block_hash in self._told:
@@ -67,7 +67,7 @@ class Model:
             self._know(ranks, block_hash, payloads)
 
     def use_too(self, ranks: list[Namespace]) -> None:
-        """An engine goes on in these namespaces, with the same weights."""
+        """Continue in these namespaces, with the same weights."""
         self._generations.append(ranks)
         for block_hash, payloads in self._told.items():
             self._know(ranks, block_hash, payloads)
@@ -80,12 +80,12 @@ class Model:
 
 
 def nearly(kv: bytes) -> bytes:
-    """What a lossy cache makes of KV."""
+    """Return KV as a lossy cache returns it."""
     return bytes(kv[:1]) + kv[1:].translate(_LOSS)
 
 
 class Request:
-    """As much of vLLM's Request as the connector and the scheduler use."""
+    """The part of vLLM's Request that the connector and the scheduler use."""
 
     lora_request = None
     kv_transfer_params = None
@@ -104,21 +104,21 @@ class Request:
         self.computed = 0
         self.table: list[int] = []
         self.known = False
-        """Whether the workers have been told of it."""
+        """Whether the workers know the request."""
         self.preempted = False
         self.awaits_load = False
         self.loading_since_s = 0.0
         self.load_failed = False
         self.aborted = False
         self.own = 0
-        """Tokens that the engine had itself when tierd was asked to load what comes after them."""
+        """Tokens that the engine already had when tierd was asked for the following ones."""
         self.by_tierd = False
         self._model = model
         for token in prompt:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """One token more is known."""
+        """Append a token."""
         before = self.states[-1] if self.states else ROOT
         self.tokens.append(token)
         self.states.append(self._model.state(before, token))
@@ -126,7 +126,7 @@ class Request:
             self._model.tell(self.states)
 
     def generate(self) -> None:
-        """The next token is sampled."""
+        """Sample the next token."""
         self.append(self.states[-1][0] % WORDS)
 
     @property
@@ -139,19 +139,19 @@ class Request:
 
 
 class BlockPool:
-    """Who has which block, and the prefix cache: block 0 is nobody's."""
+    """Owners of blocks, and the prefix cache; block 0 is never allocated."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.free = deque(range(1, count))
         self.refs = [0] * count
         self.lossy: set[int] = set()
-        """Blocks that hold nearly what would be computed, which engines put up with."""
+        """Blocks with inexact KV, which engines tolerate."""
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
 
     def prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix."""
+        """Return the blocks of the longest cached prefix."""
         found = []
         for block_hash in hashes:
             block = self._by_hash.get(block_hash)
@@ -161,23 +161,23 @@ class BlockPool:
         return found
 
     def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[int] | None:
-        """As vLLM's pool has it, of its only group of layers."""
+        """Return a cached block like vLLM's pool, which has one group of layers here."""
         block = self._by_hash.get(block_hash)
         return None if block is None else [block]
 
     def room_for(self, count: int, hits: Sequence[int]) -> bool:
-        """Whether there are so many free blocks beside those that are hit."""
+        """Whether `count` blocks are free, not counting those that are hit."""
         return count <= len(self.free) - sum(not self.refs[block] for block in hits)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Have one more owner for each."""
+        """Add one owner to each block."""
         for block in blocks:
             if not self.refs[block]:
                 self.free.remove(block)
             self.refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Blocks for a new owner; what they held is forgotten."""
+        """Allocate blocks for a new owner; their old content leaves the prefix cache."""
         taken = [self.free.popleft() for _ in range(count)]
         for block in taken:
             self.forget(block)
@@ -186,26 +186,26 @@ class BlockPool:
         return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One owner less; the last block of a prefix is handed out first."""
+        """Remove one owner of each block; the last block of a prefix is reused first."""
         for block in reversed(blocks):
             self.refs[block] -= 1
             if not self.refs[block]:
                 self.free.append(block)
 
     def cache(self, table: Sequence[int], hashes: Sequence[bytes], full: int) -> None:
-        """The first blocks of a table can be found by their hashes."""
+        """Add the first blocks of a table to the prefix cache."""
         for block, block_hash in zip(table[:full], hashes, strict=False):
             if block_hash not in self._by_hash and block not in self._hashes:
                 self._by_hash[block_hash] = block
                 self._hashes[block] = block_hash
 
     def forget_all(self) -> None:
-        """No block is found any more."""
+        """Clear the prefix cache."""
         for block in list(self._hashes):
             self.forget(block)
 
     def forget(self, block: int) -> None:
-        """A block is found no more."""
+        """Remove a block from the prefix cache."""
         block_hash = self._hashes.pop(block, None)
         if block_hash is not None:
             del self._by_hash[block_hash]
@@ -213,7 +213,7 @@ class BlockPool:
 
 @dataclass
 class Memory:
-    """KV of one rank, as `tierd_connectors.vllm.worker.layout.Pages`; copies take their time."""
+    """KV of one rank, like `tierd_connectors.vllm.worker.layout.Pages`; copies take time."""
 
     count: int
     random: Random

@@ -17,26 +17,26 @@ from tierd.testing.simulation.run import simulate
 from tierd.testing.simulation.world import RunRecord, World
 
 STEPS_MAX = 20_000
-"""Steps of one process, beyond which its requests do not get on."""
+"""Steps after which the requests of one process count as stuck."""
 
 STUCK_STEPS = 300
 """Steps without a token after which a user gives up: blocks of loaded requests are all taken."""
 
 AT_ONCE_MAX = 5
-"""Requests that users have under way at one engine."""
+"""Requests that run at one engine at the same time."""
 
 PROMPTS_MAX = 8
-"""Conversations that are remembered, of which the next requests continue one."""
+"""Conversations to remember; the next requests continue one of them."""
 
 
 def simulate_everything(seed: int) -> RunRecord:
-    """One world with all that is out for the worst. Raises as `simulate` does."""
+    """Run one hostile world with all kinds of engines. Raises as `simulate` does."""
     return simulate(seed, [run_tables], hostile=True)
 
 
 async def run_tables(world: World, plan: WorldPlan) -> None:
-    """All engines with block tables of a world, one life after the other each."""
-    # Of its own: what else happens in a world of this seed must not change by it.
+    """Run all engines with block tables of a world; each restarts several times."""
+    # A separate random stream, so that the seed's other events do not change.
     random = Random(f"tables of {world.seed}")
     models = [
         Model(world, f"tables-{number}", random.choice((1, 1, 2)))
@@ -83,7 +83,7 @@ def _work(
     engines: list[EngineProcess],
     talks: list[list[int]],
 ) -> None:
-    """Users ask, one after the other and some at once, until all have been answered."""
+    """Send users' requests, some of them in parallel, until all are answered."""
     random, world = process.random, process.world
     engine = EngineProcess(process, model, ways)
     engines.append(engine)
@@ -120,14 +120,14 @@ def _request(
     tokens_max = min(len(prompt) + random.randint(1, 12), most)
     now_s = process.world.loop.time()
     request = Request(model, f"{process.name}-{number}", prompt, tokens_max, now_s)
-    # What it is going to say is what a later turn begins with.
+    # A later turn of the conversation starts with this answer.
     talks.append(request.tokens)
     del talks[:-PROMPTS_MAX]
     return request
 
 
 def _close_descriptors(engine: EngineProcess) -> None:
-    """What the kernel closes when a process has ended."""
+    """Close what the kernel closes when a process has ended."""
     for mover in engine.movers:
         os.close(mover._wakeup)
     for client in engine.clients:

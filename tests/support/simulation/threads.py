@@ -2,8 +2,8 @@
 
 The connector and its client are written for threads that wait. Here each such thread is a
 strand: it runs only while the loop waits for it, and hands each of its waits to the loop, so
-that one seed gives one order of events. `virtual_process()` has the modules of the connector
-and of the client see virtual clocks and simulated sockets.
+that one seed gives one order of events. `virtual_process()` replaces the clocks and sockets in
+the modules of the connector and of the client with simulated ones.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _here = threading.local()
 
 
 class ProcessGoneError(BaseException):
-    """The process of this strand has been killed; no `except Exception` keeps it alive."""
+    """The process of this strand has been killed; `except Exception` does not catch it."""
 
 
 class Process:
-    """What strands of one simulated process share: the world, a stream of chance, its sockets."""
+    """State shared by the strands of one simulated process: world, random stream and sockets."""
 
     def __init__(self, world: World, name: str, random: Random) -> None:
         self.world = world
@@ -47,7 +47,7 @@ class Process:
         self.strands: list[asyncio.Task[None]] = []
 
     def remark(self, what: str) -> None:
-        """Have something told with a violation that comes after it."""
+        """Note a provocation, to be shown with a later violation."""
         self.world.remark(f"{self.name}: {what}")
 
     def spawn(self, main: Callable[[], object], name: str) -> asyncio.Task[None]:
@@ -71,12 +71,12 @@ class Process:
 
 
 class Strand:
-    """A thread whose every wait is a wait of the loop's."""
+    """A thread whose waits all are waits on the event loop."""
 
     def __init__(self, process: Process, main: Callable[[], object]) -> None:
         self.process = process
         self._main = main
-        # Locks that one side takes and the other gives: whose turn it is.
+        # Each side waits for its lock, which the other side releases, so only one runs at a time.
         self._go, self._back = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._back.acquire()
@@ -86,7 +86,7 @@ class Strand:
         self._gone = False
 
     async def run(self) -> None:
-        """Let the thread run to its end; cancelled, it is killed at its wait."""
+        """Let the thread run to its end; on cancellation, kill it at its current wait."""
         thread = threading.Thread(target=self._body, name="strand", daemon=True)
         thread.start()
         while (asked := self._resume()) is not None:
@@ -120,7 +120,7 @@ class Strand:
         self._back.release()
 
     def wait(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the loop gets by awaiting what `ask` returns; from the strand's own thread."""
+        """Await the result of `ask` on the loop, and return it; called on the strand's thread."""
         if self._gone:
             raise ProcessGoneError
         self._asked = ask
@@ -134,7 +134,7 @@ class Strand:
 
 
 def here() -> Strand:
-    """The strand that runs now."""
+    """Return the strand that runs now."""
     strand: Strand = _here.strand
     return strand
 
@@ -145,7 +145,7 @@ def pause(seconds: float) -> None:
 
 
 class VirtualTime:
-    """As the module `time`, as far as connectors and client use it."""
+    """The part of the module `time` that connectors and client use, in virtual time."""
 
     def __init__(self, loop: SimulationLoop) -> None:
         self._loop = loop
@@ -164,7 +164,7 @@ class VirtualTime:
 
 
 class SimulatedSocket:
-    """A client's end of a simulated connection, as `tierd.client` uses a socket."""
+    """A client's end of a simulated connection, used by `tierd.client` like a socket."""
 
     def __init__(self, *_: int) -> None:
         self._process = here().process
@@ -175,7 +175,7 @@ class SimulatedSocket:
         self._news = asyncio.Event()
 
     def setblocking(self, flag: bool) -> None:
-        """It is the flags of each call that count."""
+        """Do nothing: the flags of each call decide whether it blocks."""
 
     def connect(self, path: str) -> None:
         connection = self._process.world.connect(self._process.name, self._process.random)
@@ -241,14 +241,14 @@ class SimulatedSocket:
         await self.await_news(self._timeout_s)
 
     async def await_news(self, timeout_s: float | None) -> None:
-        """Until something has arrived, or for so long."""
+        """Wait until data has arrived, or until the timeout."""
         self._news.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
     def close(self, *, torn: bool = False) -> None:
-        """As the kernel does it, whoever asks."""
+        """Close as the kernel does at the end of a process."""
         if self._connection is not None:
             self._connection.client.close(torn=torn)
         for _, fds in self._arrived:

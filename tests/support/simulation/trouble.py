@@ -1,7 +1,7 @@
-"""Errors in the connector: one is raised at some line that it runs behind its boundary.
+"""Injected errors in the connector: each is raised at a random line behind its boundary.
 
-Only lines that call or index something are struck, as only those can raise, and only where the
-boundary is to catch it: what recovers from an error is not struck by a second one.
+Only lines with a call or an index are chosen, since only these can raise, and only where the
+boundary must catch the error: code that recovers from an error gets no second one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LINES_MEAN = 12
 
 
 class InjectedError(Exception):
-    """What no code expects."""
+    """An error that no code expects."""
 
 
 class Trouble:
-    """Strikes a call now and then: with `chance`, at a line some way into it."""
+    """Raises an error in some calls: with `chance`, at a random line of the call."""
 
     def __init__(self, random: Random, chance: float, told: Callable[[str], None]) -> None:
         self._random = random
@@ -35,7 +35,7 @@ class Trouble:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around one call into the connector."""
+        """Inject errors into one call of the connector."""
         if self._random.random() >= self._chance:
             yield
             return
@@ -65,7 +65,7 @@ class Trouble:
 
 
 def _behind_guard(frame: FrameType) -> bool:
-    """Whether the connector runs it, and its boundary catches what it raises."""
+    """Whether code belongs to the connector and its boundary catches its errors."""
     if "tierd_connectors" not in frame.f_code.co_filename:
         return False
     if frame.f_code.co_filename.endswith(_GUARD):

@@ -12,10 +12,10 @@ from tierd.backend import GetRequest, GetResult, Outcome, PutRequest
 from tierd.client import by_source
 from tierd.config import PrefetchConfig, StorageConfig, WritePolicy
 from tierd.core.effects import Effect
-from tierd.core.epochs import Mark, pack_mark, scope_of
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.space import Space
+from tierd.core.l3.epochs import Mark, pack_mark, scope_of
 from tierd.core.reasons import Evicted
-from tierd.core.space import Space
 from tierd.daemon.l3.tier import StorageTier, opened
 from tierd.daemon.lifecycle.service import ServiceManager
 from tierd.daemon.node import Node

@@ -1,7 +1,7 @@
 """Computes the prefix length from which a tier beats recomputing, as the daemon decides it.
 
 Pure functions. A load takes the tier's latency plus the transfer at its speed. The daemon's own
-`tierd.core.prefetch.pays` decides whether that is faster than computing.
+`tierd.core.l3.prefetch.pays` decides whether that is faster than computing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from tierd.cli.common.namespaces import ADAPTER_MARK
 from tierd.cli.common.operator import tables, whole
-from tierd.core.prefetch import pays
+from tierd.core.l3.prefetch import pays
 
 LENGTHS: Final = tuple(512 << power for power in range(9))
 """Prefix lengths of the table, 512 to 131,072 tokens."""

@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from tierd.core.reservations import SlotReservation
-from tierd.core.space import Space
+from tierd.core.l2.reservations import SlotReservation
+from tierd.core.l2.space import Space
 from tierd.daemon.copies.copy_process import CopyProcess
 from tierd.daemon.copies.exports import SessionExports
 from tierd.daemon.copies.processes import AttachedLayout, CopyProcesses, NotNowError

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from tierd.clock import Clock
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.copies.copy_process import CopyProcess
 from tierd.daemon.l2.memory import HostMemory
 from tierd.errors import RefusedError

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tierd.backend import BlockHeader
-from tierd.core.epochs import split_scope
+from tierd.core.l3.epochs import split_scope
 from tierd.daemon.l3.tier import StorageTier
 from tierd.errors import BackendError
 from tierd.types import BlockKey

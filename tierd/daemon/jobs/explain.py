@@ -12,10 +12,10 @@ from functools import partial
 from typing import Final
 
 from tierd.clock import Clock
+from tierd.core.l2.space import Space
+from tierd.core.l3.unserved import Unserveds, Why
+from tierd.core.l3.writes import Miss
 from tierd.core.reasons import Dropped
-from tierd.core.space import Space
-from tierd.core.unserved import Unserveds, Why
-from tierd.core.writes import Miss
 from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
-from tierd.core.epochs import EPOCH_VALID_S, Mark
+from tierd.core.l2.space import Space
+from tierd.core.l3.epochs import EPOCH_VALID_S, Mark
+from tierd.core.l3.writes import WriteMoment
 from tierd.core.reasons import Dropped
-from tierd.core.space import Space
-from tierd.core.writes import WriteMoment
 from tierd.daemon.jobs.cleaning import Cleaning
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.backup import Backups, Covers, no_namespace

@@ -25,7 +25,7 @@ from tierd import __version__
 from tierd.clock import Clock
 from tierd.config import HotsetConfig
 from tierd.core.host import HostTier
-from tierd.core.prefetch import MS
+from tierd.core.l3.prefetch import MS
 from tierd.daemon.jobs.inventory import resident
 from tierd.errors import ConfigError
 from tierd.hotset import Gathered, Hot, HotSet, pieces

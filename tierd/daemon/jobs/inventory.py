@@ -14,7 +14,7 @@ from typing import Final
 from tierd.backend import BlockHeader
 from tierd.clock import Clock
 from tierd.core.host import HostTier
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l3.promotion import Spawn
 from tierd.daemon.l3.tier import StorageTier
 from tierd.errors import RemoteProtocolError

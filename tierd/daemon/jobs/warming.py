@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from tierd.backend import GetRequest, Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.core.hints import PrefixHint, Priority
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.jobs.flush import Flushes
 from tierd.daemon.jobs.scratch import Scratch, scratch_memory
 from tierd.daemon.l2.memory import HostMemory

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l2.memory import HostMemory
 from tierd.types import Namespace
 

@@ -25,8 +25,8 @@ import msgspec
 from tierd import child
 from tierd.clock import Clock
 from tierd.config import StorageConfig
-from tierd.core.leases import SlotLease
-from tierd.core.slots import Adopted
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.slots import Adopted
 from tierd.daemon.l2.memory import HostMemory
 from tierd.memory.arena import Segment
 from tierd.memory.ledger import LedgerError, is_ledger

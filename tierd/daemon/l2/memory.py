@@ -18,10 +18,10 @@ from tierd.backend import checksum
 from tierd.clock import Clock
 from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.segments import SEGMENT_PAUSE_S
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.segments import SEGMENT_PAUSE_S
-from tierd.core.space import Space
 from tierd.daemon.l2.population import Population
 from tierd.daemon.l2.threads import WorkerThreads
 from tierd.daemon.lifecycle.service import ServiceManager

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l2.threads import WorkerThreads
 from tierd.memory.arena import Arena
 

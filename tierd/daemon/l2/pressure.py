@@ -1,7 +1,7 @@
 """Samples the machine's memory once a second, and shrinks or grows host memory accordingly.
 
-`tierd.core.pressure` decides. The samples are read from /proc and /sys, which never block, on the
-event loop: on a busy machine a thread would run too late.
+`tierd.core.l2.pressure` decides. The samples are read from /proc and /sys, which never block, on
+the event loop: on a busy machine a thread would run too late.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from tierd.clock import Clock
-from tierd.core.pressure import MemorySample, Pressure
+from tierd.core.l2.pressure import MemorySample, Pressure
 from tierd.daemon.l2.memory import HostMemory
 from tierd.limits import memory_cgroups
 from tierd.sizes import about, change

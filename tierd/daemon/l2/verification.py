@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l2.memory import HostMemory
 
 log = logging.getLogger("tierd")

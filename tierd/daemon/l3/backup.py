@@ -1,6 +1,6 @@
 """Backup: copies blocks from host memory (L2) to the storage tiers that lack them.
 
-Each tier's write policy (`tierd.core.writes`) decides which blocks it gets, and when. Waiting
+Each tier's write policy (`tierd.core.l3.writes`) decides which blocks it gets, and when. Waiting
 blocks are held in L2, so each tier has its own bound in bytes. Beyond it, or while the tier takes
 no writes, a block is skipped and counted. It is offered again when an engine next presents or
 uses it, and when L2 evicts it. No client ever waits for a backup.
@@ -17,9 +17,9 @@ from typing import Final
 from tierd.backend import Outcome, PutRequest
 from tierd.clock import Clock
 from tierd.config import TIERS_MAX
-from tierd.core.space import Space
-from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import Miss, WriteMoment
+from tierd.core.l2.space import Space
+from tierd.core.l2.tier_bits import asked_bit
+from tierd.core.l3.writes import Miss, WriteMoment
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.checksums import Checksums, PendingChecksum
 from tierd.daemon.l3.drain import lacked_blocks

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.renewal import Covers
 

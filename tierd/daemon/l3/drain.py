@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l3.renewal import Covers
 
 Block = tuple[Space, bytes]

@@ -1,9 +1,9 @@
 """The epochs that this node uses in keys of a storage tier, and how it learns of new ones.
 
-Reads the tier's marks, which `tierd.core.epochs` interprets. A reading is valid for EPOCH_VALID_S
-if other nodes share the tier, else forever. Without a valid reading the tier is neither read nor
-written: uncertainty is a miss. The marks of shared tiers are also kept in the state directory,
-because a server may be restored from an old backup.
+Reads the tier's marks, which `tierd.core.l3.epochs` interprets. A reading is valid for
+EPOCH_VALID_S if other nodes share the tier, else forever. Without a valid reading the tier is
+neither read nor written: uncertainty is a miss. The marks of shared tiers are also kept in the
+state directory, because a server may be restored from an old backup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from random import Random, SystemRandom
 from typing import Final
 
 from tierd.backend import Backend
-from tierd.core.epochs import (
+from tierd.core.l3.epochs import (
     EPOCH_VALID_S,
     MARKS_MAX,
     SALT_BITS,

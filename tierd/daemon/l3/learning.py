@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from tierd.clock import Clock
 from tierd.core.host import HostTier
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l3.backup import Backups
 from tierd.eviction.reuse import SLICE
 

@@ -10,8 +10,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from tierd.core.prefetch import Worth
-from tierd.core.unserved import Unserved, Why
+from tierd.core.l3.prefetch import Worth
+from tierd.core.l3.unserved import Unserved, Why
 from tierd.daemon.l3.promotion import Promotions, Waiter
 from tierd.daemon.l3.tier import StorageTier
 

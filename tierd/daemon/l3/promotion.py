@@ -15,10 +15,10 @@ from functools import partial
 
 from tierd.backend import GetRequest, GetResult, Outcome
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Refusal
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.space import Space
 from tierd.daemon.l2.memory import INTERNAL, HostMemory
 from tierd.daemon.l3.backup import Backups, Covers, no_namespace
 from tierd.daemon.l3.read_scheduler import QueuedRead, Rank, ReadScheduler

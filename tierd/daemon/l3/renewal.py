@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from tierd.core.space import Space
-from tierd.core.tier_bits import asked_bit
+from tierd.core.l2.space import Space
+from tierd.core.l2.tier_bits import asked_bit
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l3.tier import StorageTier
 from tierd.eviction.policy import Ghosts

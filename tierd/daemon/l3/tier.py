@@ -26,8 +26,8 @@ from tierd.backend import (
     PutRequest,
 )
 from tierd.config import StorageConfig
-from tierd.core.epochs import split_scope
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
+from tierd.core.l3.epochs import split_scope
 from tierd.daemon.l3.epochs import TierEpochs, Times
 from tierd.daemon.l3.read_scheduler import ReadLane
 from tierd.errors import BackendError, ConfigError

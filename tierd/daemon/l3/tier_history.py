@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tierd.backend import Outcome
-from tierd.core.space import Space
-from tierd.core.writes import MISSED_MAX
+from tierd.core.l2.space import Space
+from tierd.core.l3.writes import MISSED_MAX
 from tierd.eviction.policy import Ghosts
 
 UNREAD: Final = 1

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tierd.backend import Outcome
-from tierd.core.space import Space
-from tierd.core.tier_bits import asked_bit
-from tierd.core.writes import LAST, Miss, WriteMoment, Writes
+from tierd.core.l2.space import Space
+from tierd.core.l2.tier_bits import asked_bit
+from tierd.core.l3.writes import LAST, Miss, WriteMoment, Writes
 from tierd.daemon.l3.drain import DrainBacklog
 from tierd.daemon.l3.tier import StorageTier, batch_blocks
 from tierd.daemon.l3.tier_history import TierHistory

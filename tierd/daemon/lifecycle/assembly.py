@@ -15,7 +15,7 @@ from typing import Final
 
 from tierd.clock import SystemClock
 from tierd.config import Config, StorageConfig
-from tierd.core.sharing import segment_bytes
+from tierd.core.l2.sharing import segment_bytes
 from tierd.daemon.jobs.hotset import Snapshots
 from tierd.daemon.l2.pressure import ThisMachine
 from tierd.daemon.l3.backends import make_backend

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tierd.backend import Backend
 from tierd.config import Config, read
-from tierd.core.sharing import segment_bytes
+from tierd.core.l2.sharing import segment_bytes
 from tierd.daemon.l2.pressure import ThisMachine
 from tierd.daemon.l3.backends import make_backend
 from tierd.daemon.lifecycle.listening import check_sockets, lock_of, socket_problems

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
 from tierd.daemon.node import Node
 from tierd.daemon.session.acquiring import Patience
 from tierd.daemon.session.handles import Handles

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 
 from tierd.clock import Clock
 from tierd.config import PrefetchConfig
-from tierd.core.leases import SlotLease
-from tierd.core.prefetch import MS, BreakEven, Worth, deadline_ns
-from tierd.core.space import Space
-from tierd.core.unserved import Unserveds, Why
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.space import Space
+from tierd.core.l3.prefetch import MS, BreakEven, Worth, deadline_ns
+from tierd.core.l3.unserved import Unserveds, Why
 from tierd.daemon.l2.incarnations import Incarnations
 from tierd.daemon.l2.memory import HostMemory
 from tierd.daemon.l2.verification import Verification

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 
 SHOWN_CHARS_MAX: Final = 100
 """Length of a namespace's text in STATUS. Namespaces that differ beyond it have other digests."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.node import Node
 from tierd.errors import RefusedError, RemoteProtocolError
 from tierd.memory.arena import Segment as ArenaSegment

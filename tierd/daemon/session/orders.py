@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.jobs.flush import FlushJob
 from tierd.daemon.jobs.scrub import ScrubJob
 from tierd.daemon.jobs.warming import Pace, Warming, WarmOrder

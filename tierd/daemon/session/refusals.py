@@ -10,9 +10,9 @@ import logging
 from collections import Counter
 from typing import Final
 
+from tierd.core.l2.reservations import SlotReservation
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import SlotReservation
-from tierd.core.space import Space
 
 LINES_MAX: Final = 20
 LINES_S: Final = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.l3.tier import StorageTier
 from tierd.daemon.session.demand import Demand
 

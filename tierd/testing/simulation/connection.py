@@ -1,8 +1,8 @@
-"""A simulated unix stream socket: late, cut anywhere, and torn when an end dies.
+"""A simulated unix stream socket: delayed, split anywhere, and cut off when an end dies.
 
-The daemon's end keeps the interface and the habits of `tierd.daemon.session.transport`: a
-client that does not read fills a bounded queue, a send to a client that is gone
-closes at once, and the peer's close is told exactly once. Descriptors are real.
+The daemon's end behaves like `tierd.daemon.session.transport`: a client that does not read fills
+a bounded queue, a send to a client that is gone closes the connection at once, and the peer's
+close is reported exactly once. File descriptors are real.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from random import Random
 from typing import Final
 
 OUTBOUND_BYTES_MAX: Final = 64 << 10
-"""Unread replies that end a session; production allows two frames of the largest size."""
+"""Bytes of unread replies that end a session; production allows two frames of the largest size."""
 
 WHOLE_CHANCE: Final = 0.7
-"""How often a delivery brings all that is on its way, instead of a part cut anywhere."""
+"""Chance that a delivery brings all pending bytes, instead of a part that ends anywhere."""
 
 
 class _Stream:
-    """One direction: bytes and descriptors in order, each part after a drawn delay."""
+    """One direction: bytes and descriptors in order, each part after a random delay."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class _Stream:
         return len(self._buffer)
 
     def write(self, data: bytes, fd: int | None = None) -> None:
-        """Put bytes on their way, with a duplicate of a descriptor at the first of them."""
+        """Send bytes, with a duplicate of a descriptor attached to the first byte."""
         if self._ending or self._over:
             return
         if fd is not None:
@@ -58,12 +58,12 @@ class _Stream:
         self._schedule()
 
     def end(self) -> None:
-        """Nothing more comes after what is on its way."""
+        """End the stream after the pending bytes."""
         self._ending = True
         self._schedule()
 
     def tear(self) -> None:
-        """Lose some of what is on its way, from a place drawn between any two bytes."""
+        """End the stream, and lose the pending bytes from a random position on."""
         del self._buffer[self._random.randint(0, len(self._buffer)) :]
         while self._fds and self._fds[-1][0] >= self._start + len(self._buffer):
             os.close(self._fds.pop()[1])
@@ -71,7 +71,7 @@ class _Stream:
         self._schedule()
 
     def drop(self) -> None:
-        """The receiver is gone: throw everything away."""
+        """Discard everything, since the receiver is gone."""
         self._over = True
         self._buffer.clear()
         while self._fds:
@@ -80,7 +80,7 @@ class _Stream:
             self._timer.cancel()
 
     def pause(self, paused: bool) -> None:
-        """Whether the receiver reads."""
+        """Set whether the receiver has stopped reading."""
         self._paused = paused
         self._schedule()
 
@@ -103,7 +103,7 @@ class _Stream:
         if self._random.random() >= WHOLE_CHANCE:
             size = self._random.randint(1, size)
         if len(self._fds) > 1:
-            # Like the kernel, which ends a read behind the descriptors of one send.
+            # As in the kernel, a read ends after the descriptors of one send.
             size = min(size, self._fds[1][0] - self._start)
         chunk = bytes(self._buffer[:size])
         del self._buffer[:size]
@@ -124,7 +124,7 @@ class DaemonEnd:
         self.closed = False
 
     def send(self, data: bytes, fd: int | None = None) -> None:
-        """Queue one frame; the client may be gone, which closes the connection here and now."""
+        """Queue one frame; close the connection at once if the client is gone."""
         connection = self._connection
         if self.closed or self._finishing:
             return
@@ -140,13 +140,13 @@ class DaemonEnd:
         connection.to_client.write(data, fd)
 
     def finish(self) -> None:
-        """Send what is queued, then nothing more; what still arrives is thrown away."""
+        """Send the queued frames and nothing more; discard further data from the client."""
         self._finishing = True
         self._connection.to_client.end()
         self._connection.on_finished()
 
     def close(self) -> None:
-        """Close at once, as a daemon that goes away does; the session is told."""
+        """Close at once, as a daemon does at its end, and notify the session."""
         if not self.closed:
             self.closed = True
             self._connection.to_daemon.drop()
@@ -154,32 +154,32 @@ class DaemonEnd:
             self._connection.on_closed()
 
     def kill(self) -> None:
-        """The daemon's process is gone; nobody there is told."""
+        """Close as if the daemon's process were killed; the session is not notified."""
         if not self.closed:
             self.closed = True
             self._connection.to_daemon.drop()
             self._connection.to_client.tear()
 
     def arrive(self, chunk: bytes, fds: list[int]) -> None:
-        """Bytes from the client."""
+        """Receive bytes from the client."""
         assert not fds
         if not self._finishing:
             self._connection.on_heard(chunk)
 
 
 class ClientEnd:
-    """The client's end; `closed` says that no thread of the client touches a slot any more."""
+    """The client's end; once it is `closed`, no thread of the client uses a slot."""
 
     def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection
         self.closed = False
 
     def send(self, data: bytes) -> None:
-        """Put bytes on their way to the daemon."""
+        """Send bytes to the daemon."""
         self._connection.to_daemon.write(data)
 
     def close(self, *, torn: bool) -> None:
-        """Close, or die with some of what was sent lost; idempotent."""
+        """Close, or die and lose some of the sent bytes (`torn`); idempotent."""
         if not self.closed:
             self.closed = True
             self._connection.to_client.drop()
@@ -189,7 +189,7 @@ class ClientEnd:
                 self._connection.to_daemon.end()
 
     def pause(self, paused: bool) -> None:
-        """Stop reading, or go on."""
+        """Stop or continue reading."""
         if not self.closed:
             self._connection.to_client.pause(paused)
 
@@ -197,8 +197,8 @@ class ClientEnd:
 class SimulatedConnection:
     """Both ends and both streams. The callbacks are set before the first byte.
 
-    `on_heard` gets what reaches the daemon, `on_said` each frame that the daemon sends,
-    `on_finished` says that it sends no more, `on_closed` tells the daemon that the client
+    `on_heard` gets the bytes that reach the daemon, and `on_said` each frame that the daemon
+    sends. `on_finished` is called when the daemon sends no more, and `on_closed` when the client
     has closed. `on_data` and `on_end` are the client's.
     """
 

@@ -1,8 +1,8 @@
-"""A simulated engine: it speaks the protocol, maps real segments, and dies badly.
+"""A simulated engine: it speaks the protocol, maps real segments, and may die at any time.
 
-It keeps the client's side of PROTOCOL.md (writes only to slots that it reserved and not
-after it closed, throws away what it copied too late) and nothing more: it forgets leases
-and reservations, gives back what is not its own, stops reading, and sends garbage.
+It follows the client's rules of PROTOCOL.md (it writes only to slots that it has reserved and
+only until it closes, and discards late copies), but no more: it forgets leases and reservations,
+releases those of others, stops reading, and sends garbage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = m.Register | m.Acquire | m.Reserve | m.Commit | m.Status
 _Reply = TypeVar("_Reply", m.Registered, m.Acquired, m.Reserved, m.Committed, m.StatusReply)
 
 REPLY_S_MAX = 120.0
-"""Virtual seconds after which an engine gives a session up; the referee speaks up before."""
+"""Virtual seconds after which an engine abandons a session; the referee fails the run before."""
 
 
 class SimulatedSession:
@@ -52,7 +52,7 @@ class SimulatedSession:
         connection.on_end = self._over
 
     def send(self, message: m.Message) -> None:
-        """Send one message, or die where the session's life ends."""
+        """Send one message; die after the last one if the session has a limit."""
         if self.end.closed:
             return
         self.end.send(encode(message))
@@ -62,13 +62,13 @@ class SimulatedSession:
                 self.close(torn=True)
 
     def next_call(self) -> int:
-        """A number that no other call of this session has."""
+        """Return a number that no other call of this session has."""
         self._calls += 1
         return self._calls
 
     @property
     def waiting(self) -> bool:
-        """Whether calls are under way."""
+        """Whether calls are pending."""
         return bool(self._replies)
 
     def ask(self, message: Call) -> asyncio.Future[m.Message | None]:
@@ -84,18 +84,18 @@ class SimulatedSession:
     async def answer(
         self, future: asyncio.Future[m.Message | None], kind: type[_Reply]
     ) -> _Reply | None:
-        """What `ask` promised, if it is of this kind."""
+        """Wait for the future of `ask`, and return the reply if it is of this kind."""
         try:
             async with asyncio.timeout(REPLY_S_MAX):
                 message = await future
         except TimeoutError:
-            # Its frame may have been lost behind garbage; the daemon's end is checked there.
+            # The call may have been lost behind garbage; the referee checks the daemon's end.
             self.close(torn=False)
             return None
         return message if isinstance(message, kind) else None
 
     def close(self, *, torn: bool) -> None:
-        """Touch nothing any more, then close."""
+        """Stop using slots, then close."""
         self.end.close(torn=torn)
         for fd in (*self._wire.take_fds(), *self._guards):
             os.close(fd)
@@ -103,7 +103,7 @@ class SimulatedSession:
         self._over()
 
     def view(self, handle: int, slot: int) -> memoryview | None:
-        """The bytes of a slot, or None if its segment never came."""
+        """Return the view of a slot, or None if its segment was never announced."""
         index, place = divmod(slot, self.slots_per_segment[handle])
         mapping = self.segments.get((handle, index))
         if mapping is None:
@@ -119,7 +119,7 @@ class SimulatedSession:
             self._world.fail(f"the daemon broke the protocol: {error}")
 
     def _over(self) -> None:
-        """The daemon has ended the session, or this end has closed."""
+        """Note that the daemon has ended the session, or that this end has closed."""
         self.ended.set()
         for future in self._replies.values():
             if not future.done():
@@ -151,7 +151,7 @@ class SimulatedSession:
 
 
 class SimulatedEngine:
-    """Sessions one after the other, each with several requests at a time."""
+    """Runs sessions one after the other, each with several requests at a time."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class SimulatedEngine:
         self._own = Random(f"own blocks of {name} in {world.seed}")
 
     async def run(self, sessions: int, requests: int) -> None:
-        """Live through `sessions`, with about `requests` in each."""
+        """Run a number of `sessions`, with about `requests` in each."""
         random = self._random
         for _ in range(sessions):
             await asyncio.sleep(random.expovariate(1 / 0.02))
@@ -189,7 +189,7 @@ class SimulatedEngine:
                     link.close(torn=False)
 
     async def _watch(self, link: SimulatedSession) -> None:
-        """Close some time after the daemon has ended the session; until then threads write on."""
+        """Close some time after the daemon has ended the session; threads write until then."""
         await link.ended.wait()
         await asyncio.sleep(self._random.expovariate(1 / 0.01))
         link.close(torn=False)
@@ -220,7 +220,7 @@ class SimulatedEngine:
             link.close(torn=False)
 
     async def _greet(self, link: SimulatedSession) -> bool:
-        """HELLO and a REGISTER a rank, sent ahead; whether all ranks are registered."""
+        """Send HELLO and one REGISTER per rank at once; return whether all are registered."""
         link.send(m.Hello(m.PROTOCOL_VERSION, self._name))
         if self._chance(0.1):
             link.ask(m.Register(link.next_call(), {"model": "and no more"}, True))
@@ -233,7 +233,7 @@ class SimulatedEngine:
     # --- loading --------------------------------------------------------------------
 
     async def _load(self, link: SimulatedSession) -> None:
-        """ACQUIRE a prefix, copy it out, keep what came in time, and give it back or forget."""
+        """ACQUIRE a prefix, copy it, check the copies made in time, and RELEASE it or forget to."""
         random, world = self._random, self._world
         chain = random.choice(world.chains)
         hashes = chain[: random.randint(1, len(chain))]
@@ -291,7 +291,7 @@ class SimulatedEngine:
     # --- storing --------------------------------------------------------------------
 
     async def _store(self, link: SimulatedSession) -> None:
-        """RESERVE a part of a chain under every rank, write it slowly, and COMMIT or not."""
+        """RESERVE a part of a chain for each rank, write it slowly, and perhaps COMMIT."""
         random = self._random
         chain = random.choice(self._world.chains)
         start = 0 if self._chance(0.7) else random.randrange(len(chain))
@@ -347,7 +347,7 @@ class SimulatedEngine:
     async def _write(
         self, link: SimulatedSession, rank: Namespace, block_hash: bytes, view: memoryview
     ) -> bool:
-        """Fill a slot in steps, with noise first; False if this end closed in between."""
+        """Fill a slot in steps, with noise first; return False if this end closed meanwhile."""
         random, payload = self._random, self._world.payload(rank, block_hash)
         half = len(payload) // 2
         for step in range(3):
@@ -363,14 +363,14 @@ class SimulatedEngine:
                 view[half : len(payload)] = payload[half:]
         return True
 
-    # --- mischief -------------------------------------------------------------------
+    # --- misbehaviour ---------------------------------------------------------------
 
     def _meddle(self, link: SimulatedSession) -> None:
-        """Name leases, reservations and calls that belong to others, or to nobody."""
+        """Send a message with the id of another client's lease or reservation, or an unknown id."""
         random = self._random
         number = random.choice([*self._world.granted(), random.randint(1, 300)])
         if link.waiting or number in link.leases or number in link.reservations:
-            return  # It would break what this client relies on itself.
+            return  # This client's own leases or reservations would be affected.
         link.send(
             random.choice(
                 (

@@ -1,4 +1,4 @@
-"""A service manager for the simulation: it keeps descriptors from one life to the next."""
+"""A service manager for the simulation: it keeps descriptors for the next incarnation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierd.daemon.lifecycle.service import ServiceManager
 
 
 class Keeper(ServiceManager):
-    """Keeps at once, and never loses anything."""
+    """Keeps descriptors at once, and never loses any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,29 +17,29 @@ class Keeper(ServiceManager):
 
     @property
     def present(self) -> bool:
-        """It always is."""
+        """Always True."""
         return True
 
     def keep(self, name: str, fds: Sequence[int]) -> None:
-        """Keep copies."""
+        """Keep copies of descriptors under a name."""
         self._kept += [(name, os.dup(fd)) for fd in fds]
 
     def forget(self, name: str) -> None:
-        """Close what has this name."""
+        """Close the descriptors with this name."""
         for entry in [entry for entry in self._kept if entry[0] == name]:
             self._kept.remove(entry)
             os.close(entry[1])
 
     def take_kept(self) -> list[tuple[str, int]]:
-        """Copies of everything, for the next life."""
+        """Return copies of all descriptors, for the next incarnation."""
         return [(name, os.dup(fd)) for name, fd in self._kept]
 
     def names(self) -> list[str]:
-        """What is kept, a name a descriptor."""
+        """Return the name of each kept descriptor."""
         return [name for name, _ in self._kept]
 
     def close(self) -> None:
-        """Lose everything."""
+        """Close all descriptors."""
         for _, fd in self._kept:
             os.close(fd)
         self._kept.clear()

@@ -1,8 +1,8 @@
-"""A simulated tier that is late, and of which a part is away now and then.
+"""A simulated tier whose calls take effect late, and whose blocks are unreadable at times.
 
-A server finishes what it has been given, whether or not anybody still waits for it: a call may
-take effect long after it was given up, in another life of the daemon, after a flush. A part that
-cannot be read at one start is back at the next. And another node may share the tier.
+A server finishes its calls even if no client waits for them any longer: a call may take effect
+long after it was cancelled, in a later incarnation, or after a flush. Blocks that cannot be read
+at one start are back at the next. Another node may share the tier.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tierd.testing.simulation.world import World
 from tierd.types import BlockKey
 
 LATE_DEADLINES: Final = 2.0
-"""Mean time after which a late call takes effect, in deadlines: most have been given up by then."""
+"""Mean time until a late call takes effect, in deadlines: most are cancelled before."""
 
 
 class LateBackend(WatchedBackend):
-    """A tier of one of the nodes: `apart` from the one whose lives follow each other, or its."""
+    """A tier of the node that is restarted or, if `apart`, of the second node."""
 
     def __init__(
         self, world: World, number: int, plan: TierPlan, *, faulty: bool, apart: bool
     ) -> None:
-        # Of its own: what else happens in a world of this seed must not change.
+        # A random stream for late calls alone, so that the seed's other events do not change.
         self._late = Random(f"late calls of tier {number} of {world.seed} at {world.now_ns()}")
         self.late_chance = plan.late if faulty else 0.0
         if plan.hides and not apart:
@@ -45,7 +45,7 @@ class LateBackend(WatchedBackend):
         told = world.told.get(number)
         super().__init__(world, number, plan, faulty=faulty)
         if apart:
-            # It knows nothing of what the other node has been told.
+            # The second node does not know which blocks the tier has reported to the first.
             self.kept, self.promoted = set(), set()
             world.told.pop(number, None)
             if told is not None:
@@ -96,15 +96,15 @@ class LateBackend(WatchedBackend):
         await super()._reach(what)
 
     async def _land(self, effect: Callable[[LateBackend], None]) -> None:
-        """Have a call take effect at some time. Who gives it up before hears nothing of that."""
+        """Apply a call's effect at a random time, even if the call is cancelled before."""
         world, loop = self.world, asyncio.get_running_loop()
         landed, given_up = asyncio.Event(), False
 
         def land() -> None:
             world.landing -= 1
             world.unheard -= given_up
-            life = world.life
-            now = life.backends[self._number] if life is not None else self
+            incarnation = world.incarnation
+            now = incarnation.backends[self._number] if incarnation is not None else self
             assert isinstance(now, LateBackend)
             effect(now)
             landed.set()
@@ -121,7 +121,7 @@ class LateBackend(WatchedBackend):
             raise
 
     def _store(self, puts: Sequence[tuple[BlockHeader, bytes]]) -> None:
-        """What an upload brings when the server is through with it."""
+        """Store the blocks of an upload that takes effect now."""
         for header, payload in puts:
             self.world.late_flushed += self.world.is_barred(header.key)
             size = HEADER_BYTES + len(payload)
@@ -131,13 +131,13 @@ class LateBackend(WatchedBackend):
                     self._admit(header.key, header.parent, size)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """What the server drops by itself, or a deletion takes when it is through with it."""
+        """Drop blocks that the server loses, or that a late deletion removes now."""
         for key in keys:
             if not self._drop(key):
                 self.blocks.pop(key, None)
 
     def _hide(self, world: World, number: int, chance: float) -> None:
-        """What could not be read in the life before is back, and something else may be away."""
+        """Bring back the blocks hidden in the last incarnation, and perhaps hide others."""
         disk, hidden = world.disks[number], world.hidden[number]
         world.hidden_flushed += sum(map(world.is_barred, hidden))
         for key in list(hidden):
@@ -149,7 +149,7 @@ class LateBackend(WatchedBackend):
             world.counts["hidden_blocks"] += len(hidden)
 
     def _see_others(self) -> None:
-        """What other nodes have stored in the shared tier or dropped from it."""
+        """Update the index with the blocks that other nodes stored in or dropped from the tier."""
         if not self._plan.shared or not self._opened:
             return
         mine = {self._held[item].key for item in self._index.items.values()}

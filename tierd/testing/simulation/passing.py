@@ -1,7 +1,7 @@
-"""Engines whose namespaces come and go: they reset their caches, go back, and share with many.
+"""Engines whose namespaces come and go, since they reset their caches and return to old ones.
 
-Each has a session in which it unregisters what it uses, and goes on in other namespaces, new ones
-or such as it had before. It counts on nothing but that what it loads is what it says.
+Each one unregisters its namespaces within a session and continues in others, new or used before.
+It relies only on loaded blocks having the right bytes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tierd.testing.simulation.world import World
 from tierd.wire import messages as m
 
 RESET_CHANCE: Final = 0.4
-"""Worlds in which engines reset their caches."""
+"""Share of worlds in which engines reset their caches."""
 
 GENERATIONS: Final = 6
-"""Different namespaces that a rank of one of them uses, so that some come back."""
+"""Namespaces that each rank of such an engine chooses from, so that some come back."""
 
 STEPS: Final = 400
-"""What all of them do until they have to slow down, and again each time that the world has got 2.7
-times as old: one that waits for a minute of its time is to end in seconds of ours."""
+"""Steps of all these engines until they slow down, and again each time the world's age grows by a
+factor of 2.7: a world that waits for a virtual minute must end within real seconds."""
 
 
 async def run_resets(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Have engines that reset, in some of the worlds, as long as others live."""
-    # Of its own: what else happens in a world of this seed must not change.
+    """Run engines that reset their caches, in some worlds, until the others have ended."""
+    # A separate random stream, so that the seed's other events do not change.
     random = Random(f"resets of {world.seed}")
     if random.random() > RESET_CHANCE:
         return
@@ -41,7 +41,7 @@ async def run_resets(world: World, plan: WorldPlan, over: asyncio.Event) -> None
 
 
 class Resetting(SimulatedEngine):
-    """One of them."""
+    """An engine that resets its caches."""
 
     def __init__(self, world: World, plan: WorldPlan, number: int, steps: int) -> None:
         self._at_first = steps
@@ -50,7 +50,7 @@ class Resetting(SimulatedEngine):
         super().__init__(world, f"resetting-{number}", self._base, plan.habits, random)
 
     async def live(self, over: asyncio.Event) -> None:
-        """Sessions one after the other."""
+        """Run one session after the other."""
         random, world = self._random, self._world
         while not over.is_set():
             await asyncio.sleep(random.expovariate(1 / 0.05))
@@ -80,10 +80,10 @@ class Resetting(SimulatedEngine):
                 await self._load(link)
 
     async def _reset(self, link: SimulatedSession) -> bool:
-        """Go on in another generation; whether that could be registered."""
+        """Continue in another generation of namespaces; return whether they are registered."""
         random, generation = self._random, self._random.randrange(GENERATIONS)
         self._world.counts["resets"] += 1
-        # The namespace that all have is never worthless.
+        # The shared base namespace is never worthless.
         worthless = self._ranks != self._base and random.random() < 0.5
         for number in link.numbers:
             link.send(m.Unregister(number, worthless))

@@ -1,8 +1,7 @@
-"""Clients whose leases outlive the daemon, and those who want their memory.
+"""Clients whose leases outlive the daemon, and clients that compete for their memory.
 
-A reader leases blocks, often at the very moment at which they are stored, and reads its mapped
-slots again and again until the lease's end, whatever happens to the daemon meanwhile: up to then
-nobody may touch them, in no life.
+A reader leases blocks, often just as they are stored, and reads its mapped slots repeatedly until
+the lease ends, even if the daemon is killed meanwhile: until then no incarnation may reuse them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from random import Random
 from typing import Final
 
 from tierd.testing.simulation.engine import SimulatedEngine, SimulatedSession
-from tierd.testing.simulation.life import DaemonIncarnation
+from tierd.testing.simulation.incarnation import DaemonIncarnation
 from tierd.testing.simulation.plan import Habits, WorldPlan
 from tierd.testing.simulation.world import ROOT, World
 from tierd.types import HASH_BYTES, Namespace
@@ -22,28 +21,28 @@ from tierd.wire import messages as m
 
 FILL_BATCH: Final = 4
 FILL_BATCHES_MAX: Final = 20
-"""Blocks that are stored at a time where all memory is wanted, and how often."""
+"""Blocks that a filler stores at a time, and how often."""
 
 READS: Final = 40
-"""Times that a lease's slots are read, about evenly until it ends."""
+"""Number of times that a lease's slots are read, about evenly until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A leased block: what its bytes must be, and where they are mapped."""
+    """A leased block: its valid payload, and its mapped slot."""
 
     payload: bytes
     view: memoryview
 
 
 class Reader(SimulatedEngine):
-    """Stores some, leases it at once, and keeps every lease to its end."""
+    """Stores blocks, leases them at once, and keeps each lease until it expires."""
 
     def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
         super().__init__(world, name, ranks, Habits(), random)
 
     async def read(self, over: asyncio.Event) -> None:
-        """Go on until the engines have ended."""
+        """Store, lease and read until the engines have ended."""
         random = self._random
         while not over.is_set():
             await asyncio.sleep(random.expovariate(1 / 0.03))
@@ -63,7 +62,7 @@ class Reader(SimulatedEngine):
                 link.close(torn=False)
 
     async def _lease(self, link: SimulatedSession, group: asyncio.TaskGroup) -> None:
-        """Lease a prefix; what of it is not there yet is stored in the same breath."""
+        """Lease a prefix, after storing its missing blocks with a COMMIT sent just before."""
         random = self._random
         chain = random.choice(self._world.chains)
         hashes = chain[: random.randint(1, len(chain))]
@@ -87,7 +86,7 @@ class Reader(SimulatedEngine):
         group.create_task(self._hold(held, acquired.expires_ns))
 
     async def _fill(self, link: SimulatedSession, hashes: Sequence[bytes]) -> m.Commit | None:
-        """Reserve and write blocks of the first rank; the COMMIT that is left to send."""
+        """Reserve and write blocks of the first rank; return the COMMIT to send."""
         rank, handle = self._ranks[0], link.numbers[0]
         parents = [self._world.parents[block_hash] for block_hash in hashes]
         asked = link.ask(m.Reserve(link.next_call(), handle, b"".join(hashes), b"".join(parents)))
@@ -105,15 +104,15 @@ class Reader(SimulatedEngine):
         return m.Commit(link.next_call(), reserved.reservation, written)
 
     async def _hold(self, held: Sequence[_Held], expires_ns: int) -> None:
-        """Read until the end of the lease, which comes at its time and not before."""
+        """Read leased blocks until the lease expires."""
         world, random = self._world, self._random
         began = world.counts["restarts"]
         pause_s = (expires_ns - world.now_ns()) / 1e9 / READS
         while world.now_ns() < expires_ns:
             for each in held:
                 if each.view != each.payload:
-                    lives = world.counts["restarts"] - began
-                    world.fail(f"wrong bytes under a lease that has seen {lives} restarts")
+                    restarts = world.counts["restarts"] - began
+                    world.fail(f"wrong bytes under a lease that has seen {restarts} restarts")
                     return
             world.counts["long_reads"] += len(held)
             if world.counts["restarts"] > began:
@@ -122,13 +121,13 @@ class Reader(SimulatedEngine):
 
 
 class Filler(SimulatedEngine):
-    """Wants all the memory that there is, for blocks that nobody has seen before."""
+    """Fills all memory with new blocks."""
 
     def __init__(self, world: World, name: str, ranks: Sequence[Namespace], random: Random) -> None:
         super().__init__(world, name, ranks, Habits(break_off=0.0), random)
 
     async def fill(self, lasting_s: float) -> None:
-        """Store as fast as there is room, for so long or as long as the daemon lives."""
+        """Store blocks for `lasting_s`, or until the daemon ends."""
         world, random = self._world, self._random
         until_ns = world.now_ns() + int(lasting_s * 1e9)
         connection = world.connect(self._name, random)
@@ -149,13 +148,12 @@ class Filler(SimulatedEngine):
 
 
 class Asker(SimulatedEngine):
-    """Looks for everything that anybody may have stored."""
+    """Asks for every block that any engine may have stored."""
 
-    async def ask_all(self, rounds: int, life: DaemonIncarnation | None = None) -> None:
-        """Ask for each chain, so many times, as long as the daemon lives; another node's `life`
-        is asked if it is given."""
+    async def ask_all(self, rounds: int, incarnation: DaemonIncarnation | None = None) -> None:
+        """Ask the running daemon, or the given `incarnation`, for each chain `rounds` times."""
         world, random = self._world, self._random
-        connection = world.connect(self._name, random, life)
+        connection = world.connect(self._name, random, incarnation)
         if connection is None:
             return
         link = SimulatedSession(connection, world, random)
@@ -175,7 +173,7 @@ class Asker(SimulatedEngine):
 
 
 async def run_readers(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """The readers of a world."""
+    """Run the readers of a world."""
     random = Random(f"readers of {world.seed}")
     async with asyncio.TaskGroup() as group:
         for number in range(random.randint(1, 3)):

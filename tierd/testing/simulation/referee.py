@@ -1,4 +1,4 @@
-"""A referee hears both sides of a connection, and keeps account of what the daemon promised."""
+"""A referee reads both directions of a connection and records what the daemon has promised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.node import Node
 from tierd.daemon.session.session import Session
 from tierd.errors import RemoteProtocolError
@@ -17,12 +17,12 @@ from tierd.wire import messages as m
 from tierd.wire.frames import HEAD_BYTES, FrameDecoder
 
 REPLY_SLACK_S: Final = 0.001
-"""Virtual time past a call's deadline: turns of the loop take none, so this is generous."""
+"""Virtual time allowed past a call's deadline: generous, since loop iterations take none."""
 
 
 @dataclass(slots=True)
 class GrantedLease:
-    """Slots that a client may read, as it was told."""
+    """Slots that a client may read, as granted by ACQUIRED."""
 
     owner: int
     slots: list[tuple[Space, int, bytes]]
@@ -31,7 +31,7 @@ class GrantedLease:
 
 @dataclass(slots=True)
 class GrantedSlots:
-    """Slots that a client may fill, and with which blocks."""
+    """Slots that a client may fill, each with its block's hash."""
 
     owner: int
     space: Space
@@ -39,10 +39,10 @@ class GrantedSlots:
 
 
 class Refereed(Protocol):
-    """The daemon whose connection it is, as far as a referee asks it."""
+    """The daemon of the connection, as its referee sees it."""
 
     leases: dict[int, GrantedLease]
-    """What clients hold now, over all connections."""
+    """The leases of all clients, over all connections."""
     writers: dict[int, GrantedSlots]
 
     @property
@@ -61,17 +61,19 @@ class Refereed(Protocol):
         """A block has been leased to a client."""
 
     def delivered(self) -> None:
-        """The daemon has got what a client sent."""
+        """The daemon has received data of a client."""
 
 
 class Referee:
-    """Hears both sides of one connection at the daemon's end, and keeps account."""
+    """Reads both directions of one connection at the daemon's end, and checks every message."""
 
-    def __init__(self, life: Refereed, session: Session, connection: SimulatedConnection) -> None:
+    def __init__(
+        self, incarnation: Refereed, session: Session, connection: SimulatedConnection
+    ) -> None:
         self.connection = connection
         self.over = False
-        self._life = life
-        self._world = life.world
+        self._incarnation = incarnation
+        self._world = incarnation.world
         self._session = session
         self._owner = session.owner
         self._decoder = FrameDecoder()
@@ -79,11 +81,11 @@ class Referee:
         self._open: dict[tuple[type[m.Message], int], asyncio.TimerHandle] = {}
         self._asked: dict[int, m.Message] = {}
         self._committing: dict[int, GrantedSlots | None] = {}
-        self._unproven: list[tuple[m.Committed, int]] = []
+        self._unchecked: list[tuple[m.Committed, int]] = []
         self._spaces: dict[int, bytes] = {}
         self._announced: set[tuple[int, int]] = set()
         self._unmapped: set[int] = set()
-        """Handles whose client wants to know slots and not to see them."""
+        """Handles registered without segments: the client wants slot numbers only."""
         connection.on_heard = self._heard
         connection.on_said = self._said
         connection.on_finished = self._end
@@ -98,16 +100,16 @@ class Referee:
                 self._ended = True
         with memoryview(chunk) as view:
             self._session.data(view)
-        # The daemon says COMMITTED first and makes it true before it looks at anything else.
-        unproven, self._unproven = self._unproven, []
-        for committed, evicted in unproven:
+        # The daemon sends COMMITTED first, and publishes the blocks before it does anything else.
+        unchecked, self._unchecked = self._unchecked, []
+        for committed, evicted in unchecked:
             self._committed(committed, evicted)
-        self._life.delivered()
+        self._incarnation.delivered()
 
     def _frame_heard(self, payload: bytes | bytearray | memoryview, fds: tuple[int, ...]) -> None:
         message = m.decode(payload, m.FROM_CLIENT)
         self._world.counts[type(message).__name__] += 1
-        life, owner = self._life, self._owner
+        incarnation, owner = self._incarnation, self._owner
         match message:
             case m.Acquire():
                 self._due(m.Acquired, message.call, message, message.deadline_ms / 1000)
@@ -115,7 +117,7 @@ class Referee:
                 if (m.Acquired, message.call) in self._open:
                     self._due(m.Acquired, message.call, self._asked[message.call], 0)
             case m.Ready():
-                if life.best_effort and (m.Acquired, message.call) in self._open:
+                if incarnation.best_effort and (m.Acquired, message.call) in self._open:
                     self._due(m.Acquired, message.call, self._asked[message.call], 0)
             case m.Register():
                 self._due(m.Registered, message.call, message, 0)
@@ -132,17 +134,17 @@ class Referee:
             case m.Status():
                 self._due(m.StatusReply, message.call, message, 0)
             case m.Release():
-                lease = life.leases.get(message.lease)
+                lease = incarnation.leases.get(message.lease)
                 if lease is not None and lease.owner == owner:
-                    del life.leases[message.lease]
+                    del incarnation.leases[message.lease]
             case _:
                 pass
 
     def _let_go(self, reservation_id: int) -> GrantedSlots | None:
-        granted = self._life.writers.get(reservation_id)
+        granted = self._incarnation.writers.get(reservation_id)
         if granted is None or granted.owner != self._owner:
             return None
-        return self._life.writers.pop(reservation_id)
+        return self._incarnation.writers.pop(reservation_id)
 
     def _due(self, kind: type[m.Message], call: int, message: m.Message, within_s: float) -> None:
         key = kind, call
@@ -152,12 +154,12 @@ class Referee:
         self._open[key] = self._world.loop.call_later(within_s + REPLY_SLACK_S, self._overdue, key)
 
     def _overdue(self, key: tuple[type[m.Message], int]) -> None:
-        if not self._life.dead and self._open.pop(key, None) is not None:
+        if not self._incarnation.dead and self._open.pop(key, None) is not None:
             self._world.fail(f"no {key[0].__name__} for call {key[1]} by its deadline")
 
     def _said(self, data: bytes) -> None:
         self._world.note(self._owner, "said", data)
-        if self._life.dead:
+        if self._incarnation.dead:
             return
         message = m.decode(data[HEAD_BYTES:], m.FROM_DAEMON)
         match message:
@@ -185,7 +187,7 @@ class Referee:
             case m.Committed():
                 self._answered(m.Committed, message.call)
                 self._world.counts["stored_blocks"] += message.blocks
-                self._unproven.append((message, self._life.node.host.evicted_blocks))
+                self._unchecked.append((message, self._incarnation.node.host.evicted_blocks))
             case m.StatusReply():
                 self._answered(m.StatusReply, message.call)
             case _:
@@ -194,13 +196,13 @@ class Referee:
     def _answered(self, kind: type[m.Message], call: int) -> m.Message | None:
         timer = self._open.pop((kind, call), None)
         if timer is None:
-            self._world.fail(f"{kind.__name__} for call {call}, which nobody waits for")
+            self._world.fail(f"{kind.__name__} for call {call}, which the client does not wait for")
             return None
         timer.cancel()
         return self._asked.pop(call)
 
     def _space(self, handle: int) -> Space:
-        return self._life.node.host.spaces[self._spaces[handle]]
+        return self._incarnation.node.host.spaces[self._spaces[handle]]
 
     def _leased(self, asked: m.Acquire, acquired: m.Acquired) -> None:
         hashes = m.split_hashes(asked.hashes)[asked.own :]
@@ -214,11 +216,13 @@ class Referee:
                 self._world.fail("ACQUIRED names a slot before its SEGMENT")
             if space.items.get(block_hash) != slot:
                 self._world.fail("ACQUIRED names a slot that does not hold its block")
-            self._life.served(BlockKey(space.digest, block_hash))
+            self._incarnation.served(BlockKey(space.digest, block_hash))
             slots.append((space, slot, block_hash))
-        self._life.leases[acquired.lease] = GrantedLease(self._owner, slots, acquired.expires_ns)
+        self._incarnation.leases[acquired.lease] = GrantedLease(
+            self._owner, slots, acquired.expires_ns
+        )
         if acquired.expires_ns <= self._world.now_ns():
-            self._world.fail("a lease was over when it was granted")
+            self._world.fail("a lease had expired when it was granted")
 
     def _reserved(self, asked: m.Reserve, reserved: m.Reserved) -> None:
         space = self._space(asked.handle)
@@ -231,35 +235,37 @@ class Referee:
                 if (asked.handle, slot // space.slots_per_segment) not in self._announced:
                     self._world.fail("RESERVED names a slot before its SEGMENT")
         if blocks:
-            self._life.writers[reserved.reservation] = GrantedSlots(self._owner, space, blocks)
+            self._incarnation.writers[reserved.reservation] = GrantedSlots(
+                self._owner, space, blocks
+            )
 
     def _committed(self, committed: m.Committed, evicted_before: int) -> None:
-        """Note which blocks the daemon has taken on to back up."""
+        """Record the blocks that the daemon has acknowledged, and the tiers meant to get them."""
         granted = self._committing.pop(committed.call, None)
         if granted is None:
             return
         space = granted.space
         for block_hash, slot in granted.blocks[: committed.blocks]:
             if space.items.get(block_hash) != slot:
-                # What came in the same read may have evicted it since.
-                if self._life.node.host.evicted_blocks == evicted_before:
+                # A later message in the same read may have evicted it.
+                if self._incarnation.node.host.evicted_blocks == evicted_before:
                     self._world.fail("COMMITTED counts a block that is not readable")
             else:
                 key, promised = BlockKey(space.digest, block_hash), self._world.promised
                 promised[key] = promised.get(key, 0) | space.tiers.of(slot)
-                payload = self._life.node.memory.payload(space, slot)
+                payload = self._incarnation.node.memory.payload(space, slot)
                 if payload != self._world.payload_of(key, len(payload)):
                     self._world.fail(f"wrong bytes were stored as {block_hash.hex()[:12]}")
 
     def _end(self) -> None:
-        """The daemon ends the session: calls need no answer, but the client may still write."""
+        """Note that the daemon ends the session: calls need no answer; the client may write on."""
         self._ended = True
         for timer in self._open.values():
             timer.cancel()
         self._open.clear()
 
     def forget(self) -> None:
-        """The process is gone: what the session had open is closed."""
+        """Close the session of a process that is gone."""
         if not self.over:
             self.over = True
             self._session.closed()
@@ -268,9 +274,9 @@ class Referee:
         self._world.note(self._owner, "closed")
         self._end()
         self.over = True
-        writers = self._life.writers
+        writers = self._incarnation.writers
         for reservation_id in [r for r, w in writers.items() if w.owner == self._owner]:
             del writers[reservation_id]
-        if not self._life.dead and not self.connection.client.closed:
-            self._world.fail("the daemon took a client for closed that was not")
+        if not self._incarnation.dead and not self.connection.client.closed:
+            self._world.fail("the daemon closed the session of a client that is still connected")
         self._session.closed()

@@ -1,39 +1,41 @@
-"""From one life of the daemon to the next, on the same disks and with the same memory kept."""
+"""Restarts of the daemon, on the same disks and with the same kept memory."""
 
 from __future__ import annotations
 
 import asyncio
 from random import Random
 
-from tierd.testing.simulation.life import DaemonIncarnation, current
+from tierd.testing.simulation.incarnation import DaemonIncarnation, current
 from tierd.testing.simulation.plan import WorldPlan
 from tierd.testing.simulation.world import World
 
 
-def forget_some(world: World, plan: WorldPlan, life: DaemonIncarnation, random: Random) -> None:
-    """Forgetful tiers drop some of what they have, or all."""
+def forget_some(
+    world: World, plan: WorldPlan, incarnation: DaemonIncarnation, random: Random
+) -> None:
+    """Drop some or all blocks of the tiers that lose blocks by themselves."""
     for number, tier in enumerate(plan.tiers):
         if tier.forgets and random.random() < 0.5:
             share = random.choice((0.1, 0.5, 1.0))
             keys = [key for key in sorted(world.disks[number]) if random.random() < share]
-            life.backends[number].forget(keys)
+            incarnation.backends[number].forget(keys)
             world.counts["forgotten_blocks"] += len(keys)
 
 
-async def next_life(world: World, plan: WorldPlan, *, faulty: bool, kill: bool) -> None:
-    """Stop the daemon, or kill it, and start another one."""
-    life = current(world)
-    assert life is not None
-    world.life = None
+async def next_incarnation(world: World, plan: WorldPlan, *, faulty: bool, kill: bool) -> None:
+    """Stop or kill the daemon, and start its next incarnation."""
+    incarnation = current(world)
+    assert incarnation is not None
+    world.incarnation = None
     world.counts["restarts"] += 1
     world.remark("the daemon is killed" if kill else "the daemon is stopped")
-    forget_some(world, plan, life, Random(f"forgotten before {world.now_ns()}"))
+    forget_some(world, plan, incarnation, Random(f"forgotten before {world.now_ns()}"))
     if kill:
-        await life.kill()
-    elif await life.stop(drain_s=1.0) == 0:
+        await incarnation.kill()
+    elif await incarnation.stop(drain_s=1.0) == 0:
         world.check_promises()
-    # What was still on its way to the disks is lost.
+    # Blocks not yet written to the disks are lost.
     world.promised = {key: world.kept(key, bits) for key, bits in world.promised.items()}
-    world.life = DaemonIncarnation(world, plan, faulty=faulty)
-    while not world.life.accepting:
+    world.incarnation = DaemonIncarnation(world, plan, faulty=faulty)
+    while not world.incarnation.accepting:
         await asyncio.sleep(0.001)

@@ -1,6 +1,6 @@
-"""A simulated storage tier that watches the daemon from below.
+"""A simulated storage tier that checks the daemon's calls.
 
-It knows what every block must be, and which calls an outage should have spared it.
+It knows the valid bytes of every block, and which calls the daemon must not make in an outage.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tierd.types import DIGEST_BYTES, BlockKey
 
 
 class WatchedBackend(MemoryBackend):
-    """A tier that checks what it is handed: every block must be the right one, and keep still.
+    """A tier that checks that every block to store has the right bytes during the whole call.
 
-    While its outage lasts, calls hang or fail. Once one has hung for the tier's deadline, all
-    of its kind must be spared: only the breaker's probe may ask.
+    During an outage, calls hang or fail. Once a call has hung for the tier's deadline, the daemon
+    must make no further calls of its kind, except the breaker's probes.
     """
 
     def __init__(self, world: World, number: int, plan: TierPlan, *, faulty: bool) -> None:
@@ -35,15 +35,15 @@ class WatchedBackend(MemoryBackend):
         )
         self.world = world
         self.kept, self.promoted = world.told.get(number) or (set(), set())
-        """What the daemon has been told that the tier has: only that may it believe."""
+        """Blocks that the tier has reported as stored or read: the daemon may assume no others."""
         if world.keeper is not None:
-            # What is kept of host memory says so in the next life, too.
+            # Adopted host memory keeps its tier bits, so this record must last as well.
             world.told[number] = self.kept, self.promoted
         self._number = number
         self._plan = plan
         self._known_down: set[str] = set()
         self._scopes: dict[bytes, bytes] = {}
-        """By which scope the daemon has last used each namespace."""
+        """The scope by which the daemon last used each namespace."""
 
     async def open(self) -> None:
         if self._number in self.world.down:
@@ -96,8 +96,8 @@ class WatchedBackend(MemoryBackend):
         if self._scopes.get(digest) == namespace:
             gone = {BlockKey(digest, block_hash) for block_hash in hashes}
             self.kept -= gone
-            # What came from here was left out of other tiers, and stays so if another node's
-            # flush has barred it here.
+            # Other tiers were left out for blocks read from this tier, and still are if another
+            # node's flush has dropped the blocks here.
             if not self._plan.shared:
                 self.promoted -= gone
         return dropped
@@ -108,10 +108,10 @@ class WatchedBackend(MemoryBackend):
         return BlockKey(digest, block_hash)
 
     async def _reach(self, what: str) -> None:
-        """Reach the server, which may be away."""
+        """Simulate the way to the server: hang or fail during an outage."""
         world, loop = self.world, asyncio.get_running_loop()
         if self._number not in world.down:
-            # A probe that is answered lets one of each kind find out anew, whenever that comes.
+            # After a successful probe, one call of each kind may find out again at any time.
             self._known_down -= {"read", "write"} if what == "probe" else {what}
             return
         world.counts[f"outage_{what}s"] += 1

@@ -1,7 +1,7 @@
-"""What a simulated world is, and what is known of it while it runs.
+"""A simulated world: the state that outlives a daemon, and what the checks know while it runs.
 
-One seed makes one world: arena size, namespaces, storage tiers and their faults, engines
-and restarts. The world outlives the daemon: the disks and the chains are its own.
+One seed makes one world: arena size, namespaces, storage tiers and their faults, engines and
+restarts. The disks and the engines' chains belong to the world, not to a daemon.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol
 
-from tierd.core.epochs import Epochs, scope_of, split_scope, unpack_mark
+from tierd.core.l3.epochs import Epochs, scope_of, split_scope, unpack_mark
 from tierd.testing.backend import MemoryBackend, StoredBlock
 from tierd.testing.loop import SimulationLoop
 from tierd.testing.simulation.connection import SimulatedConnection
@@ -27,11 +27,11 @@ ROOT: Final = hashlib.sha256(b"simulation").digest()
 REMARKS_MAX: Final = 8
 
 RUN_S_MAX: Final = 3600.0
-"""Virtual time that a world gets; beyond it somebody waits for what never comes."""
+"""Virtual time limit of a world; a longer run means that a task waits forever."""
 
 
 class RunningDaemon(Protocol):
-    """The daemon that runs now, as far as its world knows it: see `life.current`."""
+    """The running daemon, as its world sees it; see `incarnation.current`."""
 
     @property
     def accepting(self) -> bool: ...
@@ -50,12 +50,12 @@ class RunningDaemon(Protocol):
 
 
 class Violation(AssertionError):  # noqa: N818  # it is the daemon's, not the program's
-    """A promise of the daemon was broken."""
+    """The daemon broke a promise."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run did, to see that it did something, and that a seed repeats."""
+    """The counts and the digest of a run: they show that it did something, and that it repeats."""
 
     digest: str
     counts: Counter[str]
@@ -63,7 +63,7 @@ class RunRecord:
 
 @dataclass(slots=True)
 class World:
-    """What outlives a daemon: engines' chains, the disks, and what was seen of it all."""
+    """The engines' chains, the disks, and the checks' record of what the daemon must keep."""
 
     loop: SimulationLoop
     seed: int
@@ -73,7 +73,7 @@ class World:
     parents: dict[bytes, bytes] = field(default_factory=dict)
     liars: set[bytes] = field(default_factory=set)
     disks: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
-    """What the disks have, by scope and hash."""
+    """The blocks of each disk, by scope and hash."""
     marks: list[set[str]] = field(default_factory=list)
     """The marks of each disk."""
     down: set[int] = field(default_factory=set)
@@ -83,26 +83,26 @@ class World:
     ever: set[BlockKey] = field(default_factory=set)
     """Blocks that were ever stored."""
     barred: set[BlockKey] = field(default_factory=set)
-    """Blocks that a flush has ended with "complete" since they were last stored."""
+    """Blocks dropped by a complete flush and not stored since."""
     hidden: list[dict[BlockKey, StoredBlock]] = field(default_factory=list)
-    """By tier, what cannot be read in this life."""
+    """By tier, blocks that cannot be read in this incarnation."""
     landing: int = 0
-    """Calls to tiers that are still to take effect."""
+    """Calls to tiers that have not taken effect yet."""
     unheard: int = 0
-    """Those of them that the daemon has given up."""
+    """Calls among them that the daemon has cancelled."""
     late_flushed: int = 0
     hidden_flushed: int = 0
-    """Blocks that a complete flush had dropped when they landed, or came back."""
+    """Blocks already dropped by a complete flush when they were written late, or came back."""
     lossless: bool = False
     network_s: float = 0.0
-    life: RunningDaemon | None = None
+    incarnation: RunningDaemon | None = None
     keeper: Keeper | None = None
     told: dict[int, tuple[set[BlockKey], set[BlockKey]]] = field(default_factory=dict)
     withheld: list[set[BlockKey]] = field(default_factory=list)
-    """By tier, blocks of L2 that it was not to get any more, since another node had flushed it."""
+    """By tier, blocks of L2 withheld from it because another node had flushed it."""
     connections: int = 0
     remarks: deque[str] = field(default_factory=lambda: deque(maxlen=REMARKS_MAX))
-    """The latest of what somebody did to provoke a violation, to be told with it."""
+    """The latest provocations, shown with a violation."""
     violation: str | None = None
     _main: asyncio.Task[None] | None = None
     _payloads: dict[BlockKey, bytes] = field(default_factory=dict)
@@ -120,24 +120,24 @@ class World:
                 self._main.cancel()
 
     def remark(self, what: str) -> None:
-        """Have something told with a violation that comes after it."""
+        """Note a provocation, to be shown with a later violation."""
         self.remarks.append(f"{self.loop.elapsed_s:.6f} s: {what}")
 
     def note(self, *what: object) -> None:
-        """Make an event part of the run's digest."""
+        """Add an event to the run's digest."""
         self._digest.update(repr((self.loop.now_ns, *what)).encode())
 
     def granted(self) -> list[int]:
-        """Numbers of leases and reservations that somebody has, for those who meddle."""
-        life = self.life
-        return [*life.leases, *life.writers] if life is not None else []
+        """Return the ids of all clients' leases and reservations, for clients that guess them."""
+        incarnation = self.incarnation
+        return [*incarnation.leases, *incarnation.writers] if incarnation is not None else []
 
     def payload(self, space: Namespace, block_hash: bytes) -> bytes:
-        """The only right bytes for a block."""
+        """Return the only valid payload of a block."""
         return self.payload_of(BlockKey(space.digest, block_hash), space.block_bytes)
 
     def payload_of(self, key: BlockKey, length: int) -> bytes:
-        """The only right bytes for a key, with a namespace's digest or a scope of it."""
+        """Return the only valid payload of a key, which has a namespace's digest or scope."""
         key = BlockKey(key.namespace[:DIGEST_BYTES], key.block_hash)
         payload = self._payloads.get(key)
         if payload is None:
@@ -146,57 +146,57 @@ class World:
         return payload
 
     def know(self, key: BlockKey, payload: bytes) -> None:
-        """Be told the right bytes for a key by whoever computes it."""
+        """Set the valid payload of a key that a simulated engine computes."""
         self._payloads[key] = payload
 
     def connect(
-        self, name: str, random: Random, life: RunningDaemon | None = None
+        self, name: str, random: Random, incarnation: RunningDaemon | None = None
     ) -> SimulatedConnection | None:
-        """A connection to this daemon, or to the one that runs now, if one does."""
-        life = life or self.life
-        if life is None or not life.accepting:
+        """Connect to this daemon, or else to the running one; return None if none accepts."""
+        incarnation = incarnation or self.incarnation
+        if incarnation is None or not incarnation.accepting:
             return None
         self.connections += 1
         connection = SimulatedConnection(self.loop, Random(random.random()), self.network_s)
-        life.adopt(connection, name)
+        incarnation.adopt(connection, name)
         return connection
 
     def scoped(self, number: int, key: BlockKey) -> BlockKey:
-        """Where a block lies on a disk, if it is not barred there."""
+        """Return a block's key on a disk in the current epoch."""
         epochs = Epochs(filter(None, map(unpack_mark, self.marks[number])))
         return BlockKey(scope_of(key.namespace, epochs.of(key.namespace)), key.block_hash)
 
     def on_disk(self, number: int, key: BlockKey) -> bool:
-        """Whether the disk of a tier has the block, sound or not, and not barred."""
+        """Whether a tier's disk has the block in the current epoch, damaged or not."""
         return self.scoped(number, key) in self.disks[number]
 
     def kept(self, key: BlockKey, tiers: int) -> int:
-        """Those bits of `tiers` whose disks have the block."""
+        """Return the bits of `tiers` whose disks have the block."""
         on_disk = (n for n in range(len(self.disks)) if tiers >> n & 1 and self.on_disk(n, key))
         return sum(1 << number for number in on_disk)
 
     def begin_flush(self, covers: Callable[[bytes], bool]) -> None:
-        """What there is now of some namespaces is not to be found again."""
+        """Note that a flush of some namespaces begins: their blocks need not be found again."""
         self.stored.clear()
         self.promised = {k: bits for k, bits in self.promised.items() if not covers(k.namespace)}
 
     def end_flush(self, before: set[BlockKey]) -> None:
-        """A flush is complete: what there was `before` is not to be served, unless it was stored
+        """Note that a flush is complete: blocks of `before` must not be served unless stored
         again."""
         self.barred |= before - self.stored
 
     def committing(self, key: BlockKey) -> None:
-        """A client asks to have a block stored, and the daemon may do so from now on."""
+        """Note that a client commits a block, which the daemon may store from now on."""
         self.ever.add(key)
         self.stored.add(key)
         self.barred.discard(key)
 
     def is_barred(self, key: BlockKey) -> bool:
-        """Whether a block of a tier is one that a flush has dropped."""
+        """Whether a complete flush has dropped a block."""
         return BlockKey(key.namespace[:DIGEST_BYTES], key.block_hash) in self.barred
 
     def check_flushed(self, number: int, covers: Callable[[bytes], bool]) -> None:
-        """A flushed tier has nothing but what was stored since."""
+        """Check that a flushed tier serves only blocks stored since."""
         for scope, block_hash in self.disks[number]:
             key = BlockKey(split_scope(scope)[0], block_hash)
             barred = self.scoped(number, key).namespace != scope
@@ -204,13 +204,13 @@ class World:
                 self.fail("a flushed block would still be served by a tier")
 
     def check_promises(self) -> None:
-        """Blocks whose commit was acknowledged must be on the disks that were to get them."""
+        """Check that acknowledged blocks are on the disks that were meant to get them."""
         lost = sum(self.kept(key, tiers) != tiers for key, tiers in self.promised.items())
         if self.lossless and lost:
             self.fail(f"{lost} of {len(self.promised)} acknowledged and drained blocks are lost")
 
     async def supervise(self, work: asyncio.Task[None]) -> None:
-        """Wait for the run, or stop it at the first violation."""
+        """Wait for the end of the run, or stop it at the first violation."""
         self._main = work
         try:
             async with asyncio.timeout(RUN_S_MAX):
@@ -227,5 +227,5 @@ class World:
             raise violation
 
     def account(self) -> RunRecord:
-        """For the record."""
+        """Return the record of the run."""
         return RunRecord(self._digest.hexdigest(), self.counts)

@@ -1,4 +1,4 @@
-"""What goes wrong at the worst moment: crashes under leases, flushes under late uploads."""
+"""Faults at the worst moment: crashes during leases, and flushes during late uploads."""
 
 from __future__ import annotations
 
@@ -14,28 +14,25 @@ import msgspec
 from tierd.config import WritePolicy
 from tierd.errors import RefusedError
 from tierd.testing.faulty import FaultPlan
-from tierd.testing.simulation.life import DaemonIncarnation, current
-from tierd.testing.simulation.plan import Habits, Hostility, TierPlan, WorldPlan
+from tierd.testing.simulation.incarnation import DaemonIncarnation, current
+from tierd.testing.simulation.plan import PATIENT_MS, Habits, Hostility, TierPlan, WorldPlan
 from tierd.testing.simulation.readers import Asker, Filler
-from tierd.testing.simulation.succession import forget_some, next_life
+from tierd.testing.simulation.succession import forget_some, next_incarnation
 from tierd.testing.simulation.world import World
 
 FORGET_CHANCE: Final = 0.5
-"""Worlds with tiers that drop blocks by themselves."""
+"""Share of worlds with tiers that drop blocks by themselves."""
 
-PATIENT_MS: Final = 60_000
-"""Deadline of storage calls that never pass it."""
-
-LIVES_IN_A_ROW_MAX: Final = 3
-"""Lives of the daemon that one lease may see."""
+CRASHES_IN_A_ROW_MAX: Final = 3
+"""Crashes in a row, within about one lease."""
 
 LOOKS_MAX: Final = 2000
 LOOK_S: Final = 0.0003
-"""How long and how often it is looked for a moment that is bad enough."""
+"""Number of checks for a bad moment, and the pause between them."""
 
 
 def make_hostile(plan: WorldPlan, seed: int) -> WorldPlan:
-    """The same world, smaller, and with something in it that is out for the worst."""
+    """Return the plan of a smaller world with a Hostility."""
     random = Random(f"hostility of {seed}")
     unit = max(rank.slot_bytes for ranks in plan.engines for rank in ranks)
     storage = bool(plan.tiers) and random.random() < 0.5
@@ -64,7 +61,7 @@ def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
         )
         changed = replace(
             tier,
-            # Nothing else goes wrong, so that flushes are complete.
+            # No other faults, so that flushes are complete.
             faults=FaultPlan({}, 0.0001),
             outages=[],
             late=random.choice((0.0, 0.2, 0.5)),
@@ -78,7 +75,7 @@ def _hostile_tiers(tiers: Sequence[TierPlan], random: Random) -> list[TierPlan]:
 
 
 async def run_crashes(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """SIGKILL when leases have most to lose, and again while they last."""
+    """Kill the daemon at bad moments for leases, and again before they end."""
     async with asyncio.TaskGroup() as group:
         await _crash(world, plan, over, group)
 
@@ -91,11 +88,11 @@ async def _crash(
         await asyncio.sleep(random.expovariate(1 / 0.1))
         if not await _moment(world, random, over):
             return
-        for _ in range(random.randint(1, LIVES_IN_A_ROW_MAX)):
-            await next_life(world, plan, faulty=True, kill=True)
+        for _ in range(random.randint(1, CRASHES_IN_A_ROW_MAX)):
+            await next_incarnation(world, plan, faulty=True, kill=True)
             if random.random() < 0.3:
                 await _squeeze(world, random)
-            # Memory of the life before is wanted by others at once.
+            # Other clients need the memory of the last incarnation at once.
             for number in range(random.randint(0, 3)):
                 ranks = random.choice(plan.engines)[:1]
                 filler = Filler(world, f"filler-{number}", ranks, Random(random.random()))
@@ -106,55 +103,58 @@ async def _crash(
 
 
 async def _moment(world: World, random: Random, over: asyncio.Event) -> bool:
-    """Wait for a moment that is worth a crash; False once all is over."""
+    """Wait for a bad moment for a crash; return False if the engines have ended."""
     kind = random.choice(("unrecorded", "unrecorded", "flushed", "leased"))
     for _ in range(LOOKS_MAX):
-        life = current(world)
+        incarnation = current(world)
         if over.is_set():
             return False
-        if life is not None and life.accepting and life.leases:
+        if incarnation is not None and incarnation.accepting and incarnation.leases:
             if kind == "flushed":
-                await _flush_leased(life, random)
+                await _flush_leased(incarnation, random)
                 return True
-            if kind == "leased" or _unrecorded(life):
+            if kind == "leased" or _unrecorded(incarnation):
                 world.counts[f"crashes_{kind}"] += 1
                 return True
         await asyncio.sleep(LOOK_S)
     return True
 
 
-def _unrecorded(life: DaemonIncarnation) -> bool:
-    """Whether a block is leased whose checksum is not known yet."""
+def _unrecorded(incarnation: DaemonIncarnation) -> bool:
+    """Whether a leased block has no checksum yet."""
     return any(
         space.checksums[slot] is None and slot not in space.unverified
-        for lease in life.leases.values()
+        for lease in incarnation.leases.values()
         for space, slot, _ in lease.slots
     )
 
 
-async def _flush_leased(life: DaemonIncarnation, random: Random) -> None:
-    """Begin a flush under the leases, and give it a moment."""
-    life.world.counts["crashes_flushed"] += 1
-    task = life.world.loop.create_task(_flush(life, ""), name="flush before a crash")
+async def _flush_leased(incarnation: DaemonIncarnation, random: Random) -> None:
+    """Start a flush during leases, and let it run for a short time."""
+    incarnation.world.counts["crashes_flushed"] += 1
+    task = incarnation.world.loop.create_task(_flush(incarnation, ""), name="flush before a crash")
     await asyncio.wait([task], timeout=random.expovariate(1 / 0.01))
 
 
 async def _squeeze(world: World, random: Random) -> None:
-    """The system is short of memory for a while, so that the arena shrinks."""
-    life = current(world)
-    if life is None or not life.accepting:
+    """Shrink the arena for a while, as if the system were short of memory."""
+    incarnation = current(world)
+    if incarnation is None or not incarnation.accepting:
         return
-    host = life.node.host
+    host = incarnation.node.host
     host.set_limit(int(host.capacity_bytes * random.choice((0.3, 0.6))))
-    while life.node.memory.shrink():
+    while incarnation.node.memory.shrink():
         pass
     await asyncio.sleep(random.expovariate(1 / 0.02))
-    if life.accepting:
+    if incarnation.accepting:
         host.set_limit(host.capacity_bytes)
 
 
 def make_forgetful(plan: WorldPlan, seed: int) -> WorldPlan:
-    """The same world, or one whose tiers drop blocks by themselves, and mostly do nothing else."""
+    """Return the plan, in some worlds with tiers that drop blocks by themselves.
+
+    Most of these tiers have no other faults.
+    """
     random = Random(f"forgetting of {seed}")
     if random.random() > FORGET_CHANCE:
         return plan
@@ -171,19 +171,21 @@ def _sound(tier: TierPlan) -> TierPlan:
 
 
 async def run_forgetting(world: World, plan: WorldPlan, over: asyncio.Event) -> None:
-    """Have tiers lose some of what they have, or all, without a word. Not during a stop: what goes
-    after the daemon has asked for the last time is nobody's fault."""
+    """Make tiers silently lose some or all of their blocks, but not during a stop: the daemon
+    cannot notice losses after its last query."""
     random = Random(f"what is forgotten of {world.seed}")
     while any(tier.forgets for tier in plan.tiers) and not over.is_set():
         await asyncio.sleep(random.expovariate(1 / 0.05))
-        life = current(world)
-        if life is not None and life.accepting:
-            forget_some(world, plan, life, random)
+        incarnation = current(world)
+        if incarnation is not None and incarnation.accepting:
+            forget_some(world, plan, incarnation, random)
 
 
 async def run_flushes(world: World, plan: WorldPlan) -> None:
-    """Flush while uploads that were given up are on their way, or a part of a tier is away, and
-    have all that there was looked up, also in the next life and by another node."""
+    """Flush while cancelled uploads are pending or a part of a tier is hidden.
+
+    Afterwards all blocks are looked up, also in the next incarnation and by another node.
+    """
     random = Random(f"worst flushes of {world.seed}")
     other = None
     if any(tier.shared for tier in plan.tiers):
@@ -191,17 +193,17 @@ async def run_flushes(world: World, plan: WorldPlan) -> None:
     for number in range(random.randint(1, 5)):
         await asyncio.sleep(random.expovariate(1 / 0.1))
         if random.random() < 0.5:
-            await next_life(world, plan, faulty=True, kill=random.random() < 0.5)
+            await next_incarnation(world, plan, faulty=True, kill=random.random() < 0.5)
         for _ in range(LOOKS_MAX):
             if world.unheard or any(world.hidden):
                 break
             await asyncio.sleep(LOOK_S)
-        life = current(world)
-        assert life is not None
+        incarnation = current(world)
+        assert incarnation is not None
         digest = random.choice(random.choice(plan.engines)).digest
-        await _flush(life, digest.hex() if random.random() < 0.3 else "")
+        await _flush(incarnation, digest.hex() if random.random() < 0.3 else "")
         if random.random() < 0.5:
-            await next_life(world, plan, faulty=True, kill=random.random() < 0.5)
+            await next_incarnation(world, plan, faulty=True, kill=random.random() < 0.5)
         ranks = random.choice(plan.engines)
         asker = Asker(world, f"asker-{number}", ranks, Habits(), Random(random.random()))
         rounds = random.randint(1, 6)
@@ -212,7 +214,7 @@ async def run_flushes(world: World, plan: WorldPlan) -> None:
         await other.stop(drain_s=1.0)
 
 
-async def _flush(life: DaemonIncarnation, prefix: str) -> None:
-    # If another one is going on, that will do.
+async def _flush(incarnation: DaemonIncarnation, prefix: str) -> None:
+    # A flush that is already running is good enough.
     with suppress(RefusedError):
-        await life.flush(prefix)
+        await incarnation.flush(prefix)

@@ -1,14 +1,14 @@
-"""The proof that a storage tier keeps the contract of `tierd.backend.Backend`.
+"""Conformance suite: checks that a storage tier keeps the contract of `tierd.backend.Backend`.
 
-Subclass BackendSuite in a test module, implement its hooks on the real thing (a disk, a
-server), and pytest runs every check:
+Subclass BackendSuite in a test module and implement its hooks on the real storage (a disk, a
+server). pytest then runs every check:
 
     class TestFile(BackendSuite):
         bounded = True
         async def make_backend(self, tmp_path, capacity_bytes): ...
 
-The hooks `damage` and `swap` reach around the code under test, so that what it verifies
-is really damaged. Needs pytest and pytest-asyncio.
+The hooks `damage` and `swap` change the stored bytes without using the code under test, so that
+it verifies real damage. Requires pytest and pytest-asyncio.
 """
 
 from tierd.testing.suite.blocks import (
@@ -39,8 +39,11 @@ from tierd.testing.suite.storing import StoringTests
 
 
 class BackendSuite(StoringTests, Damaging, Keeping, Concurrency, Bounds, abstract=True):
-    """Checks of one backend. Hooks that a subclass lacks are refused when it is defined,
-    since pytest would skip the class in silence."""
+    """All checks of one backend.
+
+    Defining a subclass without a required hook raises TypeError, because pytest would silently
+    skip the class.
+    """
 
 
 __all__ = [

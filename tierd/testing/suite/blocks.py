@@ -1,4 +1,4 @@
-"""Blocks, slots and calls that the checks of a storage tier are made of."""
+"""Blocks, slots and calls that the conformance suite is built from."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ BackendT = TypeVar("BackendT", bound=Backend)
 _CANARY = 0xA5
 
 MARKS_ASKED = 600
-"""Marks that a tier has to keep: more than the daemon ever makes."""
+"""Marks that a tier must be able to keep: more than the daemon ever creates."""
 
 _ASK_MAX = 16
-"""Hashes asked for at once: a tier may answer a long list as if it were a whole prefix."""
+"""Hashes per call: a tier may treat a longer list as one prefix and bisect it."""
 
 
 class Damage(enum.Enum):
-    """What a `damage` hook does to a stored block behind the tier's back."""
+    """How a `damage` hook changes a stored block without the tier's knowledge."""
 
     FLIP_HEADER = "flip header"
     """Flip a bit in byte `offset` of the stored 128-byte header."""
     FLIP_PAYLOAD = "flip payload"
     """Flip a bit in byte `offset` of the stored payload."""
     TRUNCATE = "truncate"
-    """End what is stored `offset` bytes into the payload."""
+    """Cut the stored block off `offset` bytes into the payload."""
     OVERSIZE = "oversize"
-    """Replace the block by one that is sound and `offset` bytes longer than it was."""
+    """Replace the block with a valid block that is `offset` bytes longer."""
 
 
 class SelfNamingBlock(NamedTuple):
-    """A block that names itself: its payload follows from namespace and hash."""
+    """A block whose payload is derived from its namespace and hash, so wrong bytes show."""
 
     key: BlockKey
     parent: bytes
@@ -67,19 +67,19 @@ class SelfNamingBlock(NamedTuple):
 
     @property
     def header(self) -> BlockHeader:
-        """What a tier must give back beside the payload."""
+        """The header that a tier must return with the payload."""
         return BlockHeader(self.key, self.parent, len(self.payload), self.checksum)
 
 
 def payload_of(key: BlockKey, length: int) -> bytes:
-    """The only bytes that a block of this key and length may ever be served with."""
+    """Return the only valid payload of a block with this key and length."""
     return hashlib.shake_128(key.namespace + key.block_hash).digest(length)
 
 
 def make_block(
     name: str, parent: bytes, length: int, namespace: bytes = NAMESPACE
 ) -> SelfNamingBlock:
-    """The block of this name."""
+    """Return the block of this name; its hash is derived from the name."""
     key = BlockKey(namespace, hashlib.sha256(name.encode()).digest())
     payload = payload_of(key, length)
     return SelfNamingBlock(key, parent, payload, checksum(payload))
@@ -88,7 +88,7 @@ def make_block(
 def make_chain(
     name: str, count: int, length: int, namespace: bytes = NAMESPACE
 ) -> list[SelfNamingBlock]:
-    """`count` blocks, each the parent of the next."""
+    """Return `count` blocks, each the parent of the next."""
     blocks: list[SelfNamingBlock] = []
     for position in range(count):
         parent = blocks[-1].key.block_hash if blocks else ROOT
@@ -97,7 +97,7 @@ def make_chain(
 
 
 def damaged(raw: bytes, how: Damage, offset: int) -> bytes:
-    """What a `damage` hook makes of a block stored as its header with the payload behind it."""
+    """Return the damaged bytes of a block that is stored as its header followed by its payload."""
     changed = bytearray(raw)
     match how:
         case Damage.FLIP_HEADER:
@@ -130,7 +130,7 @@ class CanarySlots:
         self._memory[:] = bytes([_CANARY]) * len(self._memory)
 
     def view(self, slot: int) -> memoryview:
-        """The whole slot, writable."""
+        """Return a writable view of the whole slot."""
         at = PAGE_BYTES + slot * (self.slot_bytes + PAGE_BYTES)
         return self._memory[at : at + self.slot_bytes]
 
@@ -139,20 +139,21 @@ class CanarySlots:
         self.view(slot)[:] = bytes([_CANARY]) * self.slot_bytes
 
     def is_blank(self, slot: int) -> bool:
-        """Whether a slot holds nothing but the canary."""
+        """Whether a slot holds only the canary."""
         return self.view(slot) == bytes([_CANARY]) * self.slot_bytes
 
     def check(self) -> None:
         """Assert that nothing was written outside the slots."""
         canary = bytes([_CANARY]) * PAGE_BYTES
         for at in range(0, len(self._memory), self.slot_bytes + PAGE_BYTES):
-            assert self._memory[at : at + PAGE_BYTES] == canary
+            page = self._memory[at : at + PAGE_BYTES]
+            assert page == canary, "the backend wrote outside the views that it was given"
 
 
 async def put(
     backend: Backend, blocks: Sequence[SelfNamingBlock], slot_bytes: int = 0
 ) -> list[Outcome]:
-    """Store blocks of one namespace from slots of their own."""
+    """Store blocks of one namespace from new slots, and assert that the slots did not change."""
     slots = _slots_for(blocks, slot_bytes)
     requests = []
     for position, block in enumerate(blocks):
@@ -163,9 +164,10 @@ async def put(
             PutRequest(block.key.block_hash, block.parent, block.checksum, view, length)
         )
     outcomes = await backend.put_many(blocks[0].key.namespace, requests)
-    assert len(outcomes) == len(blocks)
+    assert len(outcomes) == len(blocks), "put_many must return one outcome per request"
     for position, block in enumerate(blocks):
-        assert slots.view(position)[: len(block.payload)] == block.payload
+        payload = slots.view(position)[: len(block.payload)]
+        assert payload == block.payload, "put_many changed the bytes in a view"
     slots.check()
     return outcomes
 
@@ -173,14 +175,14 @@ async def put(
 async def get(
     backend: Backend, blocks: Sequence[SelfNamingBlock], slot_bytes: int = 0
 ) -> list[Outcome]:
-    """Bring blocks of one namespace; asserts that each HIT is right and nothing else was hit."""
+    """Load blocks of one namespace into new slots; asserts that each HIT has the right bytes."""
     slots = _slots_for(blocks, slot_bytes)
     requests = [
         GetRequest(block.key.block_hash, slots.view(position), len(block.payload))
         for position, block in enumerate(blocks)
     ]
     results = await backend.get_into(blocks[0].key.namespace, requests)
-    assert len(results) == len(blocks)
+    assert len(results) == len(blocks), "get_into must return one result per request"
     for position, (block, result) in enumerate(zip(blocks, results, strict=True)):
         check_result(block, result, slots.view(position))
     slots.check()
@@ -188,27 +190,29 @@ async def get(
 
 
 def check_result(block: SelfNamingBlock, result: GetResult, view: memoryview) -> None:
-    """Assert that a HIT is exactly `block`, and that anything else claims nothing."""
+    """Assert that a HIT is exactly `block`, and that any other outcome has no header."""
     if result.outcome is Outcome.HIT:
-        assert result.header == block.header
-        assert view[: len(block.payload)] == block.payload
+        assert result.header == block.header, "a HIT with another header than was stored"
+        payload = view[: len(block.payload)]
+        assert payload == block.payload, "a HIT with other bytes than were stored"
     else:
-        assert result.outcome in (Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR)
-        assert result.header is None
+        known = (Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR)
+        assert result.outcome in known, "get_into must not return this outcome"
+        assert result.header is None, "only a HIT may have a header"
 
 
 async def scanned(backend: Backend) -> list[BlockHeader]:
-    """All headers that a scan shows, of which each step must be a small one, and whole."""
+    """Return all headers of a scan; asserts that each step is small and was read completely."""
     found: list[BlockHeader] = []
     async for step in backend.scan():
-        assert len(step.headers) <= SCANNED_MAX
-        assert not step.unread
+        assert len(step.headers) <= SCANNED_MAX, "a step of scan() has too many headers"
+        assert not step.unread, "scan() could not read a part of a healthy storage"
         found += step.headers
     return found
 
 
 async def contains(backend: Backend, blocks: Sequence[SelfNamingBlock]) -> list[bool]:
-    """contains_many for blocks of one namespace, in lists that no tier bisects."""
+    """Call contains_many for blocks of one namespace, in lists too short to be bisected."""
     namespace = blocks[0].key.namespace
     hashes = [block.key.block_hash for block in blocks]
     held: list[bool] = []
@@ -224,7 +228,7 @@ def _slots_for(blocks: Sequence[SelfNamingBlock], slot_bytes: int) -> CanarySlot
 
 @contextlib.asynccontextmanager
 async def running(backend: BackendT) -> AsyncIterator[BackendT]:
-    """A backend open, and knowing all that it holds, until the block ends."""
+    """Open a backend, wait until its index is complete, and close it at the end of the block."""
     await backend.open()
     try:
         await indexed(backend)
@@ -234,12 +238,12 @@ async def running(backend: BackendT) -> AsyncIterator[BackendT]:
 
 
 async def indexed(backend: Backend) -> None:
-    """Return when the backend knows all that it holds."""
+    """Wait until the backend's index is complete."""
     while not backend.stats().index_complete:
         await asyncio.sleep(0.001)
 
 
 async def take_turns(count: int) -> None:
-    """Let the event loop turn so many times, giving threads and peers a moment each."""
+    """Yield to the event loop `count` times, and give threads and servers 0.2 ms each time."""
     for _ in range(count):
         await asyncio.sleep(0.0002)

@@ -1,4 +1,4 @@
-"""Capacity."""
+"""Checks of capacity and eviction."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tierd.types import PAGE_BYTES, slot_bytes_for
 
 
 class Bounds(Hooks, abstract=True):
-    """A tier that keeps a capacity evicts what it should, and no more."""
+    """A tier with a capacity evicts the right blocks, and no more than it must."""
 
     @property
     def capacity_bytes(self) -> int:
-        """Room for about `bounded_blocks` blocks."""
+        """Capacity for about `bounded_blocks` blocks, in bytes."""
         return self.bounded_blocks * (slot_bytes_for(self.block_bytes) + 2 * PAGE_BYTES)
 
     @contextlib.asynccontextmanager
     async def bounded_backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
-        """A backend that holds few blocks; skips where the storage keeps its own bounds."""
+        """Make a backend of this capacity; skip the test if the tier does not bound itself."""
         if not self.bounded:
-            pytest.skip("this tier leaves its bounds to its server")
+            pytest.skip("bounded is False: the storage behind this tier bounds itself")
         made = await self.make_backend(tmp_path, self.capacity_bytes)
         try:
             yield made
@@ -58,7 +58,7 @@ class Bounds(Hooks, abstract=True):
                 self._check_bounds(again.stats())
 
     async def test_what_is_used_stays(self, tmp_path: Path) -> None:
-        """What host memory answers for would be the first to go, as if nobody wanted it."""
+        """Blocks that host memory serves would look unused in the tier and be evicted first."""
         async with self.bounded_backend(tmp_path) as backend:
             used = self.chain("in host memory", 4)
             await put(backend, used)
@@ -69,11 +69,11 @@ class Bounds(Hooks, abstract=True):
             assert await get(backend, used) == [Outcome.HIT] * 4
 
     async def test_prefix_stays_whole(self, tmp_path: Path) -> None:
-        """Eviction would tear a hole into a prefix and make all behind it useless."""
+        """Eviction would leave a hole in a prefix and make all blocks behind it useless."""
         async with self.bounded_backend(tmp_path) as backend:
             chance = random.Random(5)
             chains = [self.chain(f"prefix {number}", 6) for number in range(20)]
-            # Two that share their first blocks.
+            # The last chain shares its first blocks with the first one.
             trunk = chains[0][:3]
             branch = make_block("branch", trunk[-1].key.block_hash, self.block_bytes)
             chains.append([*trunk, branch])
@@ -86,7 +86,7 @@ class Bounds(Hooks, abstract=True):
                     assert held == sorted(held, reverse=True)
 
     async def test_larger_than_the_tier(self, tmp_path: Path) -> None:
-        """A block that can never fit would evict everything else first."""
+        """A block larger than the capacity would evict all others before it is refused."""
         async with self.bounded_backend(tmp_path) as backend:
             blocks = self.chain("small", 4)
             await put(backend, blocks)
@@ -96,7 +96,7 @@ class Bounds(Hooks, abstract=True):
             assert await get(backend, blocks) == [Outcome.HIT] * 4
 
     async def test_chain_longer_than_the_tier(self, tmp_path: Path) -> None:
-        """A prompt larger than the tier would evict its own beginning, and be of no use."""
+        """A prompt larger than the tier would evict its own first blocks and be useless."""
         async with self.bounded_backend(tmp_path) as backend:
             blocks = self.chain("long", 3 * self.bounded_blocks)
             outcomes = await put(backend, blocks)
@@ -109,7 +109,7 @@ class Bounds(Hooks, abstract=True):
             assert await put(backend, blocks[stored : stored + 4]) == [Outcome.REFUSED] * 4
 
     async def test_namespace_finds_room(self, tmp_path: Path) -> None:
-        """A new model would be shut out for ever by what an old one left behind."""
+        """Blocks of an old model would fill the tier, and a new model could never store any."""
         async with self.bounded_backend(tmp_path) as backend:
             for number in range(8):
                 await put(backend, self.chain(f"old {number}", 8))

@@ -1,4 +1,4 @@
-"""Many calls at once, and callers that give up."""
+"""Checks of concurrent calls and of cancellation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierd.types import slot_bytes_for
 
 
 class Concurrency(Hooks, abstract=True):
-    """Calls that meet, and calls that are cancelled, leave buffers and blocks sound."""
+    """Concurrent calls and cancelled calls leave buffers and blocks intact."""
 
     @pytest.mark.parametrize("seed", [1, 2, 3])
     async def test_concurrency(self, backend: Backend, seed: int) -> None:
@@ -45,7 +45,7 @@ class Concurrency(Hooks, abstract=True):
 
     @pytest.mark.parametrize("seed", [1, 2])
     async def test_cancelled_get(self, backend: Backend, seed: int) -> None:
-        """A load called off would go on to write into slots that belong to someone else now."""
+        """A cancelled load would still write into slots that now hold other blocks."""
         chance = random.Random(seed)
         blocks = self.chain("cancelled get", 16)
         await put(backend, blocks)
@@ -68,7 +68,7 @@ class Concurrency(Hooks, abstract=True):
 
     @pytest.mark.parametrize("seed", [1, 2])
     async def test_cancelled_put(self, backend: Backend, seed: int) -> None:
-        """A backup called off would store what the slot holds next, or leave half a block."""
+        """A cancelled backup would store the slot's next content, or leave half a block."""
         chance = random.Random(seed)
         slots = CanarySlots(8, slot_bytes_for(self.block_bytes))
         everything = []
@@ -100,7 +100,7 @@ class Concurrency(Hooks, abstract=True):
             assert await get(again, everything) == [Outcome.HIT] * len(everything)
 
     async def test_cancelled_by_the_first_of_two(self, backend: Backend) -> None:
-        """The second of two that store one block would fail because the first gave up."""
+        """Of two callers that store one block, cancelling the first would fail the second."""
         for turns in range(5):
             blocks = self.chain(f"first of two {turns}", 12)
             first = asyncio.create_task(put(backend, blocks))

@@ -1,4 +1,4 @@
-"""What a suite is told of a storage tier, and how its checks come by one."""
+"""The hooks that a subclass of the suite implements, and the fixtures built on them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _HOOKS = ("make_backend", "reopen", "damage", "swap")
 
 
 class Hooks:
-    """What checks need to know of a tier. A subclass that is not abstract has all of it."""
+    """Hooks and constants of one storage tier; a subclass that is not abstract defines all."""
 
     pytestmark = pytest.mark.asyncio
 
     bounded: ClassVar[bool]
-    """Whether the tier itself keeps a capacity; required."""
+    """Whether the tier enforces a capacity itself; required."""
     block_bytes: ClassVar[int] = 3 * PAGE_BYTES + 100
-    """Length of most blocks here; slots are padded to whole pages."""
+    """Length of most blocks in the suite; slots are padded to whole pages."""
     bounded_blocks: ClassVar[int] = 40
-    """How many blocks of `block_bytes` the capacity of the eviction checks is made for."""
+    """Capacity used by the eviction checks, in blocks of `block_bytes`."""
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
@@ -37,35 +37,38 @@ class Hooks:
         if not hasattr(cls, "bounded"):
             missing.append("bounded")
         if missing:
-            raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}")
+            raise TypeError(
+                f"{cls.__name__} lacks {', '.join(missing)}: define them in the subclass"
+            )
 
     async def make_backend(self, tmp_path: Path, capacity_bytes: int | None) -> Backend:
-        """An open, empty backend; `capacity_bytes` is None or, if `bounded`, to be kept."""
-        raise TypeError("a BackendSuite implements make_backend")
+        """Return an open, empty backend; it keeps `capacity_bytes`, which is None if not
+        `bounded`."""
+        raise TypeError("make_backend is not implemented: a subclass of BackendSuite must do so")
 
     async def reopen(self, backend: Backend) -> Backend:
-        """Close `backend` and open another one on the same storage."""
-        raise TypeError("a BackendSuite implements reopen")
+        """Close `backend` and return another open one on the same storage."""
+        raise TypeError("reopen is not implemented: a subclass of BackendSuite must do so")
 
     async def damage(self, backend: Backend, key: BlockKey, how: Damage, offset: int) -> None:
-        """Damage a stored block without the backend's knowledge. TRUNCATE may also cost
+        """Damage a stored block without the backend's knowledge. TRUNCATE may also destroy
         blocks stored later."""
-        raise TypeError("a BackendSuite implements damage")
+        raise TypeError("damage is not implemented: a subclass of BackendSuite must do so")
 
     async def swap(self, backend: Backend, first: BlockKey, second: BlockKey) -> None:
-        """Exchange all that is stored of two blocks, headers included."""
-        raise TypeError("a BackendSuite implements swap")
+        """Exchange the stored bytes of two blocks, headers included."""
+        raise TypeError("swap is not implemented: a subclass of BackendSuite must do so")
 
     @pytest_asyncio.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
-        """An empty backend without a capacity worth mentioning."""
+        """An open, empty backend without a capacity."""
         made = await self.make_backend(tmp_path, None)
         yield made
         await made.close()
 
     @contextlib.asynccontextmanager
     async def reopened(self, backend: Backend) -> AsyncIterator[Backend]:
-        """The same storage after a restart, its index complete."""
+        """Reopen the storage, as after a restart, and wait until its index is complete."""
         made = await self.reopen(backend)
         try:
             await indexed(made)
@@ -74,5 +77,5 @@ class Hooks:
             await made.close()
 
     def chain(self, name: str, count: int, namespace: bytes = NAMESPACE) -> list[SelfNamingBlock]:
-        """A chain of blocks of this suite's size."""
+        """Return a chain of `count` blocks of `block_bytes`."""
         return make_chain(name, count, self.block_bytes, namespace)

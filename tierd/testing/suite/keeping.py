@@ -1,4 +1,4 @@
-"""Deleting, restarting, and telling what there is."""
+"""Checks of deletes, restarts, scans, marks, statistics and closing."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tierd.types import slot_bytes_for
 
 
 class Keeping(Hooks, abstract=True):
-    """What is deleted is gone, and all else stays."""
+    """Deleted blocks are gone, all others stay, and scans and statistics agree with both."""
 
     async def test_delete(self, backend: Backend) -> None:
-        """What the operator flushed would still be served, or come back after a restart."""
+        """Blocks that an operator flushed would still be served, or return after a restart."""
         blocks = self.chain("delete", 6)
         await put(backend, blocks)
         gone = [block.key.block_hash for block in blocks[3:]]
@@ -41,7 +41,7 @@ class Keeping(Hooks, abstract=True):
             assert await get(again, blocks) == [Outcome.HIT] * 6
 
     async def test_delete_while_putting(self, backend: Backend) -> None:
-        """A block deleted while it is stored would be both, or hang one of the two calls."""
+        """Deleting a block while it is being stored would half-delete it, or hang a call."""
         blocks = self.chain("delete while putting", 8)
         hashes = [block.key.block_hash for block in blocks]
         outcomes, dropped = await asyncio.gather(
@@ -53,7 +53,7 @@ class Keeping(Hooks, abstract=True):
         assert [o is Outcome.HIT for o in await get(backend, blocks)] == held
 
     async def test_reopen(self, backend: Backend) -> None:
-        """A restart would forget blocks that were reported as stored."""
+        """A restart would lose blocks that were reported as stored."""
         blocks = self.chain("reopen", 20)
         theirs = self.chain("reopen", 5, OTHER_NAMESPACE)
         await put(backend, blocks)
@@ -67,7 +67,7 @@ class Keeping(Hooks, abstract=True):
             assert await put(again, blocks) == [Outcome.PRESENT] * 20
 
     async def test_scan(self, backend: Backend) -> None:
-        """fsck, scrub and warm would overlook blocks, or be told of ones that are gone."""
+        """fsck, scrub and warm would miss blocks, or see deleted ones."""
         blocks = self.chain("scan", 10) + self.chain("scan", 3, OTHER_NAMESPACE)
         await put(backend, blocks[:10])
         await put(backend, blocks[10:])
@@ -78,7 +78,7 @@ class Keeping(Hooks, abstract=True):
             assert sorted(await scanned(again)) == truth
 
     async def test_delete_while_scanning(self, backend: Backend) -> None:
-        """A flush, which drops what a scan shows, would leave blocks behind."""
+        """A job that deletes the blocks that a scan shows would leave blocks behind."""
         blocks = [*self.chain("scanned", 40), *self.chain("scanned", 40, OTHER_NAMESPACE)]
         for namespace in (NAMESPACE, OTHER_NAMESPACE):
             mine = [block for block in blocks if block.key.namespace == namespace]
@@ -93,7 +93,7 @@ class Keeping(Hooks, abstract=True):
         assert await scanned(backend) == []
 
     async def test_marks(self, backend: Backend) -> None:
-        """A flush would end with its mark, and its blocks be served again after a restart."""
+        """A flush's mark would be lost, and flushed blocks served again after a restart."""
         assert await backend.marks() == []
         marks = [f"0a1b2c3d-{number:04x}" for number in range(40)]
         for mark in [*marks, marks[0]]:
@@ -105,7 +105,7 @@ class Keeping(Hooks, abstract=True):
             assert sorted(await again.marks()) == marks[30:]
 
     async def test_marks_are_no_blocks(self, backend: Backend) -> None:
-        """A mark would be counted, listed and dropped as a block, or a block as a mark."""
+        """A mark would be counted, scanned and deleted like a block."""
         blocks = self.chain("marked", 5)
         await put(backend, blocks)
         before = backend.stats()
@@ -116,14 +116,14 @@ class Keeping(Hooks, abstract=True):
         assert await backend.marks() == ["mark-1"]
 
     async def test_many_marks(self, backend: Backend) -> None:
-        """Marks beyond a server's page of a listing would be taken for absent."""
+        """Marks beyond the first page of a server's listing would be missing."""
         marks = [f"mark-{number:04}" for number in range(MARKS_ASKED)]
         for at in range(0, len(marks), 32):
             await asyncio.gather(*(backend.add_mark(mark) for mark in marks[at : at + 32]))
         assert sorted(await backend.marks()) == marks
 
     async def test_stats(self, backend: Backend) -> None:
-        """The operator would be told of a tier that is not the one he has."""
+        """Status and metrics would show wrong counts for the tier."""
         assert backend.stats().blocks == 0
         blocks = self.chain("stats", 5)
         await put(backend, blocks)
@@ -138,7 +138,7 @@ class Keeping(Hooks, abstract=True):
             assert value >= 0
 
     async def test_corrupt_is_counted(self, backend: Backend) -> None:
-        """A dying disk would look like a cold cache."""
+        """A failing disk would look like a cold cache, since no counter shows its damage."""
         blocks = self.chain("counted", 3)
         await put(backend, blocks)
         before = backend.counters["corrupt_total"]
@@ -153,7 +153,7 @@ class Keeping(Hooks, abstract=True):
         await backend.close()
 
     async def test_close_in_flight(self, backend: Backend) -> None:
-        """Closing would tear memory or files away from calls in flight."""
+        """Closing would free memory or files that calls in flight still use."""
         blocks = self.chain("close in flight", 20)
         await put(backend, blocks[:10])
         slots = CanarySlots(10, slot_bytes_for(self.block_bytes))

@@ -1,4 +1,4 @@
-"""What goes into a storage tier comes out."""
+"""Checks that stored blocks can be loaded again."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from tierd.types import PAGE_BYTES
 
 
 class StoringTests(Hooks, abstract=True):
-    """Blocks that are stored are found, whole, and under their own keys only."""
+    """Stored blocks are found complete, and only under their own keys."""
 
     @pytest.mark.parametrize(
         "length",
         [1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES, 128 << 10, 2 << 20],
     )
     async def test_round_trip(self, backend: Backend, length: int) -> None:
-        """A block of any size would come back with other bytes, or another header."""
+        """A block of some size would come back with other bytes, or another header."""
         blocks = make_chain(f"size {length}", 3, length)
         assert await put(backend, blocks) == [Outcome.STORED] * 3
         assert await get(backend, blocks) == [Outcome.HIT] * 3
 
     async def test_slot_larger_than_block(self, backend: Backend) -> None:
-        """A block shorter than its slot would be padded, cut, or spill into the next slot."""
+        """A block shorter than its slot would be padded, truncated, or overwrite other slots."""
         blocks = make_chain("short", 4, 10)
         assert await put(backend, blocks, slot_bytes=4 * PAGE_BYTES) == [Outcome.STORED] * 4
         assert await get(backend, blocks, slot_bytes=4 * PAGE_BYTES) == [Outcome.HIT] * 4
 
     async def test_missing(self, backend: Backend) -> None:
-        """A tier that has nothing would claim something, or fail instead of missing."""
+        """An empty tier would report blocks, or raise instead of returning MISS."""
         blocks = self.chain("missing", 3)
         assert await contains(backend, blocks) == [False] * 3
         assert await get(backend, blocks) == [Outcome.MISS] * 3
         assert await backend.delete_many(NAMESPACE, [b.key.block_hash for b in blocks]) == 0
 
     async def test_empty_batch(self, backend: Backend) -> None:
-        """An empty batch would be an error of the whole tier."""
+        """An empty batch would count as a failure of the whole tier."""
         assert await backend.contains_many(NAMESPACE, []) == []
         assert await backend.use_many(NAMESPACE, []) == []
         assert await backend.get_into(NAMESPACE, []) == []
@@ -55,7 +55,7 @@ class StoringTests(Hooks, abstract=True):
         assert await backend.delete_many(NAMESPACE, []) == 0
 
     async def test_use(self, backend: Backend) -> None:
-        """What the tier has lost would never be written again, or all the time what it has."""
+        """The daemon would never rewrite blocks that the tier lost, or rewrite blocks it has."""
         blocks = self.chain("used", 40)
         hashes = [block.key.block_hash for block in blocks]
         assert await backend.use_many(NAMESPACE, hashes) == [False] * 40
@@ -77,7 +77,7 @@ class StoringTests(Hooks, abstract=True):
         assert backend.stats().blocks == 3
 
     async def test_put_twice_in_a_batch(self, backend: Backend) -> None:
-        """A batch that names a block twice would hang, or hold it twice."""
+        """A batch that names a block twice would hang, or store it twice."""
         [block] = self.chain("twice", 1)
         outcomes = await put(backend, [block, block])
         assert sorted(o.value for o in outcomes) == ["present", "stored"]
@@ -85,7 +85,7 @@ class StoringTests(Hooks, abstract=True):
         assert backend.stats().blocks == 1
 
     async def test_put_at_once(self, backend: Backend) -> None:
-        """Two engines that store one prefix together would leave two copies or none."""
+        """Engines that store one prefix at the same time would leave two copies, or none."""
         blocks = self.chain("at once", 8)
         every = await asyncio.gather(*(put(backend, blocks) for _ in range(4)))
         for outcomes in zip(*every, strict=True):
@@ -94,7 +94,7 @@ class StoringTests(Hooks, abstract=True):
         assert backend.stats().blocks == 8
 
     async def test_mixed_batch(self, backend: Backend) -> None:
-        """One block's outcome would be reported for its neighbour."""
+        """A block's outcome would be reported for its neighbour in the batch."""
         blocks = self.chain("mixed", 9)
         assert await put(backend, blocks[::2]) == [Outcome.STORED] * 5
         await self.damage(backend, blocks[4].key, Damage.FLIP_PAYLOAD, 7)
@@ -104,7 +104,7 @@ class StoringTests(Hooks, abstract=True):
         assert await get(backend, blocks) == expected
 
     async def test_namespaces(self, backend: Backend) -> None:
-        """One model would be served another model's KV for the same tokens."""
+        """One model would be served another model's KV of the same tokens."""
         ours = self.chain("shared", 2)
         theirs = self.chain("shared", 2, OTHER_NAMESPACE)
         assert ours[0].key.block_hash == theirs[0].key.block_hash

@@ -1,29 +1,29 @@
-"""What host memory has of a prefix, and a lease of it in one decision."""
+"""Lookups of a prefix in host memory, and its lease in the same decision."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierd.core.evictions import Evictions
-from tierd.core.leases import Leases, SlotLease
-from tierd.core.space import Space
+from tierd.core.l2.evictions import Evictions
+from tierd.core.l2.leases import Leases, SlotLease
+from tierd.core.l2.space import Space
 
 
 class Taken(NamedTuple):
-    """What came of an attempt to lease a prefix that several spaces must have."""
+    """The result of an attempt to lease a prefix that several spaces must have."""
 
     lease: SlotLease | None
     resident: int
-    """Leading blocks that every space has, verified."""
+    """Number of leading blocks that every space has, verified."""
     settled: bool
-    """Whether nothing else could make it longer."""
+    """Whether no promotion or verification could make the prefix longer."""
     refused: bool = False
-    """Whether the owner has too much leased already."""
+    """Whether the owner has too many leased blocks."""
 
 
 class BlockFinder:
-    """Looks blocks up by their hashes."""
+    """Looks blocks up by their hashes, and leases them."""
 
     __slots__ = ("_evictions", "_leases")
 
@@ -42,8 +42,8 @@ class BlockFinder:
             del found[found.index(None) :]
         slots: list[int] = found  # type: ignore[assignment]  # cut at the first None
         if unverified := space._unverified:
-            doubted = (i for i, slot in enumerate(slots) if slot in unverified)
-            del slots[next(doubted, len(slots)) :]
+            unserved = (i for i, slot in enumerate(slots) if slot in unverified)
+            del slots[next(unserved, len(slots)) :]
         space._chain.touch(slots)
         return slots
 
@@ -64,7 +64,7 @@ class BlockFinder:
         *,
         more_elsewhere: bool,
     ) -> Taken:
-        """See HostTier.take_prefix; the lease gets this number."""
+        """See HostTier.take_prefix; `number` becomes the lease's id."""
         parts = [(space, self.prefix(space, hashes, now_s)) for space in spaces]
         count = min(len(slots) for _, slots in parts)
         if count < len(hashes):

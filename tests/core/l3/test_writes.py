@@ -1,4 +1,4 @@
-"""Write budgets and write policies, on made-up time."""
+"""Write budgets and write policies, on simulated time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tierd.config import Size, StorageConfig, WritePolicy, parse
-from tierd.core.writes import (
+from tierd.core.l3.writes import (
     DEMAND_EARLY,
     DEMAND_MAX,
     HORIZON_S_MAX,
@@ -41,12 +41,12 @@ def config(policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE, **keys: ob
 
 
 def spend_all(budget: WriteBudget, now_ns: int) -> int:
-    """Write what may be, at most 100 blocks."""
+    """Write as many blocks as the budget allows, at most 100; return their bytes."""
     budget.pass_time(now_ns)
     return budget.spend_on(100, BLOCK) * BLOCK
 
 
-def test_the_demand_is_steered_to_the_share() -> None:
+def test_demand_is_steered_to_the_write_share() -> None:
     """An operator who pays by the request would pay for more than the share that was set, or have
     less written than was paid for."""
     rng = random.Random(1)
@@ -61,8 +61,8 @@ def test_the_demand_is_steered_to_the_share() -> None:
         assert written / 20_000 == pytest.approx(share, abs=0.05)
 
 
-def test_the_rate_bounds_what_is_written() -> None:
-    """A shared link would be filled by backups."""
+def test_write_rate_is_bounded() -> None:
+    """Backups would fill a shared link."""
     budget = WriteBudget(config(write_share=1.0, write_bytes_per_s=Size(BLOCK)), L2_BYTES)
     first = spend_all(budget, 0)
     assert first == RATE_BURST_S * BLOCK
@@ -70,8 +70,8 @@ def test_the_rate_bounds_what_is_written() -> None:
     assert 99 * BLOCK <= total <= 101 * BLOCK
 
 
-def test_endurance_bounds_what_is_written_in_a_day() -> None:
-    """An SSD would be worn out in a year instead of five."""
+def test_writes_per_day_are_bounded() -> None:
+    """An SSD would wear out in one year instead of five."""
     budget = WriteBudget(config(write_share=1.0, drive_writes_per_day=0.5), L2_BYTES)
     assert budget.spend_on(5, BLOCK) == 5, "without a capacity there is nothing to count in"
     capacity = 10_000 * BLOCK
@@ -85,8 +85,8 @@ def test_endurance_bounds_what_is_written_in_a_day() -> None:
     assert 0.24 * capacity <= total <= 0.28 * capacity, "a smaller drive takes less"
 
 
-def test_a_bound_by_speed_raises_the_demand_before_it_stops_all() -> None:
-    """The bytes of each second would go to whatever comes first in it."""
+def test_rate_bound_raises_the_demand_before_it_stops_writes() -> None:
+    """The bytes of each second would go to the first blocks in it."""
     budget = WriteBudget(config(write_share=1.0, write_bytes_per_s=Size(10 * BLOCK)), L2_BYTES)
     rng = random.Random(1)
     stopped = 0
@@ -100,8 +100,8 @@ def test_a_bound_by_speed_raises_the_demand_before_it_stops_all() -> None:
     assert stopped < 600, "of 2,000 that the bound lets through"
 
 
-def test_what_was_not_written_is_not_paid_for() -> None:
-    """Blocks that the tier has already, or that it refuses, would eat the budget."""
+def test_unwritten_blocks_are_refunded() -> None:
+    """Blocks that the tier already has, or refuses, would use up the budget."""
     budget = WriteBudget(config(write_bytes_per_s=Size(BLOCK)), L2_BYTES)
     spend_all(budget, 0)
     budget.refund(BLOCK)
@@ -115,8 +115,8 @@ def test_what_was_not_written_is_not_paid_for() -> None:
     assert busy.demand == calm.demand
 
 
-def test_the_horizon_is_the_time_that_the_tier_takes_to_turn_over() -> None:
-    """A small tier would be given what comes back long after it has dropped it."""
+def test_horizon_is_the_turnover_time_of_the_tier() -> None:
+    """A small tier would get blocks whose next use comes long after it has evicted them."""
     budget = WriteBudget(config(), L2_BYTES)
     assert budget.horizon_s == HORIZON_S_MAX, "nothing is known of the tier"
     budget.resize(1000 * BLOCK)
@@ -126,7 +126,7 @@ def test_the_horizon_is_the_time_that_the_tier_takes_to_turn_over() -> None:
         budget.spend_on(10, BLOCK)
     assert budget.horizon_s == pytest.approx(100, rel=0.1)
     budget.pass_time(100_000 * S)
-    assert budget.horizon_s == HORIZON_S_MAX, "nothing is written any more"
+    assert budget.horizon_s == HORIZON_S_MAX, "no writes within the horizon"
 
 
 def parsed(environ: dict[str, str], **keys: object) -> StorageConfig:
@@ -136,7 +136,7 @@ def parsed(environ: dict[str, str], **keys: object) -> StorageConfig:
 
 
 def test_budgets_are_read_from_file_and_environment() -> None:
-    """A bound that was set would not hold, or a daemon not start."""
+    """A configured bound would not hold, or a daemon would not start."""
     tier = parsed({"TIERD_STORAGE_FILE_WRITE_SHARE": "0.3"}, drive_writes_per_day=1)
     assert (tier.write_share, tier.drive_writes_per_day) == (0.3, 1.0)
     assert parsed({}, write_policy="write_back").write_policy is WritePolicy.WRITE_BACK
@@ -147,29 +147,29 @@ def test_budgets_are_read_from_file_and_environment() -> None:
         parsed({"TIERD_STORAGE_FILE_WRITE_SHARE": "much"})
 
 
-def test_a_bound_that_would_not_bind_is_refused() -> None:
-    """An operator would think the SSD safe under write_back."""
+def test_bound_without_effect_is_refused() -> None:
+    """An operator would believe the SSD protected under write_back."""
     with pytest.raises(ConfigError, match="need write_policy"):
         parsed({}, write_policy="write_back", write_bytes_per_s="1MiB")
 
 
-# --- what was missed --------------------------------------------------------------------
+# --- missed blocks ----------------------------------------------------------------------
 
 
-def test_each_refusal_costs_one_hit() -> None:
-    """The price of a budget would be counted again each time that a block comes back."""
+def test_each_refusal_counts_one_lost_hit() -> None:
+    """The cost of a budget would be counted again on each later request."""
     missed, hashes = Missed(), chain(4)
     missed.add(SPACE, hashes[:3], Miss.REFUSED)
     missed.add(SPACE, hashes[3:], Miss.FULL)
-    assert missed.lost(SPACE, hashes) == 3, "what a full queue cost is no refusal"
+    assert missed.lost(SPACE, hashes) == 3, "a block lost to a full queue is no refusal"
     assert missed.lost(SPACE, hashes) == 0
     missed.add(SPACE, hashes[:1], Miss.REFUSED)
     assert missed.lost(b"m" * 16, hashes) == 0
     assert missed.lost(SPACE, hashes) == 1, "refused again"
 
 
-def test_a_block_that_was_written_after_all_is_no_loss() -> None:
-    """A hit of the tier would count as one that its policy cost."""
+def test_block_written_later_is_no_lost_hit() -> None:
+    """A hit of the tier would count as lost by its policy."""
     missed, hashes = Missed(), chain(2)
     missed.add(SPACE, hashes, Miss.REFUSED)
     assert missed.remove(SPACE, hashes[0])
@@ -177,8 +177,8 @@ def test_a_block_that_was_written_after_all_is_no_loss() -> None:
     assert missed.lost(SPACE, hashes) == 1
 
 
-def test_what_was_missed_is_remembered_up_to_a_bound() -> None:
-    """The memory of what was refused would outgrow what it is about; the latest counts."""
+def test_number_of_remembered_misses_is_bounded() -> None:
+    """The memory of refused blocks would grow without bound, or forget the latest ones."""
     missed = Missed(limit=64)
     for number in range(50):
         missed.add(SPACE, chain(5, number), Miss.REFUSED)
@@ -202,7 +202,7 @@ class Foreseen(Reuse):
 
     def chance(self, block_hash: bytes, horizon_s: float) -> float:
         chance = self._given[1]
-        assert chance is not None, "nobody needs to know"
+        assert chance is not None, "the chance must not matter in this case"
         assert 0 < horizon_s <= HORIZON_S_MAX
         return chance
 
@@ -219,13 +219,13 @@ def selective(demand: float, **keys: object) -> Writes:
     return writes
 
 
-def test_write_through_writes_whatever_comes() -> None:
-    """First-seen prefixes would not be kept, as HiCache's write_through failed to."""
+def test_write_through_writes_every_block() -> None:
+    """Blocks seen for the first time would not be kept, as HiCache's write_through failed to do."""
     writes = Writes(config(WritePolicy.WRITE_THROUGH), 1)
     assert all(takes(writes, moment, 1) for moment in WriteMoment)
 
 
-def test_write_back_writes_when_a_block_leaves_and_not_before() -> None:
+def test_write_back_writes_only_on_eviction() -> None:
     """Popular blocks would be written although L2 keeps them; HiCache's write_back sends to
     storage whatever it demotes, needed or not."""
     writes = Writes(config(WritePolicy.WRITE_BACK), 1)
@@ -234,8 +234,8 @@ def test_write_back_writes_when_a_block_leaves_and_not_before() -> None:
     assert takes(writes, WriteMoment.EVICTING, 1)
 
 
-def test_selective_writes_at_once_while_the_budget_has_room() -> None:
-    """A quiet node would lose what it had in memory with the daemon, for writes that it has."""
+def test_selective_writes_at_once_while_budget_is_left() -> None:
+    """A quiet node would lose its blocks with the daemon although it has write budget left."""
     assert takes(selective(DEMAND_EARLY), WriteMoment.STORED, 1)
     assert not takes(selective(2 * DEMAND_EARLY), WriteMoment.STORED, 1)
     writes = Writes(config(write_share=1.0, write_bytes_per_s=Size(1000 * BLOCK)), L2_BYTES)
@@ -250,18 +250,18 @@ def least(writes: Writes, moment: WriteMoment) -> float:
     return next(p / 1000 for p in range(1001) if takes(writes, moment, 2, p / 1000))
 
 
-def test_selective_asks_for_more_the_higher_the_demand() -> None:
-    """The budget would be spent on whatever comes first."""
+def test_selective_requires_a_higher_chance_at_a_higher_demand() -> None:
+    """The budget would be spent on the first blocks."""
     for demand in (0.02, 0.2, 0.5, DEMAND_MAX):
         writes = selective(demand)
         assert not takes(writes, WriteMoment.STORED, 1), "one use is not enough"
         assert not takes(writes, WriteMoment.USED, 1)
         assert least(writes, WriteMoment.EVICTING) == pytest.approx(demand, abs=0.001)
-        # What stays can be written later, and with better knowledge.
+        # A block that stays can be written later, when more is known of its reuse.
         assert least(writes, WriteMoment.USED) > demand
 
 
-def test_what_everybody_uses_is_written_though_it_stays() -> None:
+def test_popular_blocks_are_written_while_they_stay() -> None:
     """The system prompt that never leaves L2 would be lost with the daemon, and unknown to the
     other nodes that share the tier."""
     assert takes(selective(0.2), WriteMoment.USED, 20, 0.99)
@@ -269,20 +269,20 @@ def test_what_everybody_uses_is_written_though_it_stays() -> None:
 
 
 def bounded(blocks: int) -> Writes:
-    """A selective policy that may write so many blocks now."""
+    """Return a selective policy that may write `blocks` now."""
     return selective(0.2, write_bytes_per_s=Size(round(blocks * BLOCK / RATE_BURST_S)))
 
 
 def test_selective_writes_nothing_beyond_a_bound() -> None:
-    """The bound that an operator set would be a wish."""
+    """An operator's bound would not hold."""
     writes = bounded(10)
     taken = sum(takes(writes, WriteMoment.EVICTING, 9, 1.0) for _ in range(50))
     assert taken == 10
     assert not any(takes(writes, moment, 9, 1.0) for moment in WriteMoment)
 
 
-def test_a_bound_that_ends_within_a_chain_keeps_the_prefix() -> None:
-    """Children without their parents would be written, which no request can use."""
+def test_bound_within_a_chain_keeps_the_prefix() -> None:
+    """Children would be written without their parents, which no request can use."""
     writes = bounded(5)
     hashes = chain(8)
     chosen = writes.choose(WriteMoment.EVICTING, SPACE, hashes, Foreseen(2, 1.0), BLOCK, 0)
@@ -290,9 +290,9 @@ def test_a_bound_that_ends_within_a_chain_keeps_the_prefix() -> None:
     assert writes.missed.lost(SPACE, hashes) == 3
 
 
-def test_what_was_refused_is_offered_once() -> None:
-    """The share would be of offers, not of what write_through would write: a block that is
-    refused and computed again, time after time, would buy writes for others."""
+def test_refused_blocks_are_offered_once() -> None:
+    """A block that is refused and computed again repeatedly would raise the budget for others:
+    the share counts what write_through would write, which is each block once."""
     writes = selective(0.5)
     for _ in range(2000):
         takes(writes, WriteMoment.STORED, 1)
@@ -301,15 +301,15 @@ def test_what_was_refused_is_offered_once() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_the_number_of_uses_is_the_configured_one(count: int) -> None:
-    """`write_uses` would be a key without effect; HiCache's threshold is no setting."""
+def test_write_uses_is_applied(count: int) -> None:
+    """The key `write_uses` would have no effect; HiCache's threshold is not a setting."""
     writes = selective(0.5, write_uses=count)
     enough = [takes(writes, WriteMoment.USED, n, 1.0) for n in (1, 2, 3, 4)]
     assert enough == [n >= count for n in (1, 2, 3, 4)]
 
 
-def test_turns_are_told_from_documents_that_are_read_once() -> None:
-    """The budget would go to long documents, and the turns of a conversation be recomputed."""
+def test_conversations_are_preferred_to_documents_read_once() -> None:
+    """The budget would go to long documents, and conversations would be recomputed."""
     reuse = Reuse()
     talk = chain(400, "talk")
     for turn in range(1, 200):
@@ -320,9 +320,9 @@ def test_turns_are_told_from_documents_that_are_read_once() -> None:
     assert writes.choose(WriteMoment.EVICTING, SPACE, last, reuse, BLOCK, 4000 * S) == [0, 1]
 
 
-def test_a_stop_writes_what_several_requests_have_used_whatever_the_demand() -> None:
-    """What everybody uses would be lost by a restart in a busy hour, and one-off prompts kept from
-    the hour before."""
+def test_stop_writes_popular_blocks_at_any_demand() -> None:
+    """A restart in a busy hour would lose popular blocks, and keep one-off prompts of the hour
+    before."""
     writes, reuse = Writes(config(), L2_BYTES), Reuse()
     used, once = chain(10, "used"), chain(10, "once")
     for now_s in (0.0, 1.0):

@@ -1,8 +1,8 @@
-"""One life of a simulated daemon, and what must hold of it.
+"""One incarnation of a simulated daemon, and its invariants.
 
-Production's Node and Sessions run here as they are. A referee listens at the daemon's
-end of every connection and keeps its own account of who may touch which slot until when;
-what contradicts it is a violation.
+It runs production's Node and Sessions unchanged. A referee listens at the daemon's end of each
+connection and keeps its own record of which client may use which slot until when. Any
+contradiction is a violation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from random import Random
 from typing import Final
 
 from tierd.config import PrefetchPolicy, WritePolicy
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.daemon.jobs.warming import Pace, Warming, WarmOrder
 from tierd.daemon.l3.renewal import USED_AGAIN
 from tierd.daemon.l3.tier import StorageTier, opened
@@ -37,17 +37,17 @@ from tierd.wire import messages as m
 
 SEGMENTS_FAIL_CHANCE: Final = 0.2
 SEGMENT_FAIL_CHANCE: Final = 0.3
-"""Lives in which segments fail, and how many of them."""
+"""Chance that an incarnation has failing segments, and chance that one of them fails."""
 
 CHECK_EVERY: Final = 8
 """Deliveries per full check of the daemon's invariants, which costs more than a frame."""
 
 
 class DaemonIncarnation:
-    """One life of the daemon: production's Node and Sessions, on simulated connections."""
+    """One incarnation of the daemon: production's Node and Sessions on simulated connections."""
 
     def __init__(self, world: World, plan: WorldPlan, *, faulty: bool, apart: bool = False) -> None:
-        """`apart` is a node beside the one whose lives follow each other: it shares the tiers."""
+        """`apart`: a second node, which shares the tiers and is not restarted."""
         self.world = world
         self._apart = apart
         self._had: set[BlockKey] = set()
@@ -76,7 +76,7 @@ class DaemonIncarnation:
             clock=self.clock,
             manager=None if apart else world.keeper,
         )
-        # What is kept of host memory says so in the next life, too.
+        # Adopted host memory keeps its tier bits, so the checks' record must last as well.
         lasts = world.keeper is not None and not apart
         withheld = [set[BlockKey]() for _ in plan.tiers]
         world.withheld = world.withheld or withheld
@@ -98,7 +98,7 @@ class DaemonIncarnation:
         self._task = world.loop.create_task(self._run(), name="daemon")
 
     def _have_segments_fail(self) -> None:
-        """In some lives the system now and then has no memory segment to give."""
+        """In some incarnations, make the system refuse memory segments now and then."""
         world, arena = self.world, self.node.memory.arena
         random, create = Random(f"segments of {world.seed} at {world.now_ns()}"), arena.create
         if random.random() > SEGMENTS_FAIL_CHANCE:
@@ -113,7 +113,7 @@ class DaemonIncarnation:
         arena.create = failing  # type: ignore[method-assign]  # the system in the place of itself
 
     def _note_withheld(self) -> None:
-        """What a tier is not to get, since another node has flushed it, counts as what it has."""
+        """Record blocks withheld from a tier after another node's flush: they count as present."""
         backups = self.node.backups
         withhold = backups.withhold
 
@@ -137,7 +137,7 @@ class DaemonIncarnation:
             self._count()
 
     def _count(self) -> None:
-        """Add what the daemon and its tiers counted to the world's counts."""
+        """Add the counters of the daemon and its tiers to the world's counts."""
         counts = self.world.counts
         counts.update(self.node.counters)
         counts["evicted_blocks_total"] += self.node.host.evicted_blocks
@@ -162,7 +162,7 @@ class DaemonIncarnation:
                 referee.connection.daemon.close()
 
     async def stop(self, drain_s: float) -> int:
-        """Shut down in order; the number of blocks that were not backed up."""
+        """Shut down in order; return the number of blocks that were not backed up."""
         self._drain_s = drain_s
         self._stop.set()
         await self._task
@@ -178,32 +178,32 @@ class DaemonIncarnation:
         await self._task
 
     def adopt(self, connection: SimulatedConnection, name: str) -> None:
-        """What `Server.adopt` does, with a referee in between."""
+        """Start a session as `Server.adopt` does, with a referee in between."""
         self._owners += 1
         session = Session(self._owners, self.node, name)
         session.transport = connection.daemon
         self._referees.append(Referee(self, session, connection))
 
     def served(self, key: BlockKey) -> None:
-        """A client gets a block. What another node had before the flush, it may keep."""
+        """Check a block leased to a client; another node may keep blocks from before a flush."""
         world = self.world
         if key not in world.barred:
             self._had.add(key)
         elif not self._apart or key not in self._had:
-            where = "another node serves" if self._apart else "there is served"
+            who = "another node" if self._apart else "the daemon"
             world.fail(
-                f"{where} a block that a complete flush has dropped; {world.late_flushed} flushed "
-                f"blocks have landed late, {world.hidden_flushed} came back after a start"
+                f"{who} serves a block that a complete flush has dropped; {world.late_flushed} "
+                f"flushed blocks were written late, {world.hidden_flushed} came back after a start"
             )
 
     def delivered(self) -> None:
-        """A frame or a part of one reached the daemon."""
+        """Note that data reached the daemon, and check the invariants now and then."""
         self._deliveries += 1
         if self._deliveries % CHECK_EVERY == 0:
             self.check()
 
     def check(self) -> None:
-        """Compare the daemon's state with itself and with the referees' account."""
+        """Check the daemon's invariants, and compare its state with the referees' record."""
         if self.dead:
             return
         try:
@@ -246,8 +246,8 @@ class DaemonIncarnation:
             assert not backend.counters["torn_writes_total"], "a slot changed under a backup"
 
     def _check_masks(self) -> None:
-        """A tier that is said to have a block has said so, or is to get it, or was left out
-        because another one had it."""
+        """Check that a tier marked as having a block has reported it, waits for it, or was left
+        out because another tier had it."""
         for space in self.node.host.spaces.values():
             for block_hash, slot in space.items.items():
                 key = BlockKey(space.digest, block_hash)
@@ -266,7 +266,7 @@ class DaemonIncarnation:
         return self.node.backups.waits(number, self.node.host.spaces[key.namespace], slot)
 
     def _used_often(self) -> list[tuple[Space, bytes]]:
-        """Blocks that are resident, and that several requests have used."""
+        """Return resident blocks that several requests have used."""
         return [
             (space, block_hash)
             for space in self.node.host.spaces.values()
@@ -275,8 +275,8 @@ class DaemonIncarnation:
         ]
 
     def _check_kept(self, often: Sequence[tuple[Space, bytes]]) -> None:
-        """After an orderly stop, what was used often and is resident lies in the tiers as well,
-        whatever these have dropped by themselves before."""
+        """Check that after an orderly stop the tiers have all resident blocks that are used often,
+        even if they had dropped some before."""
         for number, (plan, queue) in enumerate(
             zip(self.plans, self.node.backups.queues, strict=True)
         ):
@@ -286,7 +286,7 @@ class DaemonIncarnation:
                 slot = space.items.get(block_hash)
                 if slot is None or slot in space.unverified:
                     continue
-                # What the tier is kept from has only one of the bits.
+                # A block withheld from the tier has only one of the tier's two bits.
                 if space.tiers.of(slot) & queue.both == queue.bit:
                     continue
                 self.world.counts["used_blocks_kept"] += 1
@@ -294,26 +294,26 @@ class DaemonIncarnation:
                     self.world.fail("a block that is used often was lost by a stop")
 
     def _check_evictable(self) -> None:
-        """Nothing that clients said may keep a block for ever; this empties the index."""
+        """Empty the index to check that no message of a client keeps a block forever."""
         if not self.node.host.evict_everything():
             self.world.fail("blocks that can never be evicted")
 
     def calm(self) -> None:
-        """Tiers sound and quick from now on."""
+        """Remove all faults and delays of the tiers."""
         for backend in self.backends:
             backend.plan = NO_FAULTS
             backend.late_chance = 0.0
         self.world.down.clear()
 
     async def flush(self, prefix: str) -> None:
-        """Flush what begins so, and see that it is gone."""
+        """Flush the namespaces whose digest starts with `prefix`, and check the result."""
         world, flushes = self.world, self.node.flushes
         flush = flushes.begin(prefix, host=True, numbers=range(len(self.backends)))
         world.begin_flush(flush.covers)
         before = {key for key in world.ever if flush.covers(key.namespace)}
         await asyncio.wait([self.node.spawn(lambda: flushes.run(flush), "flush")])
         complete = flush.status()["complete"]
-        # One that is not complete may leave in one tier what another one then gets from it.
+        # After an incomplete flush a tier may still have blocks, which others then get from it.
         for number in range(len(flush.tiers)) if complete else ():
             world.check_flushed(number, flush.covers)
         for space in self.node.host.spaces.values():
@@ -333,7 +333,7 @@ class DaemonIncarnation:
         want: WarmOrder,
         deadline_s: float,
     ) -> None:
-        """Warm a chain for those of the ranks that have come, until the deadline at most."""
+        """Warm a chain for the ranks that are registered, until the deadline at most."""
         world, warmings = self.world, self.node.warmings
         pace = Pace()
         for namespace in ranks:
@@ -350,34 +350,34 @@ class DaemonIncarnation:
             world.counts["warmed_blocks"] += len(warming.which(m.Warmth.BROUGHT))
 
     def check_back(self, number: int) -> None:
-        """A tier whose outage is over, and that has no other faults, must be in use again."""
+        """Check that a tier without other faults is used again after its outage."""
         if not self.accepting or self.plans[number].faults.chances.keys() - {InjectedFault.LINGER}:
             return
         tier = self.node.tiers[number]
         circuits = tier.status()["circuits"]
         assert isinstance(circuits, dict)
-        # A request that waited for less than the tier takes may have shut it again just now.
+        # A request with a deadline shorter than the latency may have opened the circuit again.
         states = [c["state"] for c in circuits.values() if "request" not in str(c["why"])]
         if not tier.is_open or "open" in states:
             self.world.fail(f"a tier that is back is not used: {states}")
 
     def check_quiet(self) -> None:
-        """After all clients have gone and all deadlines have passed: nothing is left behind."""
+        """Check that nothing is left when all clients are gone and all deadlines have passed."""
         self.check()
         node = self.node
         left = {
             "sessions": sum(not r.over for r in self._referees),
-            # All but the copies' own.
+            # Except the listener of the copies.
             "listeners": len(node.memory.listeners) - 1,
             "copying sessions": len(node.copies.sessions),
             "leases": len(node.host.leases),
             "reservations": len(node.host.reservations),
             "writing": sum(len(s.writing) for s in node.host.spaces.values()),
             "refs": sum(sum(s.refs) for s in node.host.spaces.values()),
-            "unproven": sum(len(s.unverified) for s in node.host.spaces.values()),
-            "doubtful": sum(len(s.quarantined) for s in node.host.spaces.values()),
+            "unverified": sum(len(s.unverified) for s in node.host.spaces.values()),
+            "quarantined": sum(len(s.quarantined) for s in node.host.spaces.values()),
             "dropped": sum(len(s.dropped) for s in node.host.spaces.values()),
-            "lives kept": len(_past(self.world.keeper)) - 2 if self.world.keeper else 0,
+            "incarnations kept": len(_past(self.world.keeper)) - 2 if self.world.keeper else 0,
             "registered": sum(s.sessions for s in node.host.spaces.values()),
             "backlog": node.backlog(),
             "pending bytes": sum(q.pending_bytes for q in node.backups.queues),
@@ -386,23 +386,24 @@ class DaemonIncarnation:
         }
         left = {what: count for what, count in left.items() if count}
         if left:
-            self.world.fail(f"left behind by nobody: {left}")
+            self.world.fail(f"left behind after all clients are gone: {left}")
         memory = sum(
             os.fstat(segment.fd).st_blocks * 512
             for space in node.host.spaces.values()
             for segment in node.memory.arena.segments(space)
         )
         if memory > node.host.capacity_bytes:
-            self.world.fail(f"{memory} bytes of memory in {node.host.capacity_bytes}")
+            capacity = node.host.capacity_bytes
+            self.world.fail(f"{memory} bytes of memory exceed the capacity of {capacity}")
 
 
 def _past(keeper: Keeper) -> list[str]:
-    """Of lives, what is kept besides their memory."""
+    """Return the names of descriptors kept for incarnations, without their memory segments."""
     return [name for name in keeper.names() if "-" in name]
 
 
 def current(world: World) -> DaemonIncarnation | None:
-    """The life that runs in a world now."""
-    life = world.life
-    assert life is None or isinstance(life, DaemonIncarnation)
-    return life
+    """Return the incarnation that runs in a world now, if any."""
+    incarnation = world.incarnation
+    assert incarnation is None or isinstance(incarnation, DaemonIncarnation)
+    return incarnation

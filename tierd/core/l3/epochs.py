@@ -1,16 +1,15 @@
-"""Which blocks of a storage tier hold good: those of their namespace's epoch.
+"""Which blocks of a storage tier are valid: the blocks of their namespace's epoch.
 
-The epoch of a namespace in a tier is the largest among the tier's marks whose prefix its digest
-begins with. A flush adds a mark with a larger epoch, and nothing else decides: blocks of an older
-epoch have other keys, so nobody asks for them any more, whatever becomes of them and whenever
-they come back. Marks are only ever added, and dropped once another one makes them idle, so that
-one that lands late does no harm.
+A namespace's epoch in a tier is the largest epoch among the tier's marks whose prefix its digest
+starts with. A flush adds a mark with a larger epoch. Only that decides: blocks of an older epoch
+have other keys, so no lookup finds them, even if they survive or come back later. Marks are only
+added, and dropped once another mark makes them idle, so a mark that is written late does no harm.
 
-A mark that was seen and has gone means that the tier has lost something, or has become an older
-copy of itself. It is not put back, since the tier may have blocks from before it: its place takes
-a fresh mark. So does that of one that cannot be read.
+A known mark that is missing means that the tier has lost data, or was replaced by an older copy.
+The mark is not restored, since the tier may have blocks from before it: a fresh mark takes its
+place. The same applies to a mark that cannot be read.
 
-Pure: it has neither the clock nor the chance that a fresh epoch is made of.
+Pure: the caller supplies the clock and the random bits of a fresh epoch.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ import xxhash
 from tierd.types import DIGEST_BYTES, EPOCH_BYTES, SCOPE_BYTES
 
 MARKS_MAX: Final = 512
-"""Marks in force that a tier may have: a page of any server's listing, and 50 us a namespace."""
+"""Upper bound of a tier's marks in force: one page of any server's listing, 50 us per namespace."""
 
 EPOCH_VALID_S: Final = 10.0
-"""How long a node that shares a tier may go by the marks that it has read, counted from when it
-began to read them. A flush waits for so long: then every node has read its mark."""
+"""How long a node that shares a tier may rely on the marks that it has read, from the start of
+the reading. A flush waits this long: then every node has read its mark."""
 
 SALT_BITS: Final = 20
-"""Chance in an epoch: two nodes that make one at the same moment make two. Above it are
-milliseconds since 1970, which last for 500 years."""
+"""Random bits of an epoch: nodes that create one at the same time get different ones. The bits
+above are milliseconds since 1970, which last for 500 years."""
 
 EPOCH_MAX: Final = 1 << 63
-"""Beyond it nothing could be fresh."""
+"""Upper bound of epochs: above it no fresh epoch would fit."""
 
 _MARK: Final = re.compile(
     rf"([0-9a-f]{{0,{2 * DIGEST_BYTES}}})-([0-9a-f]{{{2 * EPOCH_BYTES}}})-([0-9a-f]{{16}})",
@@ -51,28 +50,28 @@ class Mark(NamedTuple):
 
     @property
     def flush(self) -> bool:
-        """Whether it is a flush's. Else it took the place of marks that a tier had lost, with its
-        blocks as a rule, and says nothing of what nodes have in host memory."""
+        """Whether a flush made it. Otherwise it replaced marks that the tier had lost, usually
+        with its blocks, and does not affect blocks in host memory."""
         return bool(self.epoch & 1)
 
 
 class Todo(NamedTuple):
-    """What a tier's marks need before anybody may go by them."""
+    """Changes of a tier's marks that must come before the node relies on them."""
 
     fresh: list[str]
-    """Prefixes that are to get a fresh mark."""
+    """Prefixes that need a fresh mark."""
     unreadable: list[str]
-    """Marks to drop once these are there."""
+    """Marks to drop after the fresh ones are written."""
 
 
 def pack_mark(mark: Mark) -> str:
-    """As a tier keeps it: with a seal, since it decides what is served."""
+    """Return a mark as tiers store it, with a checksum, since it decides what is served."""
     text = f"{mark.prefix}-{mark.epoch:0{2 * EPOCH_BYTES}x}"
     return f"{text}-{_seal(text)}"
 
 
 def unpack_mark(text: str) -> Mark | None:
-    """The mark, or None if it is not a sound one."""
+    """Return the mark, or None if the text is not a valid one."""
     match = _MARK.fullmatch(text)
     if match is None or _seal(text.rpartition("-")[0]) != match[3]:
         return None
@@ -85,21 +84,21 @@ def _seal(text: str) -> str:
 
 
 def scope_of(digest: bytes, epoch: int) -> bytes:
-    """What a tier sees of a namespace."""
+    """Return a namespace's scope: its digest and epoch, as a tier sees it."""
     assert len(digest) == DIGEST_BYTES
     return digest + epoch.to_bytes(EPOCH_BYTES, "big")
 
 
 def split_scope(scope: bytes) -> tuple[bytes, int]:
-    """A namespace's digest and an epoch."""
+    """Return the digest and the epoch of a scope."""
     assert len(scope) == SCOPE_BYTES
     return scope[:DIGEST_BYTES], int.from_bytes(scope[DIGEST_BYTES:], "big")
 
 
 def fresh_epoch(largest: int, wall_ms: int, salt: int, *, flush: bool) -> int:
-    """An epoch above all that are known, and unlike any that another node makes.
+    """Return an epoch above all known ones, and different from those of other nodes.
 
-    The wall clock keeps it above those that nobody knows any more; the last bit is `Mark.flush`.
+    The wall clock keeps it above epochs that were forgotten; the last bit is `Mark.flush`.
     """
     assert 0 <= salt < 1 << SALT_BITS
     above = max((largest >> SALT_BITS) + 1, wall_ms)
@@ -107,7 +106,7 @@ def fresh_epoch(largest: int, wall_ms: int, salt: int, *, flush: bool) -> int:
 
 
 class Epochs:
-    """All marks of a tier that this node has ever seen, but for the idle ones."""
+    """All marks of a tier that this node has ever seen, except idle ones."""
 
     def __init__(self, known: Iterable[Mark] = ()) -> None:
         self._known: dict[str, int] = {}
@@ -115,7 +114,7 @@ class Epochs:
 
     @property
     def known(self) -> list[Mark]:
-        """The marks, none of which makes another one idle."""
+        """The marks; none of them makes another one idle."""
         return [Mark(*each) for each in self._known.items()]
 
     @property
@@ -124,11 +123,11 @@ class Epochs:
         return max(self._known.values(), default=0)
 
     def of(self, digest: bytes) -> int:
-        """The epoch of a namespace; 0, which no block has, if there is no mark for it."""
+        """Return the epoch of a namespace; 0, which no block has, if no mark covers it."""
         return _in_force(self._known, digest.hex())
 
     def learn(self, marks: Iterable[Mark]) -> list[Mark]:
-        """Take in what a tier has; which of it is news."""
+        """Add marks; return those that raise an epoch."""
         news = [mark for mark in marks if _in_force(self._known, mark.prefix) < mark.epoch]
         if news:
             every = _by_prefix([*self.known, *news])
@@ -140,7 +139,10 @@ class Epochs:
         return news
 
     def todo(self, texts: Iterable[str]) -> Todo:
-        """What has to be done before a reading of the tier's marks holds good; none is learned."""
+        """Return the changes needed before a reading of the tier's marks is valid.
+
+        It learns no marks.
+        """
         read = {text: unpack_mark(text) for text in texts}
         unreadable = [text for text, mark in read.items() if mark is None]
         present = _by_prefix(mark for mark in read.values() if mark is not None)
@@ -153,7 +155,7 @@ class Epochs:
 
 
 def idle_marks(texts: Iterable[str]) -> list[str]:
-    """Those of a tier's marks that others of them make idle."""
+    """Return the marks that other marks of the same tier make idle."""
     marks = {text: mark for text in texts if (mark := unpack_mark(text)) is not None}
     every = _by_prefix(marks.values())
     return [
@@ -164,7 +166,7 @@ def idle_marks(texts: Iterable[str]) -> list[str]:
 
 
 def _by_prefix(marks: Iterable[Mark]) -> dict[str, int]:
-    """The largest epoch of each prefix."""
+    """Return the largest epoch of each prefix."""
     found: dict[str, int] = {}
     for prefix, epoch in marks:
         found[prefix] = max(epoch, found.get(prefix, 0))
@@ -172,5 +174,5 @@ def _by_prefix(marks: Iterable[Mark]) -> dict[str, int]:
 
 
 def _in_force(marks: Mapping[str, int], prefix: str) -> int:
-    """The largest epoch among the marks that cover all of a prefix; 0 if none does."""
+    """Return the largest epoch among the marks that cover all of a prefix; 0 if none does."""
     return max(marks.get(prefix[:length], 0) for length in range(len(prefix) + 1))

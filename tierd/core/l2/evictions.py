@@ -1,4 +1,4 @@
-"""How blocks leave L2: evicted, and perhaps held until a tier has them, or dropped for good."""
+"""How blocks leave host memory: by eviction, perhaps after a write to a tier, or by a drop."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from tierd.core.effects import Effect, Forget
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Dropped, Evicted, record_of
-from tierd.core.space import Space
 
 EVICTING_SHARE_MAX: Final = 1 / 8
-"""Share of a space's slots whose blocks may be evicting: what is written late is no longer L2's."""
+"""Upper bound of the share of a space's slots with evicting blocks, which requests cannot use."""
 
 WORTH_LESS: Final = 0.8
-"""A block gives way to one that nobody waits for if it is worth less than so much of it: the blocks
-of one hot set, of which the daemon is told over some seconds, do not push each other out."""
+"""A warmed block may evict only blocks worth less than this share of it: the blocks of one hot
+set, which arrive over some seconds, then do not evict each other."""
 
 Claim = Callable[[Space, Sequence[int], int], None]
-"""Told of the slots whose blocks are evicted. It may hold verified ones, at most so many, to write
-them: they are free when `settle` finds that nobody holds them any more."""
+"""Called with the slots of evicted blocks and a count. It may hold up to that many verified ones
+to write them. A slot becomes free when `settle` finds it no longer held."""
 
 
 class Evictions:
-    """What left, and who may hold what leaves."""
+    """Evicts, drops and revives blocks, and counts evictions."""
 
     __slots__ = ("_claim", "_claims_all", "_counts", "_revived_blocks")
 
@@ -35,21 +35,21 @@ class Evictions:
 
     @property
     def claims_all(self) -> bool:
-        """Whether blocks usually are claimed, so that slots get free late."""
+        """Whether most evicted blocks are claimed, so that slots get free late."""
         return self._claims_all
 
     @property
     def counts(self) -> Mapping[Evicted, int]:
-        """Blocks that were evicted, by reason."""
+        """Number of evicted blocks, by reason."""
         return self._counts
 
     @property
     def revived_blocks(self) -> int:
-        """Blocks that were asked for while they were evicting, and stayed."""
+        """Number of blocks that a request kept by asking for them while they were evicting."""
         return self._revived_blocks
 
     def set_claim(self, claim: Claim, *, claims_all: bool) -> None:
-        """Tell `claim` of what is evicted from now on."""
+        """Call `claim` on evictions from now on."""
         self._claim, self._claims_all = claim, claims_all
 
     def evict(
@@ -61,9 +61,9 @@ class Evictions:
         effects: list[Effect],
         worth: float | None = None,
     ) -> int:
-        """Evict up to `count` of the coldest leaves; how many. What is claimed is free later.
+        """Evict up to `count` of the coldest leaves; return how many. Claimed slots get free later.
 
-        With a `worth` only what is worth less.
+        With a `worth`, evict only blocks worth less than WORTH_LESS of it.
         """
         most = max(1, int(space._live_segments * space.slots_per_segment * EVICTING_SHARE_MAX))
         room = max(0, most - len(space._evicting))
@@ -79,21 +79,21 @@ class Evictions:
         return len(slots)
 
     def settle(self, space: Space, slots: Sequence[int]) -> list[Effect]:
-        """Free those of the slots whose blocks are evicting and that nobody holds any more."""
+        """Free the slots whose blocks are evicting and no longer held."""
         gone = space._settle(slots)
         return [Forget(space, gone)] if gone else []
 
     def drop(self, space: Space, slots: Sequence[int], why: Dropped, now_s: int) -> list[Effect]:
-        """Take readable or evicting blocks out for good.
+        """Drop readable or evicting blocks permanently; lookups no longer find them.
 
-        They are found by nobody from now on. Slots that somebody holds are free once nobody does.
+        A held slot becomes free when its last hold ends.
         """
         space._drop(slots, record_of(why, now_s))
         space._release_dropped(slots)
         return [Forget(space, list(slots))] if slots else []
 
     def revive(self, space: Space, hashes: Sequence[bytes]) -> bool:
-        """Make blocks readable again that are evicting; whether any was."""
+        """Make evicting blocks readable again; return whether there were any."""
         again = space._revive(hashes) if space._evicting else 0
         self._revived_blocks += again
         return again > 0

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.space import Space
 from tierd.core.states import RESERVATIONS, ReservationEvent, ReservationState, step
 
 
 @dataclass(slots=True, eq=False)
 class SlotReservation:
-    """Slots that one owner fills. The id is the generation token: it is never used again.
+    """Slots that one owner fills. The id is also the slots' generation: it is never reused.
 
-    `held` are the readable slots that the new blocks hang on. They stay until the
-    reservation has ended: evicted before, they would leave a hole above the new blocks.
-    `refused` says why blocks with Refusal.NO_ROOM have no slot.
+    `held` are the readable slots of the new blocks' parents. They are held until the reservation
+    ends: evicting them would leave a hole before the new blocks. `refused` says why blocks with
+    Refusal.NO_ROOM have no slot.
     """
 
     reservation_id: int
@@ -32,12 +32,12 @@ class SlotReservation:
 
     @property
     def granted(self) -> int:
-        """Blocks that have a slot."""
+        """Number of blocks that have a slot."""
         return sum(slot >= 0 for slot in self.slots)
 
 
 class Found(NamedTuple):
-    """What a tier said of a block that it delivered."""
+    """Parent and checksum of a block, as returned by the tier that delivered it."""
 
     parent: bytes
     checksum: bytes
@@ -54,15 +54,15 @@ class Reservations:
 
     @property
     def open(self) -> Mapping[int, SlotReservation]:
-        """By their numbers."""
+        """Open reservations by id."""
         return self._open
 
     def writing_bytes(self, owner: int) -> int:
-        """Bytes of the slots that an owner has reserved."""
+        """Return the bytes of the slots that an owner has reserved."""
         return self._writing_bytes.get(owner, 0)
 
     def begin(self, reservation: SlotReservation, granted: int) -> None:
-        """A reservation that has got so many slots."""
+        """Add a reservation with `granted` slots."""
         space = reservation.space
         space._hold(reservation.held)
         self._open[reservation.reservation_id] = reservation
@@ -78,7 +78,7 @@ class Reservations:
         return [each for each in self._open.values() if each.owner == owner]
 
     def end(self, reservation: SlotReservation, event: ReservationEvent) -> None:
-        """It is over, and its slots are for the caller to publish or to free."""
+        """End a reservation; the caller publishes or frees its slots."""
         reservation.state = step(RESERVATIONS, reservation.state, event)
         del self._open[reservation.reservation_id]
         space = reservation.space
@@ -86,7 +86,7 @@ class Reservations:
         self._add_writing(reservation.owner, -reservation.granted * space.slot_bytes)
 
     def lose(self, space: Space, total: int) -> None:
-        """The space has no slots any more but the first `total`."""
+        """Take back reserved slots of a space except its first `total` ones."""
         for reservation in list(self._open.values()):
             if reservation.space is not space or max(reservation.slots) < total:
                 continue
@@ -98,7 +98,7 @@ class Reservations:
             self._add_writing(reservation.owner, -lost * space.slot_bytes)
             reservation.refused = NoRoom.SEGMENT
             if lost == before:
-                # Who has got nothing has nothing to commit, and does not say so.
+                # An owner without slots sends no COMMIT, so the reservation ends here.
                 self.end(reservation, ReservationEvent.LOSE_ALL)
             else:
                 some = ReservationEvent.LOSE_SOME

@@ -1,8 +1,8 @@
-"""The slots of one namespace: what is in each, and who holds it.
+"""The slots of one namespace: their states, contents and holds.
 
-Each method with an underscore that changes the place of slots is one event of the table in
-`tierd.core.states`, or two; nothing else changes it. They are the core's alone. The rest of the
-daemon reads: what it gets is the live state, under a type that cannot change it.
+Only methods with an underscore move slots between states, each by one or two events of the table
+in `tierd.core.states`; only the core calls them. The rest of the daemon reads the live state,
+under types that do not allow changes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from tierd.chain import ChainIndex
+from tierd.core.l2.tier_bits import TierBits
 from tierd.core.reasons import DROPPED, GONE, WHY_BITS, WHY_MASK, Dropped, Evicted
-from tierd.core.tier_bits import TierBits
 from tierd.eviction.policy import Ghosts
 
 NO_SLOT: Final = -1
 
 
 class Adopted(NamedTuple):
-    """A block that the ledger of an earlier incarnation tells of."""
+    """A block in the ledger of an earlier incarnation."""
 
     slot: int
     block_hash: bytes
@@ -32,22 +32,21 @@ class Adopted(NamedTuple):
 
 
 class Slots:
-    """Slot numbers run through the namespace's segments.
+    """A table of slots, numbered across the namespace's segments.
 
-    A slot of a live segment is in exactly one place: `free`, `writing` (by block hash, reserved
-    and not yet committed), `items` (readable, by block hash), `evicting` (evicted, but not free
-    before it is written to a tier; by slot, with hash and parent) or `quarantined` (somebody of
-    an earlier incarnation may still write to it, or read from it). Of what is evicting, `dropped`
-    is gone for good and cannot be revived. `unverified` has what the ledger says of blocks from
-    an earlier incarnation, by slot: none of them is served, or leaves L2, before its checksum has
-    been found to be that one. `leased_before` are slots that somebody may be reading under a
-    lease of an earlier incarnation, whatever they hold: each has a ref for it.
+    A slot of a live segment is in exactly one place: `free`, `writing` (by block hash; reserved
+    and not committed), `items` (by block hash; readable), `evicting` (by slot, with hash and
+    parent; evicted, and not free before it is written to a tier) or `quarantined` (a client of an
+    earlier incarnation may still write to it or read from it). Slots in `dropped` are a part of
+    `evicting`; their blocks cannot be revived. `unverified` has the ledger's checksums of blocks
+    from an earlier incarnation, by slot: such a block is neither served nor written to a tier
+    before it is verified. `leased_before` are slots that may be leased by an earlier incarnation,
+    in any state; each has a ref for that.
 
-    `generations` holds the reservation that filled a slot last. `refs` counts leases and the
-    daemon's own copies; a slot with one is neither evicted nor reused. `checksums` holds None
-    until it has been computed. `live` says which segments hold memory, and `live_segments` how
-    many. Ghosts are blocks that left last, when and why: as many as there are slots, so that
-    those that were evicted and it are an arena of twice the size.
+    `generations` holds the reservation that last filled a slot. `refs` counts leases and the
+    daemon's own copies; a slot with refs is neither evicted nor reused. `checksums` holds None
+    until the checksum is computed. `live` says which segments have memory. Ghosts are the blocks
+    that left last, with time and reason: as many as there are slots, to simulate twice the size.
     """
 
     __slots__ = (
@@ -89,36 +88,36 @@ class Slots:
         self._live: list[bool] = []
         self._live_segments = 0
 
-    # --- what anybody may see -------------------------------------------------------
+    # --- read-only state ------------------------------------------------------------
 
     @property
     def items(self) -> Mapping[bytes, int]:
-        """Slots of the readable blocks, by hash, those that are not verified yet included."""
+        """Slots of readable blocks by hash, including unverified ones."""
         return self._chain.items
 
     @property
     def writing(self) -> Mapping[bytes, int]:
-        """Slots that are reserved, by the hash of the block that is to come."""
+        """Reserved slots, by the hash of the block to be written."""
         return self._writing
 
     @property
     def evicting(self) -> Mapping[int, tuple[bytes, bytes]]:
-        """Hash and parent of blocks that were evicted and are still held, by slot."""
+        """Hash and parent of evicted blocks that are still held, by slot."""
         return self._evicting
 
     @property
     def dropped(self) -> AbstractSet[int]:
-        """Slots whose blocks are gone for good, and which are still held."""
+        """Slots whose blocks were dropped permanently and that are still held."""
         return self._dropped
 
     @property
     def quarantined(self) -> Sequence[int]:
-        """Slots that somebody of an earlier incarnation may be using."""
+        """Slots that clients of an earlier incarnation may still use."""
         return self._quarantined
 
     @property
     def unverified(self) -> Mapping[int, bytes]:
-        """What the ledger says of the checksums of blocks that are to be verified, by slot."""
+        """The ledger's checksums of unverified blocks, by slot."""
         return self._unverified
 
     @property
@@ -128,7 +127,7 @@ class Slots:
 
     @property
     def free(self) -> Sequence[int]:
-        """Slots that nobody has; the last one is handed out first."""
+        """Free slots; the last one is reserved first."""
         return self._free
 
     @property
@@ -138,65 +137,65 @@ class Slots:
 
     @property
     def generations(self) -> Sequence[int]:
-        """The reservation that filled each slot last."""
+        """The reservation that last filled each slot."""
         return self._generations
 
     @property
     def checksums(self) -> Sequence[bytes | None]:
-        """The checksum of each slot's block, as far as it is known."""
+        """The checksum of each slot's block; None if it is not known."""
         return self._checksums
 
     @property
     def live(self) -> Sequence[bool]:
-        """Which segments hold memory."""
+        """Which segments have memory."""
         return self._live
 
     @property
     def live_segments(self) -> int:
-        """How many segments hold memory."""
+        """Number of segments that have memory."""
         return self._live_segments
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of each segment."""
+        """Size of each segment in bytes."""
         return self.slots_per_segment * self.slot_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the segments that hold memory."""
+        """Bytes of all segments that have memory."""
         return self._live_segments * self.segment_bytes
 
     @property
     def free_soon(self) -> int:
-        """Quarantined slots that nobody can be reading from: free before long, as a rule."""
+        """Number of quarantined slots that will normally be free soon, since none is leased."""
         return 0 if self._leased_before else len(self._quarantined)
 
     @property
     def verified_blocks(self) -> int:
-        """Readable blocks whose checksum is known, so that they can be written, or outlive us."""
+        """Number of blocks with a known checksum: they can be written to tiers, or adopted."""
         return len(self._checksums) - self._checksums.count(None)
 
     @property
     def forgets(self) -> bool:
-        """Whether so many blocks have left that the first ones are forgotten."""
-        # An eighth at a time.
+        """Whether more blocks have left than the ghosts can remember."""
+        # Ghosts are forgotten an eighth at a time.
         return len(self._ghosts.records) >= self._ghosts.limit * 7 // 8
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Slots of those of the blocks that are readable."""
+        """Return the slots of the readable blocks among `hashes`."""
         return [slot for slot in map(self._chain.items.get, hashes) if slot is not None]
 
     def hashes_of(self, slots: Iterable[int]) -> list[bytes]:
-        """Hashes of readable blocks."""
+        """Return the hashes of readable blocks."""
         return list(map(self._chain.hash_of, slots))
 
     def identities(self, slots: Iterable[int]) -> list[tuple[bytes, bytes]]:
-        """Hash and parent of the blocks in slots, readable or evicting."""
+        """Return hash and parent of the readable or evicting blocks in slots."""
         evicting, hash_of, parent_of = self._evicting, self._chain.hash_of, self._chain.parent_of
         return [evicting.get(slot) or (hash_of(slot), parent_of(slot)) for slot in slots]
 
     def identity(self, slot: int) -> tuple[bytes, bytes]:
-        """Hash and parent of the block in one slot; a KeyError if there is none."""
+        """Return hash and parent of the block in one slot; raises KeyError if there is none."""
         chain = self._chain
         return self._evicting.get(slot) or (chain.hash_of(slot), chain.parent_of(slot))
 
@@ -208,7 +207,7 @@ class Slots:
             return False
 
     def lacking(self, slots: Iterable[int], bit: int) -> list[int]:
-        """Those of the slots whose blocks a tier lacks and may get."""
+        """Return the slots whose blocks a tier lacks and may get."""
         unverified, dropped = self._unverified, self._dropped
         found = self.tiers.lacking(slots, bit)
         if not unverified and not dropped:
@@ -216,16 +215,16 @@ class Slots:
         return [slot for slot in found if slot not in unverified and slot not in dropped]
 
     def without_checksum(self, slots: Iterable[int]) -> list[int]:
-        """Those of the slots whose checksum has not been computed."""
+        """Return the slots whose checksum has not been computed."""
         checksums = self._checksums
         return [slot for slot in slots if checksums[slot] is None]
 
     def part(self, start: int, count: int) -> tuple[list[bytes], list[bytes]] | None:
-        """Hashes and parents of the readable blocks in some slots; None beyond the last one."""
+        """Return hashes and parents of readable blocks in a range of slots; None past the end."""
         return self._chain.part(start, count)
 
     def twice(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are here, or would still be in an arena of twice the size."""
+        """Return how many leading blocks an arena of twice the size would have."""
         items, ghosts = self._chain.items, self._ghosts.records
         for count, block_hash in enumerate(hashes):
             if block_hash not in items and ghosts.get(block_hash, DROPPED) & DROPPED:
@@ -233,12 +232,12 @@ class Slots:
         return len(hashes)
 
     def gone(self, block_hash: bytes) -> tuple[Evicted | Dropped, int] | None:
-        """Why a block that is not here left, and when, in seconds; None if that is not known."""
+        """Return why and when, in seconds, an absent block left; None if that is not known."""
         record = self._ghosts.records.get(block_hash)
         return None if record is None else (GONE[record & WHY_MASK], record >> WHY_BITS)
 
     def by_segment(self, slots: Iterable[int]) -> dict[int, list[int]]:
-        """The places of slots in their segments, by the segments' numbers."""
+        """Return the positions of slots within their segments, by segment number."""
         found: dict[int, list[int]] = {}
         for slot in slots:
             index, place = divmod(slot, self.slots_per_segment)
@@ -262,7 +261,7 @@ class Slots:
     # --- events: memory -------------------------------------------------------------
 
     def _grow(self) -> int:
-        """GROW: a segment more; its number."""
+        """GROW: add a segment; return its number."""
         per = self.slots_per_segment
         try:
             index = self._live.index(False)
@@ -272,12 +271,12 @@ class Slots:
             self._add_columns(per)
         self._live[index] = True
         self._resize()
-        # Low slots are handed out first, so that a segment's pages are used in order.
+        # Low slots are reserved first, so that a segment's pages are used in order.
         self._free[:0] = range((index + 1) * per - 1, index * per - 1, -1)
         return index
 
     def _decommit(self, index: int) -> None:
-        """DECOMMIT: a segment less, all of whose slots are free."""
+        """DECOMMIT: remove a segment; all its slots are free."""
         per = self.slots_per_segment
         gone = range(index * per, (index + 1) * per)
         self._free = [slot for slot in self._free if slot not in gone]
@@ -285,7 +284,7 @@ class Slots:
         self._resize()
 
     def _lose(self, made: int) -> None:
-        """LOSE: there are no segments but the first `made`."""
+        """LOSE: remove all segments except the first `made`."""
         total = made * self.slots_per_segment
         self._writing = {h: slot for h, slot in self._writing.items() if slot < total}
         del self._live[made:]
@@ -298,7 +297,7 @@ class Slots:
     def _adopt(
         self, live: Sequence[bool], blocks: Iterable[Adopted], leased: Container[int]
     ) -> None:
-        """ADOPT_BLOCK, ADOPT_SLOT: what an earlier incarnation left, in a table that is empty."""
+        """ADOPT_BLOCK, ADOPT_SLOT: fill the empty table from an earlier incarnation."""
         per = self.slots_per_segment
         self._live = list(live)
         self._add_columns(len(live) * per)
@@ -314,7 +313,7 @@ class Slots:
         here = [slot for slot in range(len(live) * per) if live[slot // per]]
         self._leased_before = frozenset(slot for slot in here if slot in leased)
         self._hold(self._leased_before)
-        # Low slots come last, as those that are free: they are handed out first.
+        # Low slots come last, as among free slots, where the last one is reserved first.
         self._quarantined = [slot for slot in reversed(here) if slot not in unverified]
 
     def _end_leases_before(self) -> None:
@@ -322,7 +321,7 @@ class Slots:
         self._unhold(held)
 
     def _clear(self) -> None:
-        """CLEAR: nobody of an earlier incarnation writes any more; what is leased stays."""
+        """CLEAR: free quarantined slots that are not leased."""
         quarantined, refs = self._quarantined, self._refs
         self._free[:0] = [slot for slot in quarantined if not refs[slot]]
         self._quarantined = [slot for slot in quarantined if refs[slot]]
@@ -330,7 +329,7 @@ class Slots:
     # --- events: blocks -------------------------------------------------------------
 
     def _reserve(self, hashes: Sequence[bytes], generation: int) -> list[int]:
-        """RESERVE: free slots for the first of these blocks, as many as there are."""
+        """RESERVE: take free slots for the first blocks, as many as there are."""
         count = min(len(hashes), len(self._free))
         taken = self._free[-count:][::-1] if count else []
         del self._free[len(self._free) - count :]
@@ -347,7 +346,7 @@ class Slots:
         slots: Sequence[int],
         good: Iterable[bool],
     ) -> list[int]:
-        """COMMIT where `good`, else ABORT; the slots that are readable now. A slot may be -1."""
+        """COMMIT where `good`, else ABORT; return the new readable slots. A slot may be -1."""
         writing, insert, ghosts = self._writing, self._chain.insert, self._ghosts.records
         ready: list[int] = []
         for block_hash, parent, slot, ok in zip(hashes, parents, slots, good, strict=True):
@@ -365,9 +364,9 @@ class Slots:
     def _evict(
         self, count: int, record: int, spare: Callable[[bytes], bool] | None = None
     ) -> list[int]:
-        """EVICT: up to `count` leaves that nobody holds, the coldest first; see ChainIndex.evict.
+        """EVICT: up to `count` leaves that are not held, the coldest first; see ChainIndex.evict.
 
-        `record` is what is remembered of them.
+        Their ghosts get this `record` (`tierd.core.reasons.record_of`).
         """
         chain, refs, evicting = self._chain, self._refs, self._evicting
 
@@ -383,7 +382,7 @@ class Slots:
         return slots
 
     def _settle(self, slots: Iterable[int]) -> list[int]:
-        """SETTLE: those of the slots that are evicting and that nobody holds any more."""
+        """SETTLE: free evicting slots that are no longer held; return them."""
         evicting, refs = self._evicting, self._refs
         gone = [slot for slot in slots if slot in evicting and not refs[slot]]
         for slot in gone:
@@ -392,7 +391,7 @@ class Slots:
         return gone
 
     def _revive(self, hashes: Iterable[bytes]) -> int:
-        """REVIVE: those of the blocks that are evicting; how many."""
+        """REVIVE: make evicting blocks readable; return how many."""
         evicting, dropped = self._evicting, self._dropped
         by_hash = {h: slot for slot, (h, _) in evicting.items() if slot not in dropped}
         again = [by_hash[h] for h in dict.fromkeys(hashes) if h in by_hash]
@@ -403,7 +402,7 @@ class Slots:
         return len(again)
 
     def _drop(self, slots: Sequence[int], record: int) -> None:
-        """DROP: blocks go for good, whatever place they have in a prefix."""
+        """DROP: remove blocks permanently, even from the middle of a prefix."""
         for slot in slots:
             if slot not in self._evicting:
                 self._evicting[slot] = self.identity(slot)
@@ -413,7 +412,7 @@ class Slots:
             self._unverified.pop(slot, None)
 
     def _release_dropped(self, slots: Collection[int]) -> None:
-        """RELEASE: those of the slots that are dropped and that nobody holds any more."""
+        """RELEASE: free dropped slots that are no longer held."""
         for slot in self._dropped.intersection(slots):
             if not self._refs[slot]:
                 self._dropped.discard(slot)
@@ -421,9 +420,9 @@ class Slots:
                 self._put_free(slot)
 
     def _verify(self, sums: Mapping[int, bytes]) -> list[int]:
-        """VERIFY: blocks whose checksum is what the ledger says; the slots where it is not.
+        """VERIFY: blocks whose checksum is the ledger's; return the slots where it is not.
 
-        Another check may have come first, and slots of none that is unverified count as sound.
+        Slots that are not unverified, since another check came first, count as matching.
         """
         unverified, checksums = self._unverified, self._checksums
         rotten = [slot for slot, found in sums.items() if unverified.get(slot, found) != found]
@@ -432,7 +431,7 @@ class Slots:
         return rotten
 
     def _move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """MOVE_AWAY from the first slots of the pairs, MOVE_IN to the second ones, free so far."""
+        """MOVE_AWAY from the first slot of each pair, MOVE_IN to the second one, which is free."""
         taken = {target for _, target in pairs}
         self._free = [slot for slot in self._free if slot not in taken]
         unverified, bits = self._unverified, self.tiers
@@ -445,7 +444,7 @@ class Slots:
                 unverified[target] = unverified[slot]
             self._put_free(slot)
 
-    # --- what these have in common --------------------------------------------------
+    # --- shared parts of the events -------------------------------------------------
 
     def _put_free(self, slot: int) -> None:
         self._unverified.pop(slot, None)
@@ -460,7 +459,7 @@ class Slots:
         self.tiers._grow(count)
 
     def _resize(self) -> None:
-        """Segments have come or gone: tell what orders evictions how many slots there are now."""
+        """Update the sizes of the eviction policy and of the ghosts after segments changed."""
         self._live_segments = sum(self._live)
         slots = self._live_segments * self.slots_per_segment
         self._chain.policy.resize(slots)
@@ -470,7 +469,7 @@ class Slots:
         return list(islice(self._unverified, count))
 
     def check(self, held: Mapping[int, int]) -> None:
-        """Assert every invariant; `held` is how often each slot is leased. For tests."""
+        """Assert every invariant; `held` has the number of leases by slot. For tests."""
         self._chain.check()
         assert self._live_segments == sum(self._live)
         total = len(self._live) * self.slots_per_segment
@@ -485,14 +484,14 @@ class Slots:
         others = {*range(total)}.difference(ready, self._evicting, self._leased_before)
         assert not any(self._refs[slot] for slot in others)
         assert self._leased_before <= {*ready, *self._evicting, *self._quarantined}, (
-            "a slot was reused that a former incarnation has leased"
+            "a slot leased by an earlier incarnation was reused"
         )
         for slot, (block_hash, _) in self._evicting.items():
-            assert self._refs[slot], "a block is evicting that nobody writes"
+            assert self._refs[slot], "an evicting block is not held for a write"
             if slot not in self._dropped:
                 assert block_hash not in self._chain
                 assert block_hash not in self._writing
         assert self._dropped <= self._evicting.keys()
-        assert self._unverified.keys() <= set(ready), "an unverified block is kept for a tier"
+        assert self._unverified.keys() <= set(ready), "an unverified block is not readable"
         for block_hash in self._writing:
             assert block_hash not in self._chain

@@ -1,8 +1,8 @@
-"""Which storage tiers have the block in each slot, or are getting it: two bits a tier.
+"""Which storage tiers have the block in each slot, or are getting it: two bits per tier.
 
-Bit i stands for tier i. It is set while the tier has the block, as far as is known, while the
-block waits for it, and where the tier is not meant to get it. Beside it `asked_bit` is set in the
-first case alone: then the tier is asked now and then whether it still has the block.
+Bit i stands for tier i. It is set if the tier is known to have the block, if the block waits to
+be written to it, or if the tier must not get the block. A second bit, `asked_bit`, is set only in
+the first case: then the daemon asks the tier now and then whether it still has the block.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tierd.config import TIERS_MAX
 
 
 def asked_bit(bit: int) -> int:
-    """The bit beside that of a tier: it may be asked for the block, which is lost if it says no.
-    A tier that is kept from having the block is not asked."""
+    """Return the second bit of a tier: the tier has the block and may be asked whether it still
+    does. A tier that must not get the block is not asked."""
     return bit << TIERS_MAX
 
 
@@ -30,16 +30,16 @@ class TierBits:
         return len(self._bits)
 
     def of(self, slot: int) -> int:
-        """The bits of one slot."""
+        """Return the bits of one slot."""
         return self._bits[slot]
 
     def lacking(self, slots: Iterable[int], bits: int) -> list[int]:
-        """Those of the slots that lack one of the bits."""
+        """Return the slots that lack one of the bits."""
         known = self._bits
         return [slot for slot in slots if known[slot] & bits != bits]
 
     def having(self, slots: Iterable[int], bits: int) -> list[int]:
-        """Those of the slots that have one of the bits."""
+        """Return the slots that have one of the bits."""
         known = self._bits
         return [slot for slot in slots if known[slot] & bits]
 

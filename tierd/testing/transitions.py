@@ -1,4 +1,4 @@
-"""Watches the steps of slots, reservations and leases, and holds them against the core's tables."""
+"""Checks every transition of slots, reservations and leases against the core's tables."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from unittest import mock
 
-from tierd.core import leases, reservations, states
-from tierd.core.slots import Slots
+from tierd.core import states
+from tierd.core.l2 import leases, reservations
+from tierd.core.l2.slots import Slots
 from tierd.core.states import SLOTS, TAKEN_BY, SlotEvent, SlotState
 
 Seen = Counter[tuple[Enum, Enum]]
-"""How often each step was seen, by state and event."""
+"""Number of times that each transition was seen, by state and event."""
 
 
 def states_of(slots: Slots) -> list[SlotState]:
-    """The state of each slot. An AssertionError if one is in two places, or in none."""
+    """Return the state of each slot; AssertionError if a slot is in two places, or in none."""
     per = slots.slots_per_segment
     found = [SlotState.ABSENT] * (len(slots.live) * per)
 
@@ -40,7 +41,7 @@ def states_of(slots: Slots) -> list[SlotState]:
 
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
-    """Meanwhile count every step, and raise an AssertionError at one that is in no table."""
+    """Count every transition in `seen`, and raise AssertionError at one that is in no table."""
     step = _counted(seen)
     with ExitStack() as stack:
         for name in TAKEN_BY:
@@ -69,7 +70,7 @@ def _watch(name: str, seen: Seen) -> Callable[..., object]:
 
 
 def _event(name: str, old: SlotState, new: SlotState, slot: int) -> SlotEvent:
-    """Which of a method's events has moved a slot so."""
+    """Return the event of a method that explains a slot's transition."""
     events = [event for event in TAKEN_BY[name] if SLOTS.get((old, event)) is new]
     assert len(events) == 1, f"{name} moved slot {slot} from {old} to {new}: in no table"
     return events[0]

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support import blocks
 from tierd.core.effects import DecommitSegment, Effect, EndSpace, Forget, Move, NewSegment
 from tierd.core.host import HostTier
-from tierd.core.leases import SlotLease
+from tierd.core.l2.leases import SlotLease
+from tierd.core.l2.reservations import Found, SlotReservation
+from tierd.core.l2.sharing import IDLE_S, TURN_S, segment_bytes
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, SlotReservation
-from tierd.core.sharing import IDLE_S, TURN_S, segment_bytes
-from tierd.core.space import Space
 
 PAGE = 4096
 INTERNAL = 0
@@ -62,14 +62,14 @@ which = st.integers(0, len(SPACES) - 1)
 Place = tuple[bytes, int]
 
 
-def proof(space: Space, block_hash: bytes) -> bytes:
-    """The only right content of a block."""
+def content_of(space: Space, block_hash: bytes) -> bytes:
+    """Return the only valid content of a block."""
     return space.digest + block_hash
 
 
 @dataclass(eq=False)
 class Held:
-    """A lease, or a hold of the daemon's own, and what its slots must contain."""
+    """A lease, or a hold by the daemon, and the blocks that its slots must contain."""
 
     places: list[tuple[Space, int, bytes]]
     lease: SlotLease | None = None
@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(eq=False)
 class Writer:
-    """A reservation under way; its owner has filled the first `written` slots."""
+    """An open reservation; its owner has filled the first `written` slots."""
 
     reservation: SlotReservation
     parents_ready: set[bytes]
@@ -90,10 +90,10 @@ class Writer:
 
 
 class HostAgainstModel(RuleBasedStateMachine):
-    """A slip in the host tier is a wrong byte: a slot reused while it is read or written.
+    """A bug of the host tier would serve wrong bytes: a slot reused during a read or a write.
 
-    The model has the memory, the ledger and the segments as the daemon has them, and
-    changes them only as the effects say. Writers write as late as they may.
+    The model keeps the memory, the ledger and the segments like the daemon, and changes them
+    only by effects. Writers write as late as possible.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         self.now = 0
         self.made: Counter[Space] = Counter()
         self.failing = False
-        """Whether the system gives no new segment."""
+        """Whether the system refuses new segments."""
 
     # --- the world ------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         }
 
     def apply(self, effects: list[Effect]) -> None:
-        """Do what the core asks for. All of it comes before the new slots are written."""
+        """Apply effects, all before the new slots are written."""
         for effect in effects:
             if isinstance(effect, Forget):
                 for slot in effect.slots:
@@ -145,7 +145,7 @@ class HostAgainstModel(RuleBasedStateMachine):
             made = self.made[effect.space]
             if isinstance(effect, NewSegment) and effect.segment >= made:
                 if effect.segment >= len(effect.space.live):
-                    continue  # Lost with one before it.
+                    continue  # Lost together with an earlier segment.
                 if self.failing:
                     self.host.lose_segments(effect.space, made)
                     continue
@@ -162,7 +162,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 self.memory.pop((effect.space.digest, slot), None)
 
     def changing(self, act: Callable[[], list[Effect]]) -> None:
-        """Run what may evict, and look at what it evicted."""
+        """Run a call that may evict, and check the evicted blocks."""
         before = self.ready()
         effects = act()
         self.apply(effects)
@@ -174,7 +174,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 assert (digest, block_hash) not in parents, "a prefix has a hole"
 
     def state(self) -> object:
-        """Everything that a refused call must leave alone."""
+        """Return all state that a refused call must not change."""
         return (
             [
                 (dict(s.items), list(s.free), dict(s.writing), list(s.refs), list(s.live))
@@ -235,7 +235,7 @@ class HostAgainstModel(RuleBasedStateMachine):
                 assert (space.digest, slot // space.slots_per_segment) in self.live
                 assert place not in self.ledger
                 assert place not in self.places_in_use()
-        # Only what the granted blocks hang on must stay; a block that was present may go.
+        # Only the parents of granted blocks must stay; a block that was present may be evicted.
         ready_now = {
             parent
             for parent, slot in zip(parents, reservation.slots, strict=True)
@@ -259,7 +259,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         return writer if granted else None
 
     def assert_full(self, space: Space, kept: set[bytes]) -> None:
-        """A block was refused: nothing that could have made room for it was left."""
+        """Check that a block was only refused if no block could have made room for it."""
         assert not space.free
         assert self.host.allocated_bytes + space.segment_bytes > self.host.limit_bytes
         above = {PARENTS[h] for h in space.items}
@@ -281,7 +281,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def fill(self, writer: Writer, upto: int) -> None:
         space, granted = writer.reservation.space, writer.granted
         for block_hash, slot in granted[writer.written : upto]:
-            self.memory[space.digest, slot] = proof(space, block_hash)
+            self.memory[space.digest, slot] = content_of(space, block_hash)
         writer.written = upto
 
     @precondition(lambda self: self.writers)
@@ -293,7 +293,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def publish(self, writer: Writer, count: int) -> None:
         reservation, space = writer.reservation, writer.reservation.space
         for parent in writer.parents_ready:
-            assert parent in space.items, "what a new block hangs on has gone"
+            assert parent in space.items, "the parent of a new block was evicted"
         ready = self.host.commit(reservation.owner, reservation.reservation_id, count)
         assert ready == [slot for _, slot in writer.granted[:count]]
         self.end(writer, writer.granted[:count])
@@ -309,7 +309,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         pairs = zip(reservation.hashes, reservation.slots, good, strict=True)
         expected = [(h, slot) for h, slot, ok in pairs if ok and slot >= 0]
         for block_hash, slot in expected:
-            self.memory[space.digest, slot] = proof(space, block_hash)
+            self.memory[space.digest, slot] = content_of(space, block_hash)
         found = [
             Found(parent, block_hash[-16:]) if ok and slot >= 0 else None
             for block_hash, parent, slot, ok in zip(
@@ -466,7 +466,7 @@ class HostAgainstModel(RuleBasedStateMachine):
         if space.sessions or any(place[0] is space for held in self.holds for place in held.places):
             return
         if any(writer.reservation.space is space for writer in self.writers):
-            most = 0  # What they write hangs on blocks that would be gone.
+            most = 0  # Open writes have parents, which would be dropped.
         self.host.register(space)
         self.host.unregister(space, self.host.now_s + back_s)
         before = {slot for _, slot in space.items.items()}
@@ -483,7 +483,7 @@ class HostAgainstModel(RuleBasedStateMachine):
             assert again is not None
             self.spaces[at] = again
 
-    # --- what must always hold ------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------
 
     @invariant()
     def sound(self) -> None:
@@ -493,7 +493,7 @@ class HostAgainstModel(RuleBasedStateMachine):
     def every_ready_block_has_its_own_bytes(self) -> None:
         for space in self.spaces:
             for block_hash, slot in space.items.items():
-                assert self.memory[space.digest, slot] == proof(space, block_hash)
+                assert self.memory[space.digest, slot] == content_of(space, block_hash)
                 assert space.checksums[slot] == block_hash[-16:]
                 assert space.tiers.of(slot)
 
@@ -546,7 +546,7 @@ def opened(host: HostTier, model: str, block_bytes: int = PAGE) -> Space:
 
 
 def store(host: HostTier, space: Space, count: int, tag: object, owner: int = 1) -> list[bytes]:
-    """Store a chain one block at a time, as far as there is room; the hashes stored."""
+    """Store a chain block by block while there is room; return the stored hashes."""
     stored = []
     for block_hash, parent in zip(*blocks.chain(count, tag), strict=True):
         reservation, _ = host.reserve(owner, space, [block_hash], [parent])
@@ -562,8 +562,8 @@ def lease(host: HostTier, space: Space, hashes: list[bytes], owner: int = 1) -> 
     return host.grant(owner, [(space, slots)], TTL)
 
 
-def test_a_late_commit_completes_nothing_else() -> None:
-    """A timed-out write's completion would publish the next write before its bytes are there."""
+def test_late_commit_publishes_no_other_reservation() -> None:
+    """A late commit of an aborted write would publish the next write before its bytes are there."""
     host, space = tier(8)
     hashes, parents = blocks.chain(1)
     first, _ = host.reserve(1, space, hashes, parents)
@@ -577,7 +577,7 @@ def test_a_late_commit_completes_nothing_else() -> None:
     host.check()
 
 
-def test_slots_under_a_copy_are_not_evicted() -> None:
+def test_held_slots_are_not_evicted() -> None:
     """A backup in flight would write another block's bytes under this block's name."""
     host, space = tier(8)
     kept = store(host, space, 3, "kept")
@@ -592,8 +592,8 @@ def test_slots_under_a_copy_are_not_evicted() -> None:
     assert host.prefix(space, kept) == []
 
 
-def test_an_oversize_block_is_refused_and_evicts_nothing() -> None:
-    """One namespace too large for the arena would empty it, and spin while trying."""
+def test_oversize_block_is_refused_without_eviction() -> None:
+    """A block larger than the arena would empty it, and loop while trying."""
     host, space = tier(4)
     stored = store(host, space, 4, "small")
     assert host.open_space(blocks.namespace(5 * PAGE, model="large")) is None
@@ -601,8 +601,8 @@ def test_an_oversize_block_is_refused_and_evicts_nothing() -> None:
     assert list(host.spaces) == [space.digest]
 
 
-def test_an_expired_lease_protects_nothing_and_its_release_is_harmless() -> None:
-    """Slots leased for ever would fill the arena; a late release would unpin somebody else's."""
+def test_expired_lease_frees_its_slots_and_late_release_does_nothing() -> None:
+    """Expired leases would fill the arena; a late release would free another lease's slots."""
     host, space = tier(8)
     hashes = store(host, space, 4, "old")
     old = lease(host, space, hashes)
@@ -616,8 +616,8 @@ def test_an_expired_lease_protects_nothing_and_its_release_is_harmless() -> None
     host.check()
 
 
-def test_a_lease_ends_at_its_own_time() -> None:
-    """After a reload that shortens leases, slots of the short ones would be kept for the long."""
+def test_leases_expire_independently() -> None:
+    """After a reload that shortens leases, new short leases would last as long as the old ones."""
     host, space = tier(8)
     hashes = store(host, space, 3, "a")
     for slot, expires in zip(host.prefix(space, hashes), (600, 2, 30), strict=True):
@@ -627,7 +627,7 @@ def test_a_lease_ends_at_its_own_time() -> None:
     host.check()
 
 
-def test_releasing_twice_unpins_only_the_own_lease() -> None:
+def test_second_release_does_nothing() -> None:
     """A double release would let another engine's block be evicted under its copy."""
     host, space = tier(8)
     hashes = store(host, space, 2, "shared")
@@ -641,8 +641,8 @@ def test_releasing_twice_unpins_only_the_own_lease() -> None:
     host.check()
 
 
-def test_what_was_promised_stays_under_pressure() -> None:
-    """A lookup would promise more than the load finds, which fails the request in vLLM."""
+def test_leased_prefix_survives_pressure() -> None:
+    """A lookup would promise more blocks than the load finds, which fails the request in vLLM."""
     host, space = tier(16)
     hashes = store(host, space, 12, "promised")
     promised = lease(host, space, hashes)
@@ -651,8 +651,8 @@ def test_what_was_promised_stays_under_pressure() -> None:
     assert len(stored) >= 3
 
 
-def test_when_all_is_pinned_a_store_is_refused_and_nothing_is_listed() -> None:
-    """A block would be listed although no slot could be had for it."""
+def test_store_is_refused_when_all_slots_are_leased() -> None:
+    """A block would be listed although it got no slot."""
     host, space = tier(8)
     hashes = store(host, space, 8, "pinned")
     lease(host, space, hashes)
@@ -666,8 +666,8 @@ def test_when_all_is_pinned_a_store_is_refused_and_nothing_is_listed() -> None:
     host.check()
 
 
-def test_a_batch_with_room_for_part_stores_that_part() -> None:
-    """One refused block would take the others of its batch with it."""
+def test_batch_is_stored_in_part_when_room_is_short() -> None:
+    """One refused block would cause the whole batch to be refused."""
     host, space = tier(8)
     lease(host, space, store(host, space, 5, "pinned"))
     new, parents = blocks.chain(8, "batch")
@@ -681,8 +681,8 @@ def test_a_batch_with_room_for_part_stores_that_part() -> None:
     assert again.slots[:3] == [Refusal.PRESENT] * 3
 
 
-def test_room_is_made_before_a_restore_is_refused() -> None:
-    """Prefetch would fail in an arena that is full of blocks nobody uses."""
+def test_promotion_evicts_before_it_is_refused() -> None:
+    """Prefetch would fail in an arena full of unused blocks."""
     host, space = tier(28)
     store(host, space, 18, "residents")
     restored, _ = blocks.chain(11, "restored")
@@ -691,8 +691,8 @@ def test_room_is_made_before_a_restore_is_refused() -> None:
     host.check()
 
 
-def test_no_room_beside_pinned_blocks_evicts_none_of_them() -> None:
-    """A restore that cannot succeed would throw blocks away on its way."""
+def test_promotion_without_room_evicts_nothing() -> None:
+    """A promotion that cannot get all its slots would evict blocks on its way."""
     host, space = tier(28)
     hashes = store(host, space, 18, "pinned")
     lease(host, space, hashes)
@@ -703,7 +703,7 @@ def test_no_room_beside_pinned_blocks_evicts_none_of_them() -> None:
     assert len(host.prefix(space, hashes)) == 18
 
 
-def test_blocks_of_several_requests_keep_all_their_prefixes() -> None:
+def test_store_keeps_prefixes_of_all_its_blocks() -> None:
     """A store for two requests would evict the prefix that the second one continues."""
     host, space = tier(4)
     hashes, parents = blocks.chain(2, "second")
@@ -718,8 +718,8 @@ def test_blocks_of_several_requests_keep_all_their_prefixes() -> None:
     assert len(host.prefix(space, first)) >= 3
 
 
-def test_a_prefix_stays_until_what_continues_it_is_committed() -> None:
-    """Stored behind an evicted block, a continuation can never be served: a lost slot."""
+def test_prefix_stays_until_its_continuation_is_committed() -> None:
+    """A block stored behind an evicted block can never be served, so its slot would be wasted."""
     host, space = tier(4)
     store(host, space, 1, "long")
     hashes, parents = blocks.chain(2, "long")
@@ -732,8 +732,8 @@ def test_a_prefix_stays_until_what_continues_it_is_committed() -> None:
     host.check()
 
 
-def test_an_idle_namespace_gives_its_memory_up() -> None:
-    """The engine of yesterday would hold the arena, and today's store nothing."""
+def test_idle_namespace_gives_up_its_memory() -> None:
+    """Yesterday's engine would hold the arena, and today's engine could store nothing."""
     host, old = tier(16)
     store(host, old, 16, "yesterday")
     new = opened(host, "today")
@@ -744,7 +744,7 @@ def test_an_idle_namespace_gives_its_memory_up() -> None:
 
 
 def test_busy_namespaces_share_evenly() -> None:
-    """The first engine of a node would keep the arena, or two would steal in circles."""
+    """The first engine of a node would keep the arena, or two would take segments in circles."""
     host, first = tier(16, model="first")
     second = opened(host, "second")
     first._sessions = second._sessions = 1
@@ -757,8 +757,8 @@ def test_busy_namespaces_share_evenly() -> None:
     assert host.evicted_blocks <= 16 + 80
 
 
-def test_the_writing_bound_leaves_room_for_others() -> None:
-    """One engine that reserves and never commits would keep all others from storing."""
+def test_uncommitted_reservations_leave_room_for_others() -> None:
+    """An engine that reserves and never commits would keep all others from storing."""
     host, space = tier(16)
     hashes, parents = blocks.chain(16, "greedy")
     greedy, _ = host.reserve(1, space, hashes, parents)
@@ -771,7 +771,7 @@ def test_the_writing_bound_leaves_room_for_others() -> None:
 
 
 def test_every_rank_of_an_engine_gets_room() -> None:
-    """The ranks that come last would store nothing, and a prefix counts only where all have it."""
+    """The last ranks could store nothing, and a prefix is only usable if all ranks have it."""
     host = HostTier(256 << 20)
     ranks = [opened(host, f"rank {rank}", 2 << 20) for rank in range(16)]
     for space in ranks:
@@ -783,8 +783,8 @@ def test_every_rank_of_an_engine_gets_room() -> None:
     assert {space.memory_bytes >> 20 for space in ranks} <= set(range(8, 25))
 
 
-def test_namespaces_have_the_memory_in_turns_where_it_is_not_enough_for_all() -> None:
-    """The last ones of an engine's adapters would never store anything, whoever asks for them."""
+def test_namespaces_take_turns_when_memory_is_short() -> None:
+    """The last adapters of an engine could never store anything."""
     host, first = tier(16, model="0")
     spaces = [first, *(opened(host, str(number)) for number in range(1, 6))]
     for space in spaces:
@@ -799,7 +799,7 @@ def test_namespaces_have_the_memory_in_turns_where_it_is_not_enough_for_all() ->
     assert [space.live_segments for space in spaces] == [1, 0, 1, 1, 1, 0], "used longest ago"
     assert len(store(host, spaces[5], 4, "some")) == 4
     assert [space.live_segments for space in spaces] == [1, 0, 0, 1, 1, 1]
-    # What has just got memory keeps it for a while.
+    # A namespace that has just got memory keeps it for a while.
     host.hold(spaces[0], host.prefix(spaces[0], hashes))
     host.hold(spaces[3], host.prefix(spaces[3], hashes))
     refused, _ = host.reserve(1, spaces[1], hashes, parents)
@@ -807,8 +807,8 @@ def test_namespaces_have_the_memory_in_turns_where_it_is_not_enough_for_all() ->
     host.check()
 
 
-def test_a_namespace_that_nobody_asks_for_gives_its_last_segment() -> None:
-    """An adapter that was used once would keep memory from the others until the engine ends."""
+def test_unused_namespace_gives_up_its_last_segment() -> None:
+    """An adapter that was used once would keep its memory until the engine ends."""
     host, quiet = tier(16, model="quiet")
     busy = opened(host, "busy")
     quiet._sessions = busy._sessions = 1
@@ -821,7 +821,7 @@ def test_a_namespace_that_nobody_asks_for_gives_its_last_segment() -> None:
 
 
 def test_each_of_a_thousand_namespaces_can_have_a_segment() -> None:
-    """The first ones would take all, or segments be more than the service manager keeps."""
+    """The first ones would take all memory, or need more segments than a service manager keeps."""
     for capacity in (64 << 20, 2 << 30, 64 << 30, 2 << 40):
         sizes = [segment_bytes(capacity, number) for number in range(1, 1025)]
         assert sum(sizes) < capacity
@@ -829,8 +829,8 @@ def test_each_of_a_thousand_namespaces_can_have_a_segment() -> None:
         assert sizes[0] == max(sizes) <= capacity / 32
 
 
-def test_a_client_that_may_come_back_finds_its_segments() -> None:
-    """It would write to, and read, memory that is no longer the namespace's."""
+def test_returning_client_finds_its_segments() -> None:
+    """A client would use memory that no longer belongs to its namespace."""
     host, space = tier(8)
     store(host, space, 2, "some")
     host.register(space)
@@ -847,8 +847,8 @@ def test_a_client_that_may_come_back_finds_its_segments() -> None:
     assert host.open_space(space.namespace) is not space
 
 
-def test_a_reservation_that_lost_all_its_slots_is_over() -> None:
-    """Its client has nothing to commit: what its blocks hang on could never be evicted."""
+def test_reservation_ends_when_it_loses_all_slots() -> None:
+    """Its client has nothing to commit, so the parents of its blocks could never be evicted."""
     host, space = tier(8)
     kept = store(host, space, 4, "kept")
     new, parents = blocks.chain(2, "new")
@@ -860,8 +860,8 @@ def test_a_reservation_that_lost_all_its_slots_is_over() -> None:
     host.check()
 
 
-def test_lending_a_segment_costs_its_blocks_and_no_more() -> None:
-    """A second engine's first block would throw a fifth of the first one's cache away."""
+def test_lending_a_segment_evicts_one_segment_of_blocks() -> None:
+    """A second engine's first block would evict a fifth of the first engine's cache."""
     host, first = tier(256, segment_slots=16, model="first")
     first._sessions = 1
     # Chains whose slots lie across the segments, used in another order than stored.
@@ -878,12 +878,12 @@ def test_lending_a_segment_costs_its_blocks_and_no_more() -> None:
     assert before - len(first.items) <= 16
     moved = [pair for effect in effects if isinstance(effect, Move) for pair in effect.pairs]
     assert moved
-    hollow = [effect.segment for effect in effects if isinstance(effect, DecommitSegment)]
-    assert {slot // 16 for slot, _ in moved} == set(hollow)
+    decommitted = [effect.segment for effect in effects if isinstance(effect, DecommitSegment)]
+    assert {slot // 16 for slot, _ in moved} == set(decommitted)
 
 
-def test_a_segment_in_use_is_not_lent() -> None:
-    """A block would move away under the engine that copies it."""
+def test_segment_in_use_is_not_lent() -> None:
+    """A block would be moved while an engine copies it."""
     host, first = tier(16)
     hashes = store(host, first, 16, "first")
     held = [host.prefix(first, hashes)[slot] for slot in (0, 4, 8)]
@@ -896,8 +896,8 @@ def test_a_segment_in_use_is_not_lent() -> None:
     host.check()
 
 
-def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
-    """Out of descriptors, a namespace would hand out slots without memory for ever."""
+def test_failed_segment_refuses_only_its_blocks() -> None:
+    """Out of file descriptors, a namespace would hand out slots without memory."""
     host, space = tier(8, segment_slots=4)
     kept = store(host, space, 2, "kept")
     hashes, parents = blocks.chain(4, "new")
@@ -914,8 +914,8 @@ def test_a_segment_that_could_not_be_made_refuses_only_its_blocks() -> None:
     host.check()
 
 
-def test_room_made_ahead_is_new_memory_while_there_is_any() -> None:
-    """An arena with a third of its memory in use throws blocks away."""
+def test_room_ahead_uses_new_memory_first() -> None:
+    """An arena with a third of its memory in use would evict blocks."""
     host, space = tier(512, segment_slots=16)
     host.set_claim(lambda space, slots, most: None, claims_all=True)
     hashes = store(host, space, 150, "some")
@@ -926,8 +926,8 @@ def test_room_made_ahead_is_new_memory_while_there_is_any() -> None:
     host.check()
 
 
-def test_memory_grown_ahead_costs_no_block() -> None:
-    """A warm-up would wait for the kernel's memory, or evict for blocks that have not come yet."""
+def test_growing_ahead_evicts_nothing() -> None:
+    """A warm-up would wait for the kernel's memory, or evict blocks for others not yet loaded."""
     host, space = tier(64, segment_slots=16)
     store(host, space, 20, "some")
     assert [type(effect) for effect in host.grow_ahead(space)] == [NewSegment]
@@ -938,8 +938,8 @@ def test_memory_grown_ahead_costs_no_block() -> None:
     host.check()
 
 
-def test_room_made_ahead_spares_what_is_leased() -> None:
-    """A block would be evicted under the engine that copies it, before anybody needs its slot."""
+def test_room_ahead_spares_leased_blocks() -> None:
+    """A block would be evicted while an engine copies it, although no client waits for its slot."""
     host, space = tier(256, segment_slots=16)
     hashes = store(host, space, 256, "full")
     held = lease(host, space, hashes)

@@ -1,6 +1,6 @@
-"""What requests asked for in vain although a tier may have it: the latest of them, for `explain`.
+"""The latest blocks that requests did not get although a tier may have them, for `explain`.
 
-Noted a request, not a block: a request may name thousands, and whoever notes it must not be slow.
+One note per request, not per block: a request may name thousands, and noting them must be fast.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 BLOCKS_MAX: Final = 1 << 15
-"""Blocks that are remembered for each reason, the latest; they take 3 MB. One request may have
-more."""
+"""Number of latest blocks to remember per reason, in 3 MB; a single request may exceed it."""
 
 
 class Why(enum.Enum):
     """Why a request did not get blocks."""
 
     LATE = "deadline_missed"
-    """It was answered before they came."""
+    """It was answered before they were promoted."""
     NOT_WORTH = "not_worth"
     """Loading them takes longer than computing them."""
 
 
 class Unserved(NamedTuple):
-    """Blocks that a request did not get, of each of these namespaces, as far as they were not
-    there already."""
+    """Blocks that a request did not get, in each of these namespaces; some may have been
+    resident."""
 
     why: Why
     at_s: int
@@ -35,14 +34,14 @@ class Unserved(NamedTuple):
 
 
 class Unserveds:
-    """The latest of each reason."""
+    """The latest notes by reason."""
 
     def __init__(self) -> None:
         self._notes: dict[Why, deque[Unserved]] = {why: deque() for why in Why}
         self._blocks = dict.fromkeys(Why, 0)
 
     def note(self, unserved: Unserved) -> None:
-        """A request did not get these blocks."""
+        """Note that a request did not get blocks."""
         notes, why = self._notes[unserved.why], unserved.why
         notes.append(unserved)
         self._blocks[why] += len(unserved.hashes)
@@ -50,5 +49,5 @@ class Unserveds:
             self._blocks[why] -= len(notes.popleft().hashes)
 
     def latest(self, why: Why, digest: bytes) -> Iterator[Unserved]:
-        """Those of a namespace, the latest first."""
+        """Yield the notes of a namespace, the latest first."""
         return (note for note in reversed(self._notes[why].copy()) if digest in note.digests)

@@ -1,10 +1,10 @@
-"""How much memory L2 may have now: the capacity, or less while the machine is short of it.
+"""The limit of host memory (L2): the capacity, or less while the machine is short of memory.
 
-Pure: told once a second what is available and how long tasks have stalled, it answers with a
-limit. A reserve stays available to everybody else; what there is beyond it L2 may have, at least
-`min_bytes` and at most its capacity. Nobody can say beforehand how much a machine must have
-available to run well, so stalls teach it: each one makes the reserve larger, and time slowly makes
-it small again. A limit that followed the stalls themselves would grow into the next one at once.
+Pure: once per second it gets the available memory and the stall times of tasks, and returns a
+limit. A reserve stays available to other processes. L2 may have the memory beyond it, at least
+`min_bytes` and at most its capacity. How much available memory a machine needs is not known in
+advance, so it is learned from stalls: each one enlarges the reserve, which then slowly shrinks
+again. A limit that followed the stalls directly would grow into the next stall at once.
 """
 
 from __future__ import annotations
@@ -12,67 +12,67 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 RESERVE_SHARE: Final = 1 / 64
-"""Of all memory, what is to stay available, within the next two bounds."""
+"""Share of all memory that stays available, within the next two bounds."""
 
 RESERVE_BYTES_MIN: Final = 64 << 20
 RESERVE_BYTES_MAX: Final = 4 << 30
 
 LEARNED_SHARE_MAX: Final = 1 / 16
-"""Of all memory, what stalls can make the reserve at most. With more than that available tasks
-stall at a limit of their own, and nothing that L2 gives up would help them."""
+"""Largest share of all memory that stalls can make the reserve. With more memory available, tasks
+stall at a cgroup limit of their own, and memory from L2 would not help them."""
 
 STALLED_SHARE: Final = 0.1
-"""Of the time, in which some task stalled, from which on memory is short."""
+"""Share of time with some task stalled from which on memory counts as short."""
 
 STUCK_SHARE: Final = 0.05
-"""The same where all tasks stalled at once: nothing gets done then."""
+"""Share of time with all tasks stalled at once from which on memory counts as short."""
 
 STALLED_STEP: Final = 1 / 32
 STUCK_STEP: Final = 1 / 8
-"""Of the capacity, how much more is reserved after a second of either."""
+"""Share of the capacity added to the reserve after a second with some, or all, tasks stalled."""
 
 CALM_S: Final = 30.0
-"""So long nothing must have been short before L2 grows again."""
+"""Seconds without a shortage before L2 grows again."""
 
 GROWTH_SHARE_PER_S: Final = 1 / 64
-"""Of the capacity, what it gets back in a second: all of it in a minute or so."""
+"""Share of the capacity that the limit grows by per second: all of it in about a minute."""
 
 FORGOTTEN_S: Final = 1800.0
-"""Half of what stalls have added to the reserve is forgotten in this time."""
+"""Half-life of the part of the reserve that stalls have added."""
 
 
 class MemorySample(NamedTuple):
-    """What the machine says. All bounds count: its own memory, and that of cgroups around us."""
+    """A sample of the machine's memory and of the daemon's cgroups; the tightest bound counts."""
 
     total_bytes: int
     """The tightest bound."""
     available_bytes: int
-    """What can still be had before something must be killed."""
+    """Bytes that can still be allocated before a process is killed."""
     stalled_us: int
-    """Time in which some task waited for memory, since the machine was started."""
+    """Total time in which some task waited for memory, since the machine started."""
     stuck_us: int
-    """Time in which all did."""
+    """Total time in which all tasks waited for memory."""
 
 
 class Pressure:
-    """Decides the limit. Not more than a number is kept of what has been."""
+    """Decides the limit; it remembers the last sample and the learned part of the reserve."""
 
     def __init__(self, capacity_bytes: int, min_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.min_bytes = min(min_bytes, capacity_bytes)
         self.limit_bytes = capacity_bytes
         self.learned_bytes = 0.0
-        """What stalls have added to the reserve."""
+        """Bytes that stalls have added to the reserve."""
         self.short = False
-        """Whether L2 has more than there is room for."""
+        """Whether L2 has more memory than the machine can spare."""
         self.stalled_share = 0.0
-        """Of the time between the last two samples, in which some task stalled."""
+        """Share of the time between the last two samples with some task stalled."""
         self._before: MemorySample | None = None
         self._before_s = 0.0
         self._short_s = -CALM_S
 
     def resize(self, capacity_bytes: int, min_bytes: int) -> None:
-        """Have other bounds from the next sample on."""
+        """Change the bounds, from the next sample on."""
         self.min_bytes = min(min_bytes, capacity_bytes)
         if self.limit_bytes == self.capacity_bytes:
             self.limit_bytes = capacity_bytes
@@ -82,18 +82,18 @@ class Pressure:
     def decide(
         self, sample: MemorySample, now_s: float, *, allocated_bytes: int, resident_bytes: int
     ) -> int:
-        """The limit from now on, in bytes.
+        """Return the new limit in bytes.
 
-        Of what L2 has allocated, `resident_bytes` have memory behind them.
+        `resident_bytes` is the part of L2's allocated bytes that is in physical memory.
         """
         before, seconds = self._before, now_s - self._before_s
         self._before, self._before_s = sample, now_s
         if before is not None and seconds > 0:
             self._learn(before, sample, seconds)
-        # What is allocated and not yet touched will be taken from what is available.
+        # Memory allocated but not yet touched will come from the available memory.
         least = _least(sample)
         room = resident_bytes + sample.available_bytes - (least + self.learned_bytes)
-        # Some way from where it would have to shrink: what others take and give back is noise.
+        # Stay clear of the point where L2 must shrink: other processes' use fluctuates.
         target = room - least
         limit: float = self.limit_bytes
         self.short = room < min(limit, allocated_bytes)
@@ -101,7 +101,7 @@ class Pressure:
             limit = target
             self._short_s = now_s
         elif target < limit:
-            # Nothing has to go, but it must not be promised to anybody either.
+            # Nothing must be evicted, but memory beyond the target must not be allocated.
             limit = min(limit, max(target, allocated_bytes))
         elif self.is_calm(now_s) and seconds > 0:
             step = self.capacity_bytes * GROWTH_SHARE_PER_S * min(seconds, 1.0)
@@ -110,7 +110,7 @@ class Pressure:
         return self.limit_bytes
 
     def is_calm(self, now_s: float) -> bool:
-        """Whether nothing has been short for a while."""
+        """Whether memory has not been short for CALM_S."""
         return now_s - self._short_s >= CALM_S
 
     def _learn(self, before: MemorySample, sample: MemorySample, seconds: float) -> None:

@@ -1,15 +1,15 @@
 """Which blocks a storage tier gets, and when: its write policy and its write budget.
 
-The daemon and `tierd replay` decide by this. Pure: the caller says what time it is and carries
-the writes out. It refuses to know slots and queues: whether a tier can take a block just now is
-decided elsewhere.
+Used by the daemon and by `tierd replay`. Pure: the caller supplies the time and carries the
+writes out. This module knows no slots and no queues: other code decides whether a tier can take a
+block at the moment.
 
-How `write_through_selective` spends its budget: a block that leaves L2 is written if it is likely
-enough to be used again while the tier still has it. How likely is the demand, which is steered so
-that the writes come to what the budget allows: it rises while they are more, and falls while there
-is room. A block that stays in L2 can wait: it is written before only if `write_uses` requests have
-used it and it is likelier still, so that a crash, and other nodes, find what everybody uses. Once
-the demand has fallen to nearly nothing everything is written as soon as it is stored.
+How `write_through_selective` spends its budget: a block that leaves L2 is written if its chance of
+reuse while the tier still has it reaches a threshold, the demand. The demand is steered so that
+the writes match the budget: it rises while they exceed it, and falls while budget is left. A block
+that stays in L2 can wait. It is written early only if `write_uses` requests have used it and its
+chance of reuse is higher still: popular blocks then survive a crash and reach other nodes. When
+the demand is almost zero, every block is written as soon as it is stored.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from tierd.config import StorageConfig, WritePolicy
 from tierd.eviction.reuse import Reuse
 
 DEMAND_START: Final = 0.2
-"""What is demanded once anything is known of reuse."""
+"""The demand after FIRST_STEPS, when reuse has been observed."""
 
 FIRST_STEPS: Final = 3
-"""Steps until then: a sixteenth of L2 is written as soon as it is stored."""
+"""Steps with a demand of 0: about a sixteenth of L2 is written as soon as it is stored."""
 
 DEMAND_MIN: Final = 0.001
 DEMAND_MAX: Final = 0.95
 
 DEMAND_EARLY: Final = 0.01
-"""Demand from which on down a block is written as soon as it is stored."""
+"""Demand at or below which blocks are written as soon as they are stored."""
 
 STAYING: Final = 0.1
-"""Power of the demand that is made of a block which stays in L2."""
+"""Exponent of the demand for a block that stays in L2."""
 
 STEPS: Final = 40
-"""Steps of the demand while L2's capacity comes up for writing."""
+"""Steps of the demand while blocks of L2's capacity come up for writing."""
 
 GAIN: Final = 0.05
-"""How fast it is steered: at twice the budget the demand doubles in 14 steps."""
+"""Gain of the steering: at twice the budget the demand doubles in 14 steps."""
 
 KEEP: Final = 0.95
-"""Share of what was counted that is kept at each step: it is of the last 20 steps or so. With fewer
-the demand swings with each long prompt, and the same writes keep fewer hits; with more it follows
-a change too late, and more is written than the share."""
+"""Share of the counts kept at each step, so that they cover about the last 20 steps. With fewer
+steps the demand swings with each long prompt, and the same writes yield fewer hits. With more it
+follows a change too late, and the writes exceed the share."""
 
 RATE_BURST_S: Final = 10.0
-"""Seconds of `write_bytes_per_s` that may be written at once: it protects a network."""
+"""Seconds' worth of `write_bytes_per_s` in one burst: short, since it protects a network."""
 
 ENDURANCE_BURST_S: Final = 3600.0
-"""Seconds of `drive_writes_per_day` that may be written at once: a drive counts its years."""
+"""Seconds' worth of `drive_writes_per_day` in one burst: long, since a drive wears over years."""
 
 HORIZON_S_MAX: Final = 1800.0
-"""How far ahead use is predicted at most; also the horizon of a tier that never turns over."""
+"""Upper bound of the horizon for predicted uses, and the horizon of a tier that never evicts."""
 
 MISSED_MAX: Final = 1 << 16
-"""Blocks remembered a tier, the latest ones, as not written; each costs about 200 bytes."""
+"""Latest unwritten blocks to remember per tier; each takes about 200 bytes."""
 
 DAY_S: Final = 86_400.0
 NS: Final = 1_000_000_000
@@ -69,23 +69,23 @@ class WriteMoment(enum.Enum):
     """When a tier may get a block that it lacks."""
 
     STORED = "stored"
-    """It has just become readable in L2."""
+    """The block has just become readable in L2."""
     USED = "used"
-    """A request asks for it, and it is in L2."""
+    """A request asks for the block, and it is in L2."""
     EVICTING = "evicting"
-    """It is about to leave L2, by eviction."""
+    """The block is being evicted from L2."""
     STOPPING = "stopping"
     """The daemon stops, and L2 may be lost with it."""
 
 
 LAST: Final = (WriteMoment.EVICTING, WriteMoment.STOPPING)
-"""What is not written then is lost with L2's copy."""
+"""The last chances: a block not written then is lost with L2's copy."""
 
 
 class TokenBucket:
-    """Bytes that may be written at once: it starts full, and may owe the rest of what it gave last.
+    """A rate limit with a burst, in bytes: it starts full and refills at `bytes_per_s`.
 
-    It fills at a speed.
+    The last block taken may overdraw it.
     """
 
     def __init__(self, bytes_per_s: float, burst_s: float) -> None:
@@ -93,40 +93,40 @@ class TokenBucket:
         self._size_bytes = self._level_bytes = bytes_per_s * burst_s
 
     def fill(self, size_bytes: float) -> None:
-        """Add bytes, as far as they fit."""
+        """Add bytes, up to the size of a burst."""
         self._level_bytes = min(self._size_bytes, self._level_bytes + size_bytes)
 
     def take(self, size_bytes: float) -> None:
-        """Take bytes out; it is for the caller to look at the room first."""
+        """Take bytes out; the caller checks `room` first."""
         self._level_bytes -= size_bytes
 
     def room(self, size_bytes: int) -> int:
-        """Blocks that may be taken."""
+        """Return how many blocks of `size_bytes` may be taken."""
         return max(0, ceil(self._level_bytes / size_bytes))
 
 
 class WriteBudget:
-    """What `write_through_selective` may write: a share of all that it could, and a speed.
+    """The budget of `write_through_selective`: a share of all possible writes, and rates.
 
-    The share is kept on average, the speed always, but for a burst.
+    The share is kept on average, the rates always, except for a burst.
     """
 
     def __init__(self, config: StorageConfig, l2_bytes: int) -> None:
         self.demand = 0.0
-        """How likely a block must be used again to be worth a write."""
+        """Chance of reuse from which on a block is worth a write."""
         self._first_steps = FIRST_STEPS
         self._by_rate: TokenBucket | None = None
         self._by_endurance: TokenBucket | None = None
         self._step_bytes = max(1, l2_bytes // STEPS)
         self._capacity_bytes = 0
         self._last_ns: int | None = None
-        # Of late: what came up, what was written, and how long that took.
+        # Decaying sums of the bytes offered and written, and of the time that took.
         self._offered_bytes = self._written_bytes = self._span_s = 0.0
         self._stepped_bytes = 0
         self.configure(config)
 
     def configure(self, config: StorageConfig) -> None:
-        """Keep these bounds from now on. A speed that is as it was keeps what it had left."""
+        """Change the bounds. A rate that does not change keeps its bucket's level."""
         self._share = config.write_share
         rate = config.write_bytes_per_s
         if rate != (self._by_rate.bytes_per_s if self._by_rate is not None else 0):
@@ -136,13 +136,13 @@ class WriteBudget:
 
     @property
     def horizon_s(self) -> float:
-        """How long the tier keeps what it gets, from its capacity and what it has got of late."""
+        """Seconds for which the tier keeps a block, from its capacity and the recent writes."""
         if not self._capacity_bytes or not self._written_bytes:
             return HORIZON_S_MAX
         return min(self._capacity_bytes * self._span_s / self._written_bytes, HORIZON_S_MAX)
 
     def pass_time(self, now_ns: int) -> None:
-        """It is so late: what is bounded by speed may go on."""
+        """Advance the time, which refills the rates."""
         passed_s = (now_ns - self._last_ns) / NS if self._last_ns is not None else 0.0
         self._last_ns = now_ns
         self._span_s += passed_s
@@ -150,8 +150,7 @@ class WriteBudget:
             bucket.fill(bucket.bytes_per_s * passed_s)
 
     def offer(self, size_bytes: int) -> None:
-        """Blocks come up for a decision that write_through would have written by then: their share
-        may be written."""
+        """Count bytes that write_through would write now; a share of them may be written."""
         self._offered_bytes += size_bytes
         self._stepped_bytes += size_bytes
         while self._stepped_bytes >= self._step_bytes:
@@ -159,7 +158,7 @@ class WriteBudget:
             self._steer()
 
     def spend_on(self, count: int, size_bytes: int) -> int:
-        """So many blocks are worth a write; how many of them may be written now."""
+        """Return how many of `count` blocks may be written now, and spend the budget on them."""
         for bucket in self._buckets():
             count = min(count, bucket.room(size_bytes))
         self._written_bytes += count * size_bytes
@@ -168,13 +167,13 @@ class WriteBudget:
         return count
 
     def refund(self, size_bytes: int) -> None:
-        """A block was not written after all."""
+        """Return the bytes of a block that was not written after all."""
         self._written_bytes = max(0.0, self._written_bytes - size_bytes)
         for bucket in self._buckets():
             bucket.fill(size_bytes)
 
     def resize(self, capacity_bytes: int) -> None:
-        """The tier's capacity is known, or has changed: `drive_writes_per_day` is counted in it."""
+        """Set the tier's capacity, the unit of `drive_writes_per_day`."""
         if not capacity_bytes or capacity_bytes == self._capacity_bytes:
             return
         self._capacity_bytes = capacity_bytes
@@ -208,23 +207,23 @@ class Miss(enum.Enum):
     """Why a tier did not get a block."""
 
     REFUSED = "refused"
-    """Its policy did not want it, or its budget was spent."""
+    """The write policy did not choose it, or the write budget was spent."""
     MISSED = "missed"
-    """The same, and a request has asked for it since, in vain."""
+    """It was REFUSED, and a later request missed it."""
     FULL = "full"
-    """Too much waited to be written already."""
+    """The write queue was full."""
     AWAY = "away"
-    """It took no writes."""
+    """The tier accepted no writes."""
     FAILED = "failed"
-    """It was given the block, and did not keep it."""
+    """The write failed, or the tier refused the block."""
     FLUSHED = "flushed"
-    """A flush ended the wait."""
+    """A flush removed it from the write queue."""
 
 
 class Missed:
-    """The blocks that a tier did not get, by namespace and hash; at most `limit`, the latest.
+    """The latest blocks that a tier did not get, by namespace and hash; at most `limit`.
 
-    Ghosts: what comes back to one that the policy refused would have been a hit of the tier.
+    They are ghosts: a request for a block that the policy refused would have hit the tier.
     """
 
     def __init__(self, limit: int = MISSED_MAX) -> None:
@@ -235,32 +234,32 @@ class Missed:
         return len(self._why)
 
     def why(self, digest: bytes, block_hash: bytes) -> Miss | None:
-        """Why the tier did not get a block; None if that is not known, or it has got it."""
+        """Return why the tier did not get a block; None if it got it or that is not known."""
         return self._why.get(digest + block_hash)
 
     def count(self, digest: bytes, hashes: Sequence[bytes]) -> int:
-        """How many of these the tier is known not to have got."""
+        """Return how many of these blocks the tier is known not to have got."""
         missed = self._why
         return sum([digest + block_hash in missed for block_hash in hashes])
 
     def add(self, digest: bytes, hashes: Iterable[bytes], why: Miss) -> None:
-        """The tier does not get these blocks."""
+        """Note that the tier does not get these blocks."""
         missed = self._why
         for block_hash in hashes:
             missed[digest + block_hash] = why
         if len(missed) > self._limit:
-            # More than one: a dict would step over all that left before, each time.
+            # Many at a time: each iteration of a dict steps over the entries deleted before.
             excess = len(missed) - self._limit * 63 // 64
             for key in list(islice(missed, excess)):
                 del missed[key]
 
     def remove(self, digest: bytes, block_hash: bytes) -> bool:
-        """The tier has got a block, or may; whether it was known not to have."""
+        """Forget a block that the tier got, or may have got; return whether it was noted."""
         return self._why.pop(digest + block_hash, None) is not None
 
     def lost(self, digest: bytes, hashes: Iterable[bytes]) -> int:
-        """A request asks for blocks that are not in L2: how many the tier would have, but for its
-        policy. Each refusal costs one hit: had it been written, it would not be refused again.
+        """Return how many blocks that L2 lacks the tier would have, had its policy not refused
+        them. Each refusal counts once: a written block would not have been refused again.
         """
         missed, lost = self._why, 0
         for block_hash in hashes:
@@ -272,17 +271,17 @@ class Missed:
 
 
 class Demands(NamedTuple):
-    """What `write_through_selective` demands of a block that stays in L2, and what it has."""
+    """The thresholds of `write_through_selective` for a block that stays in L2, and its values."""
 
     uses: int
     uses_min: int
     chance: float
-    """That it is used again while the tier would keep it."""
+    """Chance that it is used again while the tier would keep it."""
     chance_min: float
 
 
 class Writes:
-    """One tier's decisions, its budget, and what it did not get."""
+    """One tier's write decisions, its budget, and the blocks that it did not get."""
 
     def __init__(self, config: StorageConfig, l2_bytes: int) -> None:
         self.policy = config.write_policy
@@ -291,17 +290,17 @@ class Writes:
         self._config = config
 
     def configure(self) -> None:
-        """The tier's configuration has changed; its policy stays."""
+        """Apply a changed configuration of the tier; the write policy stays."""
         self.budget.configure(self._config)
 
     @property
     def when_evicting(self) -> bool:
-        """Whether blocks are meant to be written as late as when they leave L2."""
+        """Whether the policy writes blocks on eviction from L2."""
         return self.policy is not WritePolicy.WRITE_THROUGH
 
     def demands(self, block_hash: bytes, reuse: Reuse) -> Demands | None:
-        """What decides whether a block that is used, and stays, is written; None where its uses
-        decide nothing."""
+        """Return what decides on writing a used block that stays in L2; None unless the policy is
+        selective."""
         if self.policy is not WritePolicy.WRITE_THROUGH_SELECTIVE:
             return None
         chance = reuse.chance(block_hash, self.budget.horizon_s)
@@ -317,12 +316,12 @@ class Writes:
         size_bytes: int,
         now_ns: int,
     ) -> list[int]:
-        """Places of the blocks that are to be written now, of some that the tier lacks.
+        """Return the positions of the blocks to write now, among blocks that the tier lacks.
 
-        All are `size_bytes`, and in the order in which they are to be written: parents before
-        children, or the reverse if they are evicted. The bytes of the chosen blocks are spent; an
-        evicted block that is not chosen is missed. A stop writes what `write_uses` requests have
-        used, whatever is demanded: it comes all at once, and no later chance comes.
+        Each has `size_bytes`. They come in the order of writing: parents before children, or the
+        reverse for evicted blocks. The budget is spent on the chosen blocks; an evicted block
+        that is not chosen is noted as missed. When the daemon stops, blocks that `write_uses`
+        requests have used are also chosen, whatever the demand: there is no later chance.
         """
         if self.policy is WritePolicy.WRITE_THROUGH:
             return [*range(len(hashes))]
@@ -331,7 +330,7 @@ class Writes:
         budget = self.budget
         budget.pass_time(now_ns)
         if moment is WriteMoment.STORED:
-            # What was refused counts once: write_through would write it once.
+            # Blocks refused before do not count again: write_through would write them once.
             new = len(hashes) - self.missed.count(digest, hashes)
             budget.offer(new * size_bytes)
         early = budget.demand <= DEMAND_EARLY

@@ -1,6 +1,6 @@
-"""How long a request may wait for what tiers have of its prefix, and what is worth bringing.
+"""How long a request may wait for the promotion of its prefix, and which loads are worth it.
 
-Pure: it is told times, sizes and speeds. It refuses to know tasks, tiers and slots.
+Pure: it works on times, sizes and speeds, and knows no tasks, tiers or slots.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final, assert_never
 from tierd.config import PrefetchConfig, PrefetchPolicy
 
 TRIAL_EVERY: Final = 32
-"""Of each tier one in so many loads that are not worth it is done all the same: its speed is
-known from its loads only, and would for ever stay what it was in its worst hour."""
+"""Every n-th load that is not worth it is done anyway, for each tier: a tier's speed is measured
+only by loads, and a tier once found slow would count as slow forever."""
 
 MS: Final = 1_000_000
 KI: Final = 1024
@@ -27,10 +27,10 @@ def deadline_ns(
     client_ms: int,
     missing_tokens: int,
 ) -> int:
-    """When a request that arrived `waited_ms` ago is answered at the latest, at least `now_ns`.
+    """Return the latest time of the answer to a request that arrived `waited_ms` ago.
 
-    The policy's clock starts at the request's arrival and covers everything; the client's
-    deadline, which starts now, can only make it shorter.
+    It is at least `now_ns`. The policy's time starts at the request's arrival. The client's
+    deadline, which starts now, can only shorten it.
     """
     match config.policy:
         case PrefetchPolicy.TIMEOUT:
@@ -44,27 +44,27 @@ def deadline_ns(
 
 
 def pays(load_s: float, tokens: int, prefill_tokens_per_s: float) -> bool:
-    """Whether a load of so many tokens takes no longer than computing them."""
+    """Whether a load of `tokens` takes no longer than computing them."""
     return load_s <= tokens / prefill_tokens_per_s
 
 
 class BreakEven:
-    """Which loads would take longer than computing their tokens, all requests together."""
+    """Counts loads that would take longer than computing their tokens, over all requests."""
 
     def __init__(self) -> None:
         self._refused: Counter[int] = Counter()
 
     def trial(self, tier: int) -> bool:
-        """A load is not worth it because of this tier: whether to do it all the same.
+        """Count a load that is not worth it because of a tier; return whether to try it anyway.
 
-        Counted by tier: of two that take turns in being asked, one would always get the trials.
+        Counted per tier: with one count, two tiers asked alternately would give all trials to one.
         """
         self._refused[tier] += 1
         return self._refused[tier] % TRIAL_EVERY == 0
 
 
 class Worth:
-    """What of one request's prefix is worth bringing. Tokens count from its start."""
+    """Decides which part of one request's prefix is worth loading; tokens count from its start."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class Worth:
         self._prefill_tokens_per_s = prefill_tokens_per_s if config.break_even else 0
         self._trials: dict[int, bool] = {}
         self.refused = False
-        """Whether the last answer was no because computing is faster."""
+        """Whether the last decision was no because computing is faster."""
         self.on_trial: list[int] = []
-        """Tiers that the last answer is a trial of: it was yes although they were slow."""
+        """Tiers for which the last decision was yes only as a trial, although they are slow."""
 
     def asking(self, tokens: int) -> bool:
-        """Whether to ask tiers at all, for a prefix of so many tokens."""
+        """Whether to ask the tiers at all for a prefix of `tokens`."""
         return tokens - self._resident_tokens >= self._min_tokens
 
     def bringing(self, tokens: int, more_tokens: int, loads_s: Mapping[int, float]) -> bool:
-        """Whether to bring the last `more_tokens` of a prefix.
+        """Whether to load the last `more_tokens` of a prefix.
 
-        `loads_s` says how long each tier takes for its part, those of unknown speed left out.
-        They are read at the same time, so the slowest part decides.
+        `loads_s` has the time that each tier needs for its part, without tiers of unknown speed.
+        The parts are read in parallel, so the slowest one decides.
         """
         self.refused, self.on_trial = False, []
         if tokens - self._resident_tokens < self._min_tokens:

@@ -1,4 +1,4 @@
-"""Leases: who may read which slots until when."""
+"""Leases: which owner may use which slots, and until when."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tierd.core.space import Space
+from tierd.core.l2.space import Space
 from tierd.core.states import LEASES, LeaseEvent, LeaseState, step
 
 LEASED_BLOCKS_MAX: Final = 1 << 22
 LEASED_BLOCKS_ALL_MAX: Final = 1 << 24
-"""Blocks that one owner may have leased at once, and all together, each as often as it is leased:
-8 bytes each of the daemon's own memory. An engine that forgets to give leases back gets no more."""
+"""Leased blocks of one owner and of all owners, counted once per lease: each takes 8 bytes of the
+daemon's own memory. An engine that does not release its leases gets no more."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotLease:
-    """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), whatever the owner's fate."""
+    """The right to use slots until `expires_ns` (CLOCK_MONOTONIC), even if the owner is gone."""
 
     lease_id: int
     owner: int
     parts: list[tuple[Space, list[int]]]
     expires_ns: int
     sources: bytes = b""
-    """A byte a block: 0 if host memory had it, else 1 + the number of the tier that brought it; no
-    bytes if host memory had them all."""
+    """One byte per block: 0 if host memory had it, else 1 + the number of the tier that delivered
+    it. Empty if host memory had all blocks."""
     state: LeaseState = LeaseState.HELD
 
 
 class Leases:
-    """The leases that have not ended."""
+    """The leases that have not ended, and the number of leased blocks by owner."""
 
     __slots__ = ("_blocks", "_held")
 
@@ -41,24 +41,24 @@ class Leases:
 
     @property
     def held(self) -> Mapping[int, SlotLease]:
-        """By their numbers."""
+        """Leases by id."""
         return self._held
 
     def may(self, owner: int, blocks: int) -> bool:
-        """Whether neither the owner nor all together have too many leased for so many more."""
+        """Whether `blocks` more leased blocks are within the bounds per owner and in total."""
         known = self._blocks
         mine = known[owner] + blocks <= LEASED_BLOCKS_MAX
         return mine and known.total() + blocks <= LEASED_BLOCKS_ALL_MAX
 
     def grant(self, lease: SlotLease) -> None:
-        """A new lease of readable slots."""
+        """Add a lease, and hold its slots, which are readable."""
         for space, slots in lease.parts:
             space._hold(slots)
             self._blocks[lease.owner] += len(slots)
         self._held[lease.lease_id] = lease
 
     def end(self, lease_id: int, owner: int, event: LeaseEvent) -> bool:
-        """End a lease; False if it is not, or no longer, the owner's."""
+        """End a lease; return False if it is not the owner's or has ended."""
         lease = self._held.get(lease_id)
         if lease is None or lease.owner != owner:
             return False
@@ -72,15 +72,15 @@ class Leases:
         return True
 
     def expire(self, now_ns: int) -> int:
-        """End the leases whose time is over; their count."""
-        # In no order: how long a lease lasts can be changed at any time.
+        """End leases that have expired; return their count."""
+        # Leases are not sorted by expiry: their duration can be reconfigured at any time.
         over = [lease for lease in self._held.values() if lease.expires_ns <= now_ns]
         for lease in over:
             self.end(lease.lease_id, lease.owner, LeaseEvent.EXPIRE)
         return len(over)
 
     def check(self) -> dict[bytes, Counter[int]]:
-        """Assert every invariant; how often each slot is leased, by namespace. For tests."""
+        """Assert every invariant; return the leases per slot by namespace. For tests."""
         leased = Counter(dict.fromkeys(self._blocks, 0))
         held: dict[bytes, Counter[int]] = {}
         for lease in self._held.values():

@@ -1,20 +1,20 @@
-"""Segments: how much memory all namespaces have, and may have."""
+"""Segments: how much memory all namespaces together have, and may have."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from tierd.core.effects import DecommitSegment, Effect, NewSegment
-from tierd.core.sharing import segment_bytes
-from tierd.core.space import Space
+from tierd.core.l2.sharing import segment_bytes
+from tierd.core.l2.space import Space
 
 SEGMENT_PAUSE_S: Final = 5
-"""After a segment could not be made none is asked for before this has passed: descriptors, or
-memory, seldom come back sooner."""
+"""Pause after a segment could not be created: file descriptors or memory seldom become
+available sooner."""
 
 
 class Segments:
-    """Capacity is counted in whole segments, whatever their slots hold: so it is a hard bound."""
+    """Counts memory in whole segments, used or not, so that the capacity is a hard bound."""
 
     __slots__ = (
         "_allocated_bytes",
@@ -26,7 +26,7 @@ class Segments:
     )
 
     def __init__(self, capacity_bytes: int, each_bytes: int | None) -> None:
-        """With `each_bytes` the segments of all namespaces are of that size."""
+        """`each_bytes` fixes the size of all segments; without it, see `sharing`."""
         self._capacity_bytes = self._limit = self._bound_bytes = capacity_bytes
         self._each = each_bytes
         self._allocated_bytes = 0
@@ -34,56 +34,58 @@ class Segments:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes that the arena may ever have."""
+        """Upper bound of the arena, in bytes."""
         return self._capacity_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """What the arena may have now, at most the capacity."""
+        """Current bound of the arena, at most the capacity."""
         return self._limit
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the segments that hold memory."""
+        """Bytes of all segments that have memory."""
         return self._allocated_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of a new segment that are beyond the bound, less its size."""
+        """Bytes to free for a new segment, not counting its own size; negative if some are left."""
         return self._allocated_bytes - self._bound_bytes
 
     def set_capacity(self, capacity_bytes: int) -> None:
-        """Have another capacity from now on."""
+        """Change the capacity, and reset the limit to it."""
         self._capacity_bytes = capacity_bytes
         self.set_limit(capacity_bytes)
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Grow no further than this from now on."""
+        """Set the bound for growth, at most the capacity."""
         self._limit = min(limit_bytes, self._capacity_bytes)
         self.lower_bound()
 
     def lower_bound(self) -> None:
-        """What was given back is not taken again beyond the limit.
+        """Lower the bound to the allocated bytes, or to the limit if that is more.
 
-        While there is more than the limit, what one namespace gives up another may still have.
+        Memory given back beyond the limit is then not taken again. Before this call another
+        namespace may take it.
         """
         self._bound_bytes = max(self._limit, self._allocated_bytes)
 
     def slots_of_new(self, slot_bytes: int, others: int) -> int:
-        """Slots of each segment of a namespace that comes beside so many others."""
+        """Return the slots per segment of a new namespace beside `others` existing ones."""
         size_bytes = self._each or segment_bytes(self._capacity_bytes, others + 1)
         return max(1, size_bytes // slot_bytes)
 
     def paused(self, now_s: int) -> bool:
-        """Whether one could not be made just now."""
+        """Whether a segment could not be created within the last SEGMENT_PAUSE_S."""
         return self._from_s > now_s
 
     def may_grow(self, space: Space, now_s: int) -> bool:
-        """Whether a segment could be made, were there memory for it: a decommitted one has been."""
+        """Whether a space may get a segment within the bound; a decommitted one can be refilled
+        during a pause."""
         return not space.ended and (self._from_s <= now_s or False in space._live)
 
     def grow(self, space: Space, now_s: int, effects: list[Effect]) -> bool:
-        """Add a segment within the bound."""
+        """Add a segment to a space; return False if the bound or a pause forbids it."""
         size_bytes = space.segment_bytes
         if not self.may_grow(space, now_s):
             return False
@@ -96,19 +98,19 @@ class Segments:
         return True
 
     def adopt(self, space: Space, now_s: int) -> None:
-        """The segments of a space are an earlier incarnation's; they may exceed the capacity."""
+        """Count the segments of an adopted space; they may exceed the capacity."""
         self._allocated_bytes += space.memory_bytes
         space._since_s = now_s
         self.lower_bound()
 
     def decommit(self, space: Space, index: int, effects: list[Effect]) -> None:
-        """Take a segment whose slots are all free from a space."""
+        """Decommit a segment of a space; all its slots are free."""
         space._decommit(index)
         self._allocated_bytes -= space.segment_bytes
         effects.append(DecommitSegment(space, index))
 
     def lose(self, space: Space, made: int, now_s: int) -> None:
-        """A space has no segments but the first `made`; none is asked for again for a while."""
+        """Remove all segments of a space except the first `made`, and start a pause."""
         self._from_s = now_s + SEGMENT_PAUSE_S
         self._allocated_bytes -= sum(space._live[made:]) * space.segment_bytes
         space._lose(made)

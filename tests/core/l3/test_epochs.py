@@ -1,4 +1,4 @@
-"""Epochs and marks: after a complete flush nothing of before is served, by no node of a fleet."""
+"""Epochs and marks: after a complete flush no node of a fleet serves older blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierd.core.epochs import (
+from tierd.core.l3.epochs import (
     EPOCH_VALID_S,
     SALT_BITS,
     Epochs,
@@ -27,31 +27,31 @@ PREFIXES = ["", "aa", "aabb", "11", DIGESTS[0].hex()]
 MARGIN_S = 2.0
 
 
-def test_a_mark_says_what_it_was_made_of() -> None:
-    """A flush would bar another namespace, or none."""
+def test_mark_survives_packing() -> None:
+    """A flush would invalidate another namespace, or none."""
     for prefix in PREFIXES:
         mark = Mark(prefix, 77)
         assert unpack_mark(pack_mark(mark)) == mark
 
 
 @given(st.integers(0, 80), st.characters(codec="ascii"))
-def test_a_damaged_mark_is_none(place: int, character: str) -> None:
-    """A mark whose bytes changed would bar another namespace, or an epoch that none has."""
+def test_damaged_mark_is_rejected(place: int, character: str) -> None:
+    """A mark with changed bytes would invalidate another namespace, or set a wrong epoch."""
     text = pack_mark(Mark("aabb", 1 << 60))
     place %= len(text)
     changed = text[:place] + character + text[place + 1 :]
     assert changed == text or unpack_mark(changed) is None
 
 
-def test_scopes_are_of_one_length_and_come_apart() -> None:
-    """A backend that tells scopes by their length would mix two epochs up."""
+def test_scopes_have_one_length_and_can_be_split() -> None:
+    """A backend that tells scopes apart by length would mix up two epochs."""
     for epoch in (0, 1, (1 << 64) - 1):
         assert len(scope_of(DIGESTS[0], epoch)) == 24
         assert split_scope(scope_of(DIGESTS[0], epoch)) == (DIGESTS[0], epoch)
 
 
-def test_an_epoch_is_above_all_that_are_known_whatever_the_clock_says() -> None:
-    """After a clock was set back, a flush would bar nothing."""
+def test_fresh_epoch_exceeds_known_ones_after_a_clock_reset() -> None:
+    """After the clock was set back, a flush would have no effect."""
     known = fresh_epoch(0, 10_000, 5, flush=True)
     assert fresh_epoch(known, 1, 0, flush=False) > known
     assert fresh_epoch(known, 20_000, 0, flush=False) >> SALT_BITS == 20_000
@@ -63,10 +63,10 @@ marks = st.lists(
 
 
 @given(marks, marks, st.sampled_from(DIGESTS))
-def test_an_epoch_is_the_largest_of_the_marks_that_cover_it(
+def test_epoch_is_the_largest_of_the_covering_marks(
     first: list[Mark], second: list[Mark], digest: bytes
 ) -> None:
-    """Forgetting idle marks, or learning them in another order, would change who is served."""
+    """Forgetting idle marks, or learning marks in another order, would change which blocks hit."""
     epochs = Epochs(first)
     news = epochs.learn(second)
     every = [*first, *second]
@@ -82,10 +82,8 @@ def test_an_epoch_is_the_largest_of_the_marks_that_cover_it(
 
 
 @given(marks, st.sets(st.integers(0, 11)))
-def test_a_lost_mark_gets_a_fresh_one_and_never_comes_back(
-    first: list[Mark], lost: set[int]
-) -> None:
-    """A tier that came back as it was yesterday would serve what was flushed today."""
+def test_lost_mark_is_replaced_and_never_restored(first: list[Mark], lost: set[int]) -> None:
+    """A tier restored from yesterday's copy would serve blocks that were flushed today."""
     epochs = Epochs([Mark("", 1), *first])
     texts = [pack_mark(m) for i, m in enumerate(epochs.known) if i not in lost]
     todo = epochs.todo(texts)
@@ -99,13 +97,13 @@ def test_a_lost_mark_gets_a_fresh_one_and_never_comes_back(
     assert epochs.todo(map(pack_mark, epochs.known)) == ([], [])
 
 
-# A fleet that shares one tier: nodes with views of their own, calls that land late, a tier that
-# loses marks. What a flush waits for is what the daemon waits for.
+# A fleet that shares one tier: each node has its own view of the marks, calls take effect late,
+# and the tier loses marks. A flush waits as the daemon does.
 
 
 @dataclass
 class Node:
-    """A node, and the reading of marks by which it goes."""
+    """A node, and the reading of marks that it relies on."""
 
     view: Epochs = field(default_factory=Epochs)
     read_s: float | None = None
@@ -114,23 +112,23 @@ class Node:
 
 @dataclass
 class Fleet:
-    """The tier, and who uses it."""
+    """A shared tier and its nodes."""
 
     random: Random
     nodes: list[Node]
     now_s: float = 1000.0
     marks: set[str] = field(default_factory=set)
     blocks: dict[tuple[bytes, int], float] = field(default_factory=dict)
-    """When each was stored, by scope and number: the time at which its call began."""
+    """The time at which the store of each block began, by scope and number."""
     late: list[tuple[str, object, float]] = field(default_factory=list)
     complete: list[tuple[str, float]] = field(default_factory=list)
-    """Flushes: the prefix, and when it began."""
+    """Flushes: the prefix and the start time."""
     barred: list[Mark] = field(default_factory=list)
-    """Their marks."""
+    """The marks of the flushes."""
     served: int = 0
 
     def read(self, node: Node) -> None:
-        """As `TierEpochs` reads."""
+        """Read the marks like `TierEpochs`."""
         for _ in range(4):
             began_s, texts = self.now_s, sorted(self.marks)
             todo = node.view.todo(texts)
@@ -157,7 +155,7 @@ class Fleet:
         return scope_of(digest, node.view.of(digest))
 
     def get(self, node: Node, digest: bytes, number: int) -> None:
-        """A lookup; what it finds must be newer than every complete flush."""
+        """Look blocks up; they must be newer than every complete flush."""
         stored_s = self.blocks.get((self.scope(node, digest), number))
         if stored_s is not None:
             self.served += 1
@@ -165,7 +163,7 @@ class Fleet:
                 assert not digest.hex().startswith(prefix) or stored_s >= began_s
 
     def put(self, node: Node, digest: bytes, number: int) -> None:
-        """A store, which lands now or much later."""
+        """Store a block, now or much later."""
         key = self.scope(node, digest), number
         self.land("block", key, self.now_s)
 
@@ -178,7 +176,7 @@ class Fleet:
             self.marks.add(str(key))
 
     def pass_s(self, seconds: float) -> None:
-        """Time passes, in which all nodes work on, and late calls may land."""
+        """Let time pass: all nodes continue to work, and late calls may take effect."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += self.random.uniform(0.1, 3.0)
@@ -194,7 +192,7 @@ class Fleet:
                     self.marks.add(str(key))
 
     def flush(self, node: Node, prefix: str) -> None:
-        """As the daemon flushes; complete, or not if its mark does not hold."""
+        """Flush like the daemon; the flush is incomplete if its mark is lost meanwhile."""
         began_s = self.now_s
         self.read(node)
         mark = self.fresh(node, prefix, flush=True)
@@ -202,7 +200,7 @@ class Fleet:
         self.read(node)
         held = self.holder(mark)
         if held is None:
-            return  # Not complete: it may land yet.
+            return  # Incomplete: the mark may still be written.
         self.marks.difference_update(idle_marks(self.marks))
         self.pass_s(EPOCH_VALID_S + MARGIN_S)
         self.read(node)
@@ -220,7 +218,7 @@ class Fleet:
         return max(barring, key=lambda t: found[t].epoch, default=None)
 
     def remembered(self) -> bool:
-        """Whether some node knows of every flush that is complete."""
+        """Whether at least one node knows all complete flushes."""
         return any(
             all(
                 mark.epoch <= node.view.of(bytes.fromhex(f"{mark.prefix:0<32}"))
@@ -230,8 +228,10 @@ class Fleet:
         )
 
     def lose(self) -> None:
-        """The tier loses its marks, or some of them, or one is damaged; every node sees to it
-        when it next reads."""
+        """Lose marks of the tier, or damage one; each node repairs that at its next reading.
+
+        If one node knows all flushes, it reads first.
+        """
         some = self.remembered()
         lost = {mark for mark in self.marks if not some or self.random.random() < 0.5}
         self.marks -= lost
@@ -241,12 +241,12 @@ class Fleet:
             self.knowers_read()
 
     def restore(self, marks: set[str], blocks: dict[tuple[bytes, int], float]) -> None:
-        """The tier comes back as it was. A node that knows better reads before the others."""
+        """Restore an older copy of the tier; a node that knows newer marks reads first."""
         self.marks, self.blocks = set(marks), dict(blocks)
         self.knowers_read()
 
     def knowers_read(self) -> None:
-        """Of a tier that has lost some of its marks only who remembers them can know."""
+        """Let the nodes read, most recent marks first: only they can notice lost marks."""
         for node in sorted(self.nodes, key=lambda node: -node.view.largest):
             self.read(node)
 
@@ -254,7 +254,7 @@ class Fleet:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_after_a_complete_flush_no_node_serves_what_was_there(seed: int) -> None:
+def test_no_node_serves_flushed_blocks_after_a_complete_flush(seed: int) -> None:
     """A flushed block would be served again, by the node that flushed or by another one."""
     served = play(seed)
     assert served >= 0
@@ -271,7 +271,7 @@ def play(seed: int) -> int:
             case "flush":
                 fleet.flush(random.choice(nodes), random.choice(PREFIXES))
             case "new node":
-                # A restart that forgets: it knows only what the tier tells it.
+                # A restart without state: the node knows only the marks in the tier.
                 nodes[random.randrange(len(nodes))] = Node()
             case "lose":
                 fleet.lose()
@@ -282,13 +282,13 @@ def play(seed: int) -> int:
     return fleet.served
 
 
-def test_the_play_serves_something() -> None:
-    """A play in which nothing is ever found would prove nothing."""
+def test_random_fleet_finds_blocks() -> None:
+    """A random fleet that never finds a block would prove nothing."""
     assert sum(play(seed) for seed in range(20)) > 100
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])
-def test_many_marks_are_no_work_for_the_loop(count: int) -> None:
+def test_many_marks_are_looked_up_quickly(count: int) -> None:
     """A tier with many marks would hold up every lookup."""
     every = [Mark(f"{number:08x}", number + 1) for number in range(count)]
     epochs = Epochs([Mark("", 1), *every])

@@ -1,4 +1,4 @@
-"""The two-phase store: slots are reserved, filled by their owner, and committed."""
+"""The two-phase store: slots are reserved, filled by their owner, and then committed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from itertools import accumulate, repeat
 from typing import Final
 
 from tierd.core.effects import Effect
+from tierd.core.l2.reservations import Found, Reservations, SlotReservation
+from tierd.core.l2.room import Room
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.space import Space
 from tierd.core.reasons import NoRoom, Refusal
-from tierd.core.reservations import Found, Reservations, SlotReservation
-from tierd.core.room import Room
-from tierd.core.segments import Segments
-from tierd.core.space import Space
 from tierd.core.states import ReservationEvent
 
 WRITING_SHARE_MAX: Final = 0.5
@@ -19,7 +19,7 @@ WRITING_SHARE_MAX: Final = 0.5
 
 
 class Storing:
-    """From a RESERVE to its COMMIT or its ABORT."""
+    """Handles a store from its RESERVE to its COMMIT or ABORT."""
 
     __slots__ = ("_reservations", "_room", "_segments")
 
@@ -38,7 +38,7 @@ class Storing:
         worth: float | None,
         now_s: int,
     ) -> tuple[SlotReservation, list[Effect]]:
-        """See HostTier.reserve; the reservation gets this number."""
+        """See HostTier.reserve; `number` becomes the reservation's id."""
         items, writing = space._chain.items, space._writing
         if worth is None:
             space._used_s = now_s
@@ -76,12 +76,12 @@ class Storing:
         return reservation, effects
 
     def _may_write(self, owner: int, space: Space, wanted: int) -> int:
-        """How many of the blocks that an owner wants it may reserve."""
+        """Return how many of the `wanted` blocks an owner may reserve."""
         has = self._reservations.writing_bytes(owner)
         allowed = int(self._segments.limit_bytes * WRITING_SHARE_MAX) - has
         count = max(0, min(wanted, allowed // space.slot_bytes))
         if count == 0 and wanted and not has:
-            count = 1  # An arena of one or two slots still serves one block at a time.
+            count = 1  # An arena of one or two slots still stores one block at a time.
         return count
 
     def commit(
@@ -112,14 +112,14 @@ class Storing:
         return self._end(reservation, ReservationEvent.COMMIT, good)
 
     def abort(self, owner: int, reservation_id: int) -> bool:
-        """Free the slots of a reservation, which its owner no longer touches."""
+        """Free the slots of a reservation; its owner no longer writes to them."""
         reservation = self._reservations.get(owner, reservation_id)
         if reservation is not None:
             self._end(reservation, ReservationEvent.ABORT)
         return reservation is not None
 
     def drop_owner(self, owner: int) -> int:
-        """Abort the reservations of an owner that is gone; its leases end at their time."""
+        """Abort the reservations of an owner that is gone; return their count."""
         mine = self._reservations.of(owner)
         for reservation in mine:
             self._end(reservation, ReservationEvent.OWNER_GONE)
@@ -131,7 +131,7 @@ class Storing:
         event: ReservationEvent,
         good: Sequence[bool] | None = None,
     ) -> list[int]:
-        """End a reservation; the slots that are readable now, none if nothing is `good`."""
+        """End a reservation; return its slots that are readable now, those marked `good`."""
         self._reservations.end(reservation, event)
         hashes, parents, slots = reservation.hashes, reservation.parents, reservation.slots
         return reservation.space._end_writing(
@@ -142,11 +142,11 @@ class Storing:
 def _resident_parents(
     items: Mapping[bytes, int], wanted: list[int], hashes: Sequence[bytes], parents: Sequence[bytes]
 ) -> list[int]:
-    """Slots of the readable blocks that the wanted ones hang on."""
+    """Return the slots of readable blocks that are parents of the wanted blocks."""
     found: list[int] = []
     before = -1
     for i in wanted:
-        # Most blocks of a call hang on the one before them, which is not readable yet either.
+        # Most parents are the previous wanted block, which is not readable yet either.
         if before != i - 1 or i == 0 or parents[i] != hashes[before]:
             slot = items.get(parents[i])
             if slot is not None:

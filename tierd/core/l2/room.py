@@ -1,4 +1,4 @@
-"""Room: where the slots of new blocks come from, and which segments are given back."""
+"""Room: how slots become free for new blocks, and which segments are given back."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tierd.core.effects import Effect, Move
-from tierd.core.evictions import EVICTING_SHARE_MAX, Evictions
 from tierd.core.hints import Hints
+from tierd.core.l2.evictions import EVICTING_SHARE_MAX, Evictions
+from tierd.core.l2.segments import Segments
+from tierd.core.l2.sharing import by_worth, donors
+from tierd.core.l2.space import Space
 from tierd.core.reasons import Evicted, NoRoom
-from tierd.core.segments import Segments
-from tierd.core.sharing import by_worth, donors
-from tierd.core.space import Space
 
 EVICT_AHEAD_SHARE: Final = 1 / 128
-"""Share of a space's slots that may be free in a full arena: an eviction takes 2 us a block,
-which a client then does not wait for."""
+"""Share of a space's slots kept free in a full arena: an eviction takes 2 us per block, for which
+a client then need not wait."""
 
 EVICTING_AHEAD_SHARE: Final = 1 / 32
-"""Share that is kept free where tiers get blocks when they are evicted, or as many slots as the
-last call took if those are more: such a slot is free only once it is written, and a client that
-finds none has others dropped."""
+"""Share kept free if blocks are written to tiers on eviction, or as many slots as the last call
+took if that is more: such a slot is free only after the write, and a client that finds no free
+slot causes blocks to be dropped unwritten."""
 
 
 class Room:
-    """Grows a space, borrows from others, and evicts, in this order."""
+    """Frees slots: it grows a space, borrows from other spaces, or evicts, in this order."""
 
     __slots__ = ("_evictions", "_hints", "_segments", "_spaces")
 
@@ -37,7 +37,7 @@ class Room:
         self._hints = hints
 
     def make(self, space: Space, count: int, worth: float | None, now_s: int) -> list[Effect]:
-        """Have so many slots free, if that can be done."""
+        """Free up to `count` slots, as far as possible."""
         effects: list[Effect] = []
         while (short := count - len(space._free)) > 0:
             if self._segments.grow(space, now_s, effects):
@@ -45,17 +45,17 @@ class Room:
             if self._borrow(space, now_s, effects, only_idle=worth is not None):
                 continue
             evicted = self._evictions.evict(space, short, Evicted.ROOM, now_s, effects, worth)
-            # Whoever nobody waits for may come again when what leaves is written.
+            # A warmed block can be tried again when the evicted blocks have been written.
             if evicted and (worth is None or len(space._free) >= count):
                 continue
             if space._evicting or not space._chain.keeping or worth is not None:
                 break
-            # It has lent its memory since, and nothing else is left: pins never stop stores.
+            # The space has lent memory and has only kept blocks left: pins never stop stores.
             space._chain.unkeep(self._hints.override(space.digest))
         return effects
 
     def why_none(self, space: Space, now_s: int) -> NoRoom:
-        """Why a namespace has got fewer slots than it was asked for."""
+        """Return why a namespace has fewer free slots than requested."""
         if self._segments.paused(now_s) and False not in space._live:
             return NoRoom.SEGMENT
         return NoRoom.HELD if space._live_segments else NoRoom.OTHERS
@@ -94,14 +94,14 @@ class Room:
             shrunk = Evicted.SHRUNK
             if not any(self._empty_segment(s, shrunk, now_s, effects) for s in ranked):
                 for space in ranked:
-                    # The machine comes before what engines would like to be kept.
+                    # The machine's memory comes before the engines' hints.
                     if space._chain.keeping and not space._evicting:
                         space._chain.unkeep(self._hints.override(space.digest))
         segments.lower_bound()
         return effects
 
     def _borrow(self, space: Space, now_s: int, effects: list[Effect], *, only_idle: bool) -> bool:
-        """Empty and decommit so many segments of other spaces as make room for one of this."""
+        """Decommit enough segments of other spaces for one new segment of this space."""
         if not self._segments.may_grow(space, now_s):
             return False
         missing = self._segments.missing_bytes + space.segment_bytes
@@ -118,10 +118,10 @@ class Room:
         return False
 
     def _empty_segment(self, space: Space, why: Evicted, now_s: int, effects: list[Effect]) -> bool:
-        """Decommit a segment: evict as many of the coldest blocks as it has, move the others out.
+        """Decommit a segment: evict as many of the coldest blocks as it has, and move its others.
 
-        Evicting until one is empty by itself would cost up to a fifth of the cache. False if
-        leases and reservations keep every segment; what was evicted stays so.
+        Evicting until some segment is empty would cost up to a fifth of the cache. Returns False
+        if leases and reservations keep every segment; evicted blocks stay evicted.
         """
         index = _loosest_segment(space)
         if index is None:
@@ -136,20 +136,20 @@ class Room:
             if not self._evictions.evict(space, short, why, now_s, effects):
                 return False
             if any(slot in inside for slot in space._evicting):
-                return False  # Until it is written; a later call finds another segment, or this.
+                return False  # A write is pending; a later call takes this or another segment.
         if rest:
             self.move(space, list(zip(rest, room[-len(rest) :], strict=True)), effects)
         self._segments.decommit(space, index, effects)
         return True
 
     def move(self, space: Space, pairs: Sequence[tuple[int, int]], effects: list[Effect]) -> None:
-        """Move blocks that nobody holds to free slots."""
+        """Move blocks that are not held to free slots."""
         space._move(pairs)
         effects.append(Move(space, list(pairs)))
 
 
 def _loosest_segment(space: Space) -> int | None:
-    """The live segment with the fewest blocks, of those without a held or reserved slot."""
+    """Return the live segment with the fewest blocks and no held or reserved slot."""
     per = space.slots_per_segment
     used = [per] * len(space._live)
     for slot in space._free:

@@ -1,23 +1,22 @@
-"""A namespace in L2: its slots, and who uses it."""
+"""A namespace in host memory: its slots, its sessions and its times of use."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from tierd.chain import ChainIndex
-from tierd.core.slots import Slots
+from tierd.core.l2.slots import Slots
 from tierd.eviction.reuse import Reuse
 from tierd.types import Namespace
 
 
 class Space(Slots):
-    """One namespace's slots, and what decides whether it goes on.
+    """The slots of one namespace, and the state that decides when it gives up memory or ends.
 
-    `reuse` is what is known of its blocks, resident or not. `used_s` is when an engine last
-    stored or asked for blocks, `since_s` since when it has had memory, both by `HostTier.now_s`.
-    Until `known_until_s` a client that was cut off may come back with the segments that it has
-    mapped. `worthless` says, for good, that nobody will ask for its blocks once its sessions have
-    ended, `ended` that it is no more.
+    `reuse` is the book of uses of its blocks, resident or not. `used_s` is when an engine last
+    stored or asked for blocks, and `since_s` when it got memory, both by `HostTier.now_s`. Until
+    `known_until_s` a client that lost its connection may return with its mapped segments.
+    `worthless` stays set: no engine will ask for the blocks once the sessions have ended.
     """
 
     __slots__ = (
@@ -53,7 +52,7 @@ class Space(Slots):
 
     @property
     def sessions(self) -> int:
-        """Registrations of sessions."""
+        """Number of registrations by sessions."""
         return self._sessions
 
     @property
@@ -63,27 +62,27 @@ class Space(Slots):
 
     @property
     def since_s(self) -> int:
-        """Since when it has had memory."""
+        """When it got memory."""
         return self._since_s
 
     @property
     def known_until_s(self) -> int:
-        """Until when a client may come back with what it has mapped."""
+        """Until when a client may return with the segments that it has mapped."""
         return self._known_until_s
 
     @property
     def worthless(self) -> bool:
-        """Whether nobody will ask for its blocks once its sessions have ended."""
+        """Whether no engine will ask for its blocks once its sessions have ended."""
         return self._worthless
 
     @property
     def ended(self) -> bool:
-        """Whether it is no more."""
+        """Whether `HostTier.end_space` has removed it."""
         return self._ended
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody uses it, holds or writes a slot, or may be doing so."""
+        """Whether it has no sessions, and no slot is or may be held or written."""
         return not (
             self._sessions
             or self._writing

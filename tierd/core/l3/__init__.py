@@ -1,0 +1,1 @@
+"""Decisions about storage tiers (L3), which know hashes, sizes and times, but no slots."""
