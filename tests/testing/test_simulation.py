@@ -467,7 +467,7 @@ def test_unwritten_fill_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim(self: Backups, space: Space, slots: Sequence[int], source: int) -> None:
         self._host.mark(space, slots, add=self._every)
 
-    monkeypatch.setattr(Backups, "promoted", claim)
+    monkeypatch.setattr(Backups, "note_promoted", claim)
     assert "said to have" in caught()
 
 
