@@ -79,7 +79,7 @@ def _fill(daemon: DaemonProcess, block_bytes: int) -> int:
     for at in range(0, count, PER_CALL):
         stored = client.put(handle, [(h, p, payload) for h, p in links[at : at + PER_CALL]])
         assert all(stored)
-    wait_until(lambda: _host(client)["proven_blocks"] == count, 60, "checksums are missing")
+    wait_until(lambda: _host(client)["verified_blocks"] == count, 60, "checksums are missing")
     client.close()
     return count
 
@@ -91,7 +91,7 @@ def _round(daemon: DaemonProcess) -> dict[str, float]:
     daemon.start()
     answers = time.perf_counter() - began
     client = daemon.client()
-    wait_until(lambda: not _host(client)["unproven_blocks"], 120, "blocks stay unverified")
+    wait_until(lambda: not _host(client)["unverified_blocks"], 120, "blocks stay unverified")
     verified = time.perf_counter() - began
     adopted = float(_host(client)["blocks"])
     client.close()

@@ -97,7 +97,7 @@ BOUNDS = {
 }
 
 # Counters of each client, a row in a file that it shares with this process.
-FIELDS = ("calls", "proven_blocks", "stored_blocks", "asked_blocks", "unproven_blocks", "idle")
+FIELDS = ("calls", "verified_blocks", "stored_blocks", "asked_blocks", "unverified_blocks", "idle")
 
 
 # --- a client ---------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Engine:
         if time.monotonic_ns() < lease.expires_ns:
             self.check(hashes, copies)
         else:
-            self.count("unproven_blocks", len(copies))
+            self.count("unverified_blocks", len(copies))
         if self.chance.random() < 0.98:  # Otherwise the lease expires.
             self.client.release(lease)
             self.count("calls")
@@ -204,7 +204,7 @@ class Engine:
             if data != self.right[block_hash]:
                 print(f"block {block_hash.hex()} has wrong bytes", file=sys.stderr, flush=True)
                 os._exit(1)
-        self.count("proven_blocks", len(found))
+        self.count("verified_blocks", len(found))
 
 
 # --- the day ----------------------------------------------------------------------------
@@ -507,7 +507,7 @@ def main() -> None:
             "seconds": round(seconds, 1),
             "seed": arguments.seed,
             "clients": CLIENTS,
-            "lives": day.incarnations,
+            "incarnations": day.incarnations,
             "wrong_blocks": 0,
             **{name: day.total(name) for name in FIELDS if name.endswith("_blocks")},
             "happened": dict(sorted(day.happened.items())),

@@ -194,8 +194,8 @@ def _soak() -> Table:
             (
                 "soak, real processes",
                 f"{found['calls']:,} calls of {found['clients']} clients, "
-                f"{found['lives']} incarnations, {sum(found['happened'].values())} faults",
-                f"{found['proven_blocks']:,} blocks compared, {found['wrong_blocks']} wrong",
+                f"{found['incarnations']} incarnations, {sum(found['happened'].values())} faults",
+                f"{found['verified_blocks']:,} blocks compared, {found['wrong_blocks']} wrong",
             ),
             (
                 "simulated worlds",

@@ -112,7 +112,7 @@ def test_status_names_unusual_states(
     assert "limited" not in text
     assert "verified" not in text
     assert "\x1b" not in text
-    output["host"].update(limit_bytes=512 << 10, unproven_blocks=9)
+    output["host"].update(limit_bytes=512 << 10, unverified_blocks=9)
     assert main(["status"]) == 0
     text = capsys.readouterr().out
     assert "limited to 512 KiB under memory pressure" in text

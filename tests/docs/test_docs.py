@@ -168,7 +168,7 @@ def test_numbers_of_the_readme_were_measured() -> None:
     plain = " ".join(text("README.md").split())
     for claim in (
         f"{soak['calls'] / 1e6:.1f} million calls with {kills} kills and {others} stops",
-        f"{soak['proven_blocks'] / 1e6:.1f} million blocks were compared and "
+        f"{soak['verified_blocks'] / 1e6:.1f} million blocks were compared and "
         f"{soak['wrong_blocks']} were wrong",
         f"output throughput was {overhead['median_of_pair_ratios']:.3f} of vLLM alone",
     ):

@@ -21,9 +21,9 @@ import pytest
 
 from tests.support import blocks as named
 from tests.support import damages
-from tests.support.hotset_life import Life as HotLife
-from tests.support.one_life import RECORDS as RECORDS_OF_A_LEDGER
-from tests.support.one_life import OneLife, ledger_with
+from tests.support.hotset_incarnation import HotsetIncarnation
+from tests.support.one_incarnation import RECORDS as RECORDS_OF_A_LEDGER
+from tests.support.one_incarnation import OneIncarnation, ledger_with
 from tests.support.page_engine import chain, content
 from tests.support.servers import fake_s3
 from tests.support.servers.fake_s3 import FakeS3
@@ -267,7 +267,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._keeper = Keeper()
-        incarnation = OneLife(self._keeper)
+        incarnation = OneIncarnation(self._keeper)
         self.hashes = chain("fuzz", 3)
         incarnation.store(incarnation.space(), self.hashes)
         incarnation.end()
@@ -290,7 +290,7 @@ class Kept:
         os.close(fd)
         for name, other in self._others:
             keeper.keep(name, [other])
-        incarnation = OneLife(keeper)
+        incarnation = OneIncarnation(keeper)
         incarnation.prove()
         space = incarnation.space()
         served = [h for h in self.hashes if h in space.items]
@@ -300,7 +300,7 @@ class Kept:
             assert incarnation.memory.payload(space, slot) == content(block_hash)
             assert space.tiers.of(slot) == 0, "a tier is credited with a block"
         # The next incarnation is not affected.
-        incarnation.lives.tick()
+        incarnation.incarnations.tick()
         more = chain("more", 5)
         assert len(incarnation.store(space, more)) == len(more)
         counted = Counter(incarnation.counters)
@@ -405,7 +405,7 @@ def test_snapshot(tmp_path: Path) -> None:
         state = tmp_path / str(number)
         state.mkdir()
         (state / FILE).write_bytes(spoilt)
-        incarnation = HotLife(state)
+        incarnation = HotsetIncarnation(state)
         asyncio.run(incarnation.snapshots.load())
         assert incarnation.counters["hotset_failed_total"] == (spoilt != raw)
         incarnation.write()

@@ -40,6 +40,6 @@ def test_short_soak_passes() -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     results = ast.literal_eval(done.stdout.splitlines()[-1])
-    assert results["proven_blocks"] > 3000
+    assert results["verified_blocks"] > 3000
     assert len(results["happened"]) >= 7, results["happened"]
-    assert results["lives"] >= 2
+    assert results["incarnations"] >= 2

@@ -205,7 +205,7 @@ def test_tokens_are_the_same_from_every_tier(node: Node, gold: Gold) -> None:
 
 def proven(daemon: DaemonProcess) -> int:
     """Blocks that the daemon's next incarnation can take over."""
-    count: int = daemon.status()["host"]["proven_blocks"]
+    count: int = daemon.status()["host"]["verified_blocks"]
     return count
 
 

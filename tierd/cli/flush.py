@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "memory nor any tier can serve them; a tier shared with other nodes needs 12 s for this. "
         "Then the blocks are deleted, which only frees space. Blocks that engines store during "
         "the flush stay. Engines may also store blocks from their GPU caches again: if these "
-        "blocks are wrong, restart the engines first.",
+        "blocks are wrong, stop the engines, flush, and start them.",
         epilog="Exit status: 0 no flushed block can be served; 1 a tier may still serve blocks, no "
         "block matched, or no daemon answers; 2 wrong usage.",
     )

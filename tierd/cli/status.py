@@ -58,8 +58,8 @@ def _lines(status: dict[str, object]) -> list[str]:
     ]
     if _less(host["limit_bytes"], host["capacity_bytes"]):
         lines.append(f"  limited to {size(host['limit_bytes'])} under memory pressure")
-    if host["unproven_blocks"]:
-        lines.append(f"  {host['unproven_blocks']} blocks kept over a restart are unverified")
+    if host["unverified_blocks"]:
+        lines.append(f"  {host['unverified_blocks']} blocks kept over a restart are unverified")
     if why := _table(status["hotset"]).get("why"):
         lines.append(f"hot set  no snapshot: {printable(why)}")
     for device in _tables(status["copies"]):

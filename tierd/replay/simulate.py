@@ -150,11 +150,11 @@ class _Node:
     def _leave(self, gone: list[int]) -> None:
         below = self.l3.index.items
         # `gone` has the deepest blocks first; write in chain order.
-        leaving = [self.blocks[item] for item in reversed(gone)]
-        leaving = [block for block in leaving if block[0] not in below]
-        chosen = self._choose(WriteMoment.EVICTING, [block_hash for block_hash, _ in leaving])
-        self._write([leaving[place] for place in chosen])
-        self.outcome.l3_refused += len(leaving) - len(chosen)
+        evicting = [self.blocks[item] for item in reversed(gone)]
+        evicting = [block for block in evicting if block[0] not in below]
+        chosen = self._choose(WriteMoment.EVICTING, [block_hash for block_hash, _ in evicting])
+        self._write([evicting[place] for place in chosen])
+        self.outcome.l3_refused += len(evicting) - len(chosen)
 
     def _offer(self, moment: WriteMoment, hashes: Sequence[bytes], places: list[int]) -> None:
         chosen = self._choose(moment, [hashes[i] for i in places])

@@ -42,7 +42,7 @@ class Daemon:
             return None
         self._answered += 1
         outcomes = bytes(map(self._fate, self.calls[self._answered - 1]))
-        return Warmed(self._answered, outcomes, {"pinned": 0, "unproven": 0})
+        return Warmed(self._answered, outcomes, {"pinned": 0, "unverified": 0})
 
 
 def warmer(daemon: Daemon, replays_max: int = 9) -> Warmer:

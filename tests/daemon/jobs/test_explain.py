@@ -492,11 +492,11 @@ def test_explain_evicting_and_dropped() -> None:
         bench.forget()
         assert bench.space.evicting
         body = await explain(bench, hashes)
-        assert [block["host"] for block in body["blocks"]] == ["leaving", "leaving"]
+        assert [block["host"] for block in body["blocks"]] == ["evicting", "evicting"]
         slots = [s for s, (h, _) in bench.space.evicting.items() if h == hashes[1]]
         bench.node.memory.drop(bench.space, slots)
         body = await explain(bench, hashes)
-        assert [block["host"] for block in body["blocks"]] == ["leaving", ""]
+        assert [block["host"] for block in body["blocks"]] == ["evicting", ""]
         await bench.backed_up()
 
     run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
@@ -616,7 +616,7 @@ def test_explain_unverified_block() -> None:
         slot = bench.space.items[hashes[0]]
         bench.space._unverified[slot] = b"c" * 16
         [block] = (await explain(bench, hashes))["blocks"]
-        assert (block["host"], block["why"]) == ("unproven", [{"what": "waiting", "tier": 0}])
+        assert (block["host"], block["why"]) == ("unverified", [{"what": "waiting", "tier": 0}])
 
     run(test, only_tier(write_policy=WritePolicy.WRITE_BACK))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.blocks import namespace
-from tests.support.hotset_life import NOW_S, SPACE, Life
+from tests.support.hotset_incarnation import NOW_S, SPACE, HotsetIncarnation
 from tests.support.prometheus import read
 from tierd.clock import SystemClock
 from tierd.daemon.http.admin import HOTSET, Admin, Phase
@@ -26,14 +26,14 @@ from tierd.hotset import Hot, HotSet, worth
 
 
 @pytest.fixture
-def begin_incarnation(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+def begin_incarnation(tmp_path: Path) -> Iterator[Callable[..., HotsetIncarnation]]:
     """A function that starts the next incarnation on the same directory, after ending the last."""
-    incarnations: list[Life] = []
+    incarnations: list[HotsetIncarnation] = []
 
-    def begin(**keys: object) -> Life:
+    def begin(**keys: object) -> HotsetIncarnation:
         if incarnations:
             incarnations.pop().close()
-        incarnations.append(Life(tmp_path / "state", **keys))  # type: ignore[arg-type]
+        incarnations.append(HotsetIncarnation(tmp_path / "state", **keys))  # type: ignore[arg-type]
         return incarnations[0]
 
     yield begin
@@ -51,7 +51,7 @@ def hashes_of(hots: Sequence[Hot]) -> list[bytes]:
 
 
 def test_snapshot_holds_l2_blocks_with_their_uses(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """A warm would load blocks that are not requested, or those of only one rank of an engine."""
     incarnation = begin_incarnation()
@@ -71,7 +71,9 @@ def test_snapshot_holds_l2_blocks_with_their_uses(
     assert os.listdir(tmp_path / "state") == [FILE]
 
 
-def test_uses_and_their_order_survive_a_restart(begin_incarnation: Callable[..., Life]) -> None:
+def test_uses_and_their_order_survive_a_restart(
+    begin_incarnation: Callable[..., HotsetIncarnation],
+) -> None:
     """After each restart all blocks would count as new: the next scan evicts the hot ones."""
     incarnation = begin_incarnation()
     cold = incarnation.store(30, "cold", 1, 4000)
@@ -95,7 +97,7 @@ def test_uses_and_their_order_survive_a_restart(begin_incarnation: Callable[...,
 
 
 def test_boot_or_crash_loop_does_not_overwrite_the_hot_set(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """The warm after a boot would find the empty hot set that the boot itself wrote."""
     incarnation = begin_incarnation()
@@ -119,7 +121,7 @@ def test_boot_or_crash_loop_does_not_overwrite_the_hot_set(
 
 
 def test_hotter_blocks_replace_evicted_ones_in_the_hot_set(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """The hot set would fill with blocks evicted long ago, and a warm with it."""
     incarnation = begin_incarnation(size=20 * 4096)
@@ -133,7 +135,7 @@ def test_hotter_blocks_replace_evicted_ones_in_the_hot_set(
 
 
 def test_hot_set_is_bounded_by_host_capacity(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """A warm would load more than fits, and evict what it loaded first."""
     incarnation = begin_incarnation()
@@ -150,7 +152,7 @@ def test_hot_set_is_bounded_by_host_capacity(
 
 @pytest.mark.parametrize("raw", [b"not a hot set\n", b'{"tierd_hotset": 99}\n'])
 def test_unreadable_hot_set_is_kept_aside(
-    begin_incarnation: Callable[..., Life],
+    begin_incarnation: Callable[..., HotsetIncarnation],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     raw: bytes,
@@ -175,7 +177,7 @@ def test_unreadable_hot_set_is_kept_aside(
 
 
 def test_directory_errors_are_logged_once_and_keep_the_old_hot_set(
-    begin_incarnation: Callable[..., Life],
+    begin_incarnation: Callable[..., HotsetIncarnation],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -207,13 +209,15 @@ def test_directory_errors_are_logged_once_and_keep_the_old_hot_set(
 
 
 def test_second_daemon_on_a_state_directory_serves_without_a_hot_set(
-    begin_incarnation: Callable[..., Life], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    begin_incarnation: Callable[..., HotsetIncarnation],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Two daemons would overwrite each other's hot sets, or one would refuse to serve."""
     incarnation = begin_incarnation()
     incarnation.store(3, "hot", 1, 0)
     incarnation.write()
-    second = Life(tmp_path / "state")
+    second = HotsetIncarnation(tmp_path / "state")
     asyncio.run(second.snapshots.run())
     asyncio.run(second.snapshots.finish())
     assert "another tierd uses this state directory" in caplog.text
@@ -222,7 +226,7 @@ def test_second_daemon_on_a_state_directory_serves_without_a_hot_set(
     incarnation.write()
     assert incarnation.counters["hotset_written_total"] == 2
     (tmp_path / "file").touch()
-    nowhere = Life(tmp_path / "file")
+    nowhere = HotsetIncarnation(tmp_path / "file")
     asyncio.run(nowhere.snapshots.run())
     assert nowhere.counters == {"hotset_failed_total": 1}
     nowhere.close()
@@ -230,7 +234,9 @@ def test_second_daemon_on_a_state_directory_serves_without_a_hot_set(
 
 @pytest.mark.slow
 def test_hot_set_is_written_periodically_and_at_a_stop(
-    begin_incarnation: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_incarnation: Callable[..., HotsetIncarnation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A crash would cost all uses recorded since the start."""
     monkeypatch.setattr(hotset, "TICK_S", 0.01)
@@ -255,7 +261,9 @@ def test_hot_set_is_written_periodically_and_at_a_stop(
 
 @pytest.mark.slow
 def test_stop_writes_a_hot_set_of_very_many_blocks_whole(
-    begin_incarnation: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_incarnation: Callable[..., HotsetIncarnation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The larger L2 is, the older its last hot set would be."""
     monkeypatch.setattr(hotset, "STOP_S", math.inf)  # On a machine of any speed.
@@ -274,7 +282,7 @@ def test_stop_writes_a_hot_set_of_very_many_blocks_whole(
 
 
 def test_stop_does_not_wait_for_a_slow_disk(
-    begin_incarnation: Callable[..., Life],
+    begin_incarnation: Callable[..., HotsetIncarnation],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -306,19 +314,21 @@ def test_stop_does_not_wait_for_a_slow_disk(
 
 
 def test_stop_without_a_state_directory_asks_for_no_extra_time(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """A stop would ask its service manager for time that it does not need."""
     assert begin_incarnation().snapshots.stop_s == hotset.STOP_S
     assert begin_incarnation(interval_s=0).snapshots.stop_s == 0
-    first, second = begin_incarnation(), Life(tmp_path / "state")
+    first, second = begin_incarnation(), HotsetIncarnation(tmp_path / "state")
     assert first.snapshots.stop_s == hotset.STOP_S
     assert second.snapshots.stop_s == 0
     second.close()
 
 
 def test_stop_cancels_a_snapshot_in_progress(
-    begin_incarnation: Callable[..., Life], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_incarnation: Callable[..., HotsetIncarnation],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two writers would write the same file, or the stop wait for the slow background one."""
     incarnation = begin_incarnation()
@@ -346,7 +356,7 @@ def test_stop_cancels_a_snapshot_in_progress(
 
 
 def test_interval_zero_disables_the_hot_set(
-    begin_incarnation: Callable[..., Life], tmp_path: Path
+    begin_incarnation: Callable[..., HotsetIncarnation], tmp_path: Path
 ) -> None:
     """An operator who disables the hot set would get one."""
     incarnation = begin_incarnation(interval_s=0)
@@ -367,7 +377,7 @@ def test_state_directory_defaults() -> None:
 
 
 def test_hot_set_is_served_to_one_http_client_at_a_time(
-    begin_incarnation: Callable[..., Life],
+    begin_incarnation: Callable[..., HotsetIncarnation],
 ) -> None:
     """Clients that disconnect, or read nothing, would each hold a list of all blocks."""
     incarnation = begin_incarnation()
@@ -399,7 +409,7 @@ def test_hot_set_is_served_to_one_http_client_at_a_time(
 
 
 def test_serving_the_hot_set_takes_a_small_share_of_the_loop(
-    begin_incarnation: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+    begin_incarnation: Callable[..., HotsetIncarnation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines would wait while another node reads the hot set."""
     slept: list[float] = []

@@ -102,7 +102,7 @@ def wait_verifiable(client: Client, blocks: int) -> None:
 def verifiable_blocks(client: Client) -> int:
     host = client.status()["host"]
     assert isinstance(host, dict)
-    return int(host["proven_blocks"])
+    return int(host["verified_blocks"])
 
 
 def host_of(client: Client) -> dict:
@@ -131,8 +131,8 @@ def test_host_memory_survives_a_daemon_restart(
             restart(daemon, (client, handle), end=end)
             assert count_served(client, handle, hashes) == BLOCKS
         assert counters(client)["adopted_blocks_total"] == BLOCKS
-        wait_until(lambda: not host_of(client)["unproven_blocks"], 20, "blocks stay unverified")
-        wait_until(lambda: not host_of(client)["doubtful_blocks"], 20, "slots stay quarantined")
+        wait_until(lambda: not host_of(client)["unverified_blocks"], 20, "blocks stay unverified")
+        wait_until(lambda: not host_of(client)["quarantined_blocks"], 20, "slots stay quarantined")
         more = chain("b", BLOCKS)
         assert put(client, handle, more) == BLOCKS
         assert count_served(client, handle, more) == BLOCKS
@@ -250,9 +250,9 @@ def test_leased_slots_without_a_ledger_record_are_not_reused_after_a_restart(
             restart(daemon, (client, handle), (other, other_handle))
             # Until no client of the former incarnation can be writing.
             wait_until(
-                lambda: host_of(other)["doubtful_blocks"] <= count, 20, "slots stay quarantined"
+                lambda: host_of(other)["quarantined_blocks"] <= count, 20, "slots stay quarantined"
             )
-            assert not flushed or host_of(other)["doubtful_blocks"] == count
+            assert not flushed or host_of(other)["quarantined_blocks"] == count
             for tag in range(3):
                 put(other, other_handle, chain(f"{incarnation}/{tag}", 700))
             for block_hash, view in zip(hashes, views, strict=True):
@@ -297,7 +297,7 @@ def test_writer_of_a_former_incarnation_damages_no_block(
         tags = range(40)
         for tag in tags:
             put(other, other_handle, chain(f"b{tag}", 4))
-        assert host_of(other)["doubtful_blocks"] >= 8
+        assert host_of(other)["quarantined_blocks"] >= 8
         served = {tag: count_served(other, other_handle, chain(f"b{tag}", 4)) for tag in tags}
         for view in reservation.views:
             assert view is not None
@@ -305,7 +305,7 @@ def test_writer_of_a_former_incarnation_damages_no_block(
         for tag, count in served.items():
             assert count_served(other, other_handle, chain(f"b{tag}", 4)) == count
         assert client.commit(reservation) == [False] * 8
-        wait_until(lambda: not host_of(other)["doubtful_blocks"], 20, "slots stay quarantined")
+        wait_until(lambda: not host_of(other)["quarantined_blocks"], 20, "slots stay quarantined")
         other.close()
 
 

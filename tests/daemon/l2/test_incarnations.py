@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.one_life import CAPACITY, RECORDS, OneLife, held_by_nobody, ledger_with
+from tests.support.one_incarnation import (
+    CAPACITY,
+    RECORDS,
+    OneIncarnation,
+    held_by_nobody,
+    ledger_with,
+)
 from tests.support.page_engine import ROOT, chain, content, namespace
 from tests.support.tiers.bench import Bench, Tier, config, run
 from tierd.clock import SystemClock
@@ -33,19 +39,19 @@ def keeper() -> Iterator[Keeper]:
 
 def test_blocks_and_eviction_order_survive_a_restart(keeper: Keeper) -> None:
     """After a restart the wrong blocks would be evicted first, or prefixes would have holes."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     old, new = chain("old", 6), chain("new", 6)
     incarnation.store(incarnation.space(), old)
     incarnation.store(incarnation.space(), new)
     incarnation.store(incarnation.space(), chain("unverified", 3), prove=False)
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.memory.check()
     space = incarnation.space()
     assert sorted(space.items) == sorted([*old, *new])
     assert incarnation.host.prefix(space, old) == [], "served before it was verified"
     incarnation.prove()
-    incarnation.lives.tick()
+    incarnation.incarnations.tick()
     assert len(incarnation.host.prefix(space, old)) == 6
     assert [space.identity(space.items[h])[1] for h in old] == [ROOT, *old[:-1]]
     incarnation.host.prefix(space, [])
@@ -58,13 +64,13 @@ def test_blocks_and_eviction_order_survive_a_restart(keeper: Keeper) -> None:
 
 def test_reservation_numbers_differ_between_incarnations(keeper: Keeper) -> None:
     """A COMMIT that an engine sent to the old daemon would publish half of a new block."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space = incarnation.space()
     for tag in range(5):
         incarnation.store(space, chain(tag, 2))
     last = max(space.generations)
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     reservation = incarnation.memory.reserve(INTERNAL, incarnation.space(), chain("x", 1), [ROOT])
     assert reservation.reservation_id > last
     incarnation.end()
@@ -72,26 +78,26 @@ def test_reservation_numbers_differ_between_incarnations(keeper: Keeper) -> None
 
 def test_quarantined_slots_are_not_reused_while_a_writer_holds_the_guard(keeper: Keeper) -> None:
     """Memory that a process may still write to would be given to another namespace."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.store(incarnation.space(), chain("a", 2))
     incarnation.end()
-    incarnation = OneLife(keeper)
-    writer = incarnation.lives.guard()
+    incarnation = OneIncarnation(keeper)
+    writer = incarnation.incarnations.guard()
     incarnation.prove()
     space = incarnation.space()
     assert len(space.quarantined) == 2
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space = incarnation.space()
     for _ in range(3):
-        incarnation.lives.tick()
+        incarnation.incarnations.tick()
         assert len(space.quarantined) == 2
         assert not incarnation.host.shrink()
         incarnation.host.set_limit(0)
         incarnation.memory.check()
     assert writer is not None
     os.close(writer)
-    incarnation.lives.tick()
+    incarnation.incarnations.tick()
     assert not space.quarantined
     assert len(space.free) == 2
     incarnation.memory.check()
@@ -100,14 +106,14 @@ def test_quarantined_slots_are_not_reused_while_a_writer_holds_the_guard(keeper:
 
 def test_repeated_crashes_during_adoption_keep_the_blocks(keeper: Keeper) -> None:
     """A second crash, soon after the first, would empty host memory."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.store(incarnation.space(), chain("a", 4))
-    writer = incarnation.lives.guard()
+    writer = incarnation.incarnations.guard()
     incarnation.end()
     for _ in range(3):
-        incarnation = OneLife(keeper)
+        incarnation = OneIncarnation(keeper)
         assert len(incarnation.space().items) == 4
-        incarnation.lives.tick()
+        incarnation.incarnations.tick()
         incarnation.end()
     assert writer is not None
     os.close(writer)
@@ -115,19 +121,19 @@ def test_repeated_crashes_during_adoption_keep_the_blocks(keeper: Keeper) -> Non
 
 def test_slots_leased_by_a_former_incarnation_are_not_reused(keeper: Keeper) -> None:
     """An engine that still copies under its lease would copy another request's bytes."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.store(incarnation.space(), chain("a", 8))
     space = incarnation.space()
     slots = [space.items[h] for h in chain("a", 8)]
     until = SystemClock().monotonic_ns() + 500 * 10**9
-    incarnation.lives.leased(incarnation.host.grant(1, [(space, slots[:4])], until))
-    incarnation.lives.tick()
+    incarnation.incarnations.leased(incarnation.host.grant(1, [(space, slots[:4])], until))
+    incarnation.incarnations.tick()
     incarnation.end()
     for _ in range(2):
-        incarnation = OneLife(keeper)
+        incarnation = OneIncarnation(keeper)
         space = incarnation.space()
         incarnation.prove()
-        incarnation.lives.tick()
+        incarnation.incarnations.tick()
         incarnation.memory.check()
         # Slots without a lease are free at once: a full arena could not store otherwise.
         assert {slot for slot in slots if space.refs[slot]} == set(slots[:4])
@@ -140,7 +146,7 @@ def test_segments_are_dropped_when_the_incarnation_before_kept_no_leases(
     """Leases of an older incarnation would be taken for those of the last one: its readers' slots
     would be written to, or its memory decommitted under them."""
     caplog.set_level(logging.CRITICAL, "tierd")
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.store(incarnation.space(), chain("a", 4))
     incarnation.end()
 
@@ -149,17 +155,17 @@ def test_segments_are_dropped_when_the_incarnation_before_kept_no_leases(
 
     with monkeypatch.context() as patched:
         patched.setattr(ArenaGuard, "hold", none_left)
-        incarnation = OneLife(keeper)
+        incarnation = OneIncarnation(keeper)
     incarnation.prove()
     space = incarnation.space()
     slots = incarnation.host.prefix(space, chain("a", 4))
     views = [incarnation.memory.payload(space, slot) for slot in slots]
-    incarnation.lives.leased(
+    incarnation.incarnations.leased(
         incarnation.host.grant(1, [(space, slots)], SystemClock().monotonic_ns() + 10**10)
     )
     incarnation.end()
     assert len([name for name in keeper.names() if "-" in name]) == 2, "of the first incarnation"
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     assert incarnation.counters["adoption_dropped_segments_total"] == 1
     for tag in range(8):
         incarnation.store(incarnation.space(), chain(tag, 4))
@@ -169,22 +175,22 @@ def test_segments_are_dropped_when_the_incarnation_before_kept_no_leases(
 
 def test_slots_are_not_reused_while_an_old_copy_process_runs(keeper: Keeper) -> None:
     """A copy process that outlives the daemon would bring another block to its engine."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     slots = incarnation.store(incarnation.space(), chain("a", 4))
-    copying = incarnation.lives.copying()
+    copying = incarnation.incarnations.copying()
     assert copying is not None
     incarnation.end()
     for _ in range(2):
-        incarnation = OneLife(keeper)
+        incarnation = OneIncarnation(keeper)
         incarnation.prove()
-        incarnation.lives.tick()
+        incarnation.incarnations.tick()
         for tag in range(16):
             incarnation.store(incarnation.space(), chain(tag, 4))
         assert incarnation.host.prefix(incarnation.space(), chain("a", 4)) == slots
         incarnation.end()
     os.close(copying)
-    incarnation = OneLife(keeper)
-    incarnation.lives.tick()
+    incarnation = OneIncarnation(keeper)
+    incarnation.incarnations.tick()
     assert held_by_nobody(incarnation)
     incarnation.end()
 
@@ -221,14 +227,14 @@ def test_backup_marks_are_kept_only_for_unchanged_tiers(
     keeper: Keeper, tiers: tuple[StorageConfig, ...], known: int
 ) -> None:
     """After a restart all of L2 would be written again, or never, to a tier that lacks it."""
-    incarnation = OneLife(keeper, tiers=(TIER,))
+    incarnation = OneIncarnation(keeper, tiers=(TIER,))
     space = incarnation.space()
     slots = incarnation.store(space, chain("a", 4))
     incarnation.memory.mark(space, slots, add=1)
     incarnation.memory.mark(space, slots[:1], remove=1)
     incarnation.end()
     for _ in range(2):
-        incarnation = OneLife(keeper, tiers=tiers)
+        incarnation = OneIncarnation(keeper, tiers=tiers)
         assert sorted(incarnation.space().tiers.of(slot) for slot in slots) == [
             0,
             known,
@@ -240,7 +246,7 @@ def test_backup_marks_are_kept_only_for_unchanged_tiers(
 
 def test_evicted_and_moved_blocks_are_not_adopted(keeper: Keeper) -> None:
     """A slot's old name would be served with the bytes of a later block."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space, other = incarnation.space(), incarnation.space("other")
     for tag in range(20):
         incarnation.store(space, chain(tag, 3))
@@ -248,7 +254,7 @@ def test_evicted_and_moved_blocks_are_not_adopted(keeper: Keeper) -> None:
     here = set(space.items)
     names = keeper.names()
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     assert len(names) == len(set(names)) * 2 - 2, "one segment and one ledger per name"
     assert set(incarnation.space().items) == here
     incarnation.prove()
@@ -258,7 +264,7 @@ def test_evicted_and_moved_blocks_are_not_adopted(keeper: Keeper) -> None:
 
 def test_decommitted_segments_are_removed_from_the_service_manager(keeper: Keeper) -> None:
     """The service manager would run out of room for descriptors of empty segments."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     for tag in "xy":
         incarnation.store(incarnation.space(), chain(tag, 16))
     before = len(keeper.names())
@@ -268,7 +274,7 @@ def test_decommitted_segments_are_removed_from_the_service_manager(keeper: Keepe
     incarnation.memory.check()
     assert len(keeper.names()) == before - 2 * 4
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     assert len(incarnation.space().items) == 16
     incarnation.memory.check()
     for tag in "bcde":
@@ -278,10 +284,10 @@ def test_decommitted_segments_are_removed_from_the_service_manager(keeper: Keepe
 
 def test_segments_larger_than_a_lower_capacity_are_dropped(keeper: Keeper) -> None:
     """A capacity below one block would keep tierd from starting, or keep the memory."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     incarnation.store(incarnation.space(), chain("a", 4))
     incarnation.end()
-    incarnation = OneLife(keeper, capacity=16 << 10)
+    incarnation = OneIncarnation(keeper, capacity=16 << 10)
     assert incarnation.counters["adoption_dropped_segments_total"] == 1
     assert not [name for name in keeper.names() if "-" not in name]
     incarnation.end()
@@ -289,7 +295,7 @@ def test_segments_larger_than_a_lower_capacity_are_dropped(keeper: Keeper) -> No
 
 def test_dropped_blocks_are_not_served_and_their_leased_slots_not_reused(keeper: Keeper) -> None:
     """Damaged bytes would be served again, or a slot be filled while a reader uses it."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space = incarnation.space()
     hashes = chain("a", 4)
     slots = incarnation.store(space, hashes)
@@ -361,7 +367,7 @@ def test_ledger_of_another_segment_is_refused() -> None:
 
 def test_records_refused_once_are_not_adopted_later(keeper: Keeper) -> None:
     """A record that one incarnation refused would be trusted by the next."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space = incarnation.space()
     slots = incarnation.store(space, chain("a", 3))
     # A length that no block of this namespace has.
@@ -369,7 +375,7 @@ def test_records_refused_once_are_not_adopted_later(keeper: Keeper) -> None:
     [record] = [r for r in segment.ledger.records() if r.place == slots[2]]
     segment.ledger.ready(record._replace(length=record.length - 1))
     incarnation.end()
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     assert len(incarnation.space().items) == 2
     incarnation.memory.check()
     incarnation.end()
@@ -438,9 +444,9 @@ def test_incarnation_without_descriptors_serves_but_keeps_nothing(
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patched:
         patched.setattr(ArenaGuard, "hold", none_left)
-        incarnation = OneLife(keeper)
-    assert not incarnation.lives.kept
-    assert incarnation.lives.guard() is None
+        incarnation = OneIncarnation(keeper)
+    assert not incarnation.incarnations.kept
+    assert incarnation.incarnations.guard() is None
     incarnation.end()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -472,7 +478,7 @@ def test_acquire_does_not_wait_for_verification_beyond_its_deadline(
 
 def test_new_segments_are_kept_with_the_service_manager(keeper: Keeper) -> None:
     """A segment whose descriptors are not kept is lost at the next restart."""
-    incarnation = OneLife(keeper)
+    incarnation = OneIncarnation(keeper)
     space = incarnation.space()
     effects = incarnation.host.make_room_ahead(space, 0)
     assert any(isinstance(effect, NewSegment) for effect in effects)

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import blocks
-from tests.support.one_life import (
+from tests.support.one_incarnation import (
     CAPACITY,
     SEGMENT,
     ManualClock,
-    OneLife,
+    OneIncarnation,
     held_by_nobody,
 )
 from tierd.core.l2.space import Space
@@ -98,7 +98,7 @@ class Node:
     def __init__(self) -> None:
         self.keeper = Keeper()
         self.clock = ManualClock()
-        self.incarnation = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneIncarnation(self.keeper, clock=self.clock)
         self.readers: list[Reader] = []
         self.writers: list[tuple[int, list[memoryview]]] = []
         self.stored = 0
@@ -113,11 +113,11 @@ class Node:
             lease = host.grant(
                 ENGINE, [(space, list(chosen.values()))], self.clock.now_ns + ttl_s * S
             )
-            self.incarnation.lives.leased(lease)
+            self.incarnation.incarnations.leased(lease)
             self.read(space, chosen, lease.expires_ns)
         if plan.copied is not None:
             space, chosen = self.chosen(plan.copied)
-            hold = self.incarnation.lives.copying()
+            hold = self.incarnation.incarnations.copying()
             assert hold is not None
             host.hold(space, list(chosen.values()))
             self.read(space, chosen, float("inf"), hold)
@@ -155,7 +155,7 @@ class Node:
         self.readers.append(Reader(views, right, until_ns, hold))
 
     def begin_to_write(self, model: str, count: int) -> None:
-        hold = self.incarnation.lives.guard()
+        hold = self.incarnation.incarnations.guard()
         assert hold is not None
         self.stored += 1
         space = self.space(model)
@@ -169,7 +169,7 @@ class Node:
 
     def reuse_all_it_can(self) -> None:
         """Reuse as much memory as possible: under memory pressure, and by storing blocks."""
-        self.incarnation.lives.tick()
+        self.incarnation.incarnations.tick()
         for limit in (CAPACITY // 2, 0):
             self.incarnation.host.set_limit(limit)
             while self.incarnation.memory.shrink():
@@ -188,7 +188,7 @@ class Node:
                 self.readers.remove(reader)
         if damage:
             self.damage(damage)
-        self.incarnation = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneIncarnation(self.keeper, clock=self.clock)
         for _, views in self.writers:
             for view in views:
                 view[:] = b"\xee" * len(view)
@@ -212,7 +212,7 @@ class Node:
     def pass_time(self, seconds: float) -> None:
         self.clock.now_ns += int(seconds * S)
         self.incarnation.host.expire(self.clock.now_ns)
-        self.incarnation.lives.tick()
+        self.incarnation.incarnations.tick()
 
     def check(self) -> None:
         """Assert that leased slots keep their bytes, and that servable blocks have the right
@@ -238,7 +238,7 @@ class Node:
                 os.close(hold)
         self.incarnation.end()
         self.readers.clear()
-        self.incarnation = OneLife(self.keeper, clock=self.clock)
+        self.incarnation = OneIncarnation(self.keeper, clock=self.clock)
         self.pass_time(600)
         assert held_by_nobody(self.incarnation)
         self.incarnation.memory.check()

@@ -143,7 +143,7 @@ class Step:
 
 
 class EngineProcess:
-    """One life of an engine: its scheduler, its workers, and both connectors."""
+    """One process of an engine: its scheduler, its workers, and both connectors."""
 
     def __init__(self, process: Process, model: Model, ways: Ways) -> None:
         random = process.random

@@ -52,17 +52,17 @@ async def run_tables(world: World, plan: WorldPlan) -> None:
                 for number in range(random.randint(1, 3)):
                     each = Random(f"table engine {number} of {world.seed}")
                     model = random.choice(models)
-                    group.create_task(_lives(world, model, f"tables-{number}", each, talks))
+                    group.create_task(_incarnations(world, model, f"tables-{number}", each, talks))
     finally:
         log.setLevel(level)
 
 
-async def _lives(
+async def _incarnations(
     world: World, model: Model, name: str, random: Random, talks: list[list[int]]
 ) -> None:
-    for life in range(random.randint(1, 3)):
+    for number in range(random.randint(1, 3)):
         await asyncio.sleep(random.expovariate(1 / 0.02))
-        process = Process(world, f"{name}.{life}", Random(random.random()))
+        process = Process(world, f"{name}.{number}", Random(random.random()))
         ways = Ways.drawn(random)
         engines: list[EngineProcess] = []
         main = process.spawn(lambda: _work(process, model, ways, engines, talks), "main")  # noqa: B023

@@ -29,7 +29,7 @@ PARTLY: Final = 3
 
 HASH: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
-HERE: Final = ("ready", "unproven", "leaving")
+HERE: Final = ("ready", "unverified", "evicting")
 """States in which L2 can serve a block."""
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
@@ -362,8 +362,8 @@ def _alike(found: Sequence[Block]) -> list[object]:
 
 _HOST: Final = {
     "ready": "host memory",
-    "unproven": "host memory (not yet verified)",
-    "leaving": "host memory (evicting)",
+    "unverified": "host memory (not yet verified)",
+    "evicting": "host memory (evicting)",
 }
 
 

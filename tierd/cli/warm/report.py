@@ -60,7 +60,7 @@ class WarmReport:
     """Bytes of warm blocks, of all ranks."""
     kept_bytes: int | None = None
     """Pinned bytes of `had_bytes`; None without --pin."""
-    unproven: int = 0
+    unverified: int = 0
     """Blocks that could not be verified, since they have no checksum yet."""
     reasons: dict[str, Reason] = field(default_factory=dict)
     late: bool = False
@@ -144,8 +144,8 @@ class WarmReport:
         if self.kept_bytes is not None:
             more = "" if self.kept_bytes >= self.had_bytes else "; host.pin_share allows no more"
             yield f"  pinned: {size(self.kept_bytes)} of {size(self.had_bytes)}{more}"
-        if self.unproven:
-            yield f"  unverified: {self.unproven} blocks, which have no checksum yet"
+        if self.unverified:
+            yield f"  unverified: {self.unverified} blocks, which have no checksum yet"
         yield from self.reason_lines()
 
     def reason_lines(self) -> Iterator[str]:
@@ -172,7 +172,7 @@ class WarmReport:
             "missing": self.blocks - self.had,
             "bytes": self.bytes_read,
             "kept_bytes": self.kept_bytes,
-            "unproven": self.unproven,
+            "unverified": self.unverified,
             "seconds": round(time.monotonic() - self.began_s, 3),
             "late": self.late,
             "interrupted": self.interrupted,

@@ -264,7 +264,7 @@ class Warmer:
         self.report.bytes_read += brought * call.namespace.block_bytes
         warm = brought + outcomes.count(Warmth.HERE)
         self.report.had_bytes += warm * call.namespace.block_bytes
-        self.report.unproven += whole(reply.body["unproven"])
+        self.report.unverified += whole(reply.body["unverified"])
         if self.order.pin_s and not self.order.target:
             kept_bytes = whole(reply.body["pinned"]) * call.namespace.block_bytes
             self.report.kept_bytes = (self.report.kept_bytes or 0) + kept_bytes

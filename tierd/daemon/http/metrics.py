@@ -422,8 +422,8 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Segments of the previous incarnation that could not be adopted; the log has the reason.",
     ),
     _node(
-        "unproven_blocks",
-        "host.unproven_blocks",
+        "unverified_blocks",
+        "host.unverified_blocks",
         "Adopted blocks whose checksum has not been verified yet; none is served before that.",
     ),
     _node(

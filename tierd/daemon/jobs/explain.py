@@ -200,10 +200,10 @@ class _Case:
             return ""
         slot = space.items.get(block_hash)
         if slot is not None:
-            return "unproven" if slot in space.unverified else "ready"
+            return "unverified" if slot in space.unverified else "ready"
         if block_hash in space.writing:
             return "writing"
-        return "leaving" if block_hash in self._evicting else ""
+        return "evicting" if block_hash in self._evicting else ""
 
     def _is_here(self, block_hash: bytes) -> bool:
         return self._state(block_hash) not in ("", "writing")

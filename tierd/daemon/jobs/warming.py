@@ -121,7 +121,7 @@ class Warming:
         return {
             "from": dict(self.sources),
             "pinned": self.pinned_blocks,
-            "unproven": self.unverified_blocks,
+            "unverified": self.unverified_blocks,
         }
 
 

@@ -388,7 +388,8 @@ def look_at_service(
                 "no_unit",
                 "tierd does not run as a systemd service",
                 "when it stops, host memory is lost and systemd does not restart it",
-                "sudo tierd install-units, unless another service manager runs tierd",
+                'sudo "$(command -v tierd)" install-units, unless '
+                "another service manager runs tierd",
             )
         return
     state = service.get("ActiveState", "")

@@ -37,7 +37,7 @@ class ManualClock:
         return self.now_ns
 
 
-class OneLife:
+class OneIncarnation:
     """The host memory of a daemon, without its tasks."""
 
     def __init__(
@@ -52,8 +52,8 @@ class OneLife:
         self.host = HostTier(capacity, segment_bytes=SEGMENT)
         self.counters: Counter[str] = Counter()
         self.memory = HostMemory(self.host, clock, self.counters, None, manager=keeper)
-        self.lives = Incarnations(self.memory, tiers, os.urandom(8), clock)
-        self.lives.begin()
+        self.incarnations = Incarnations(self.memory, tiers, os.urandom(8), clock)
+        self.incarnations.begin()
 
     def space(self, model: str = "m") -> Space:
         space = self.host.open_space(namespace(model))
@@ -99,13 +99,15 @@ class OneLife:
 
     def end(self) -> None:
         """End as a process does."""
-        self.lives.close()
+        self.incarnations.close()
         self.memory.arena.close()
 
 
-def held_by_nobody(life: OneLife) -> bool:
+def held_by_nobody(incarnation: OneIncarnation) -> bool:
     """Whether every slot may be reused."""
-    return not any(any(space.refs) or space.quarantined for space in life.host.spaces.values())
+    return not any(
+        any(space.refs) or space.quarantined for space in incarnation.host.spaces.values()
+    )
 
 
 def ledger_with(records: list[LedgerRecord]) -> Ledger:

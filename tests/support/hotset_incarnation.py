@@ -20,7 +20,7 @@ SPACE = namespace()
 NOW_S = 1_000_000.0
 
 
-class Life:
+class HotsetIncarnation:
     """A node of which only the hot set runs, with a wall clock that the test sets."""
 
     def __init__(self, directory: Path, capacity_bytes: int = 1 << 20, **keys: object) -> None:
