@@ -654,7 +654,7 @@ def test_hints_without_a_daemon_do_nothing(tmp_path: Path) -> None:
         (m.Hint([], bytes(32), 1, 0, 1, False), "handles, not 0"),
         (m.Hint([9], bytes(32), 1, 0, 1, False), "handle 9 is not registered"),
         (m.Hint([0] * 65, bytes(32), 1, 0, 1, False), "handles, not 65"),
-        (m.Hint([0], bytes(31), 1, 0, 1, False), "32 bytes"),
+        (m.Hint([0], bytes(31), 1, 0, 1, False), "hashes have 31 bytes"),
         (m.Hint([0], bytes(32 * (m.KEYS_PER_CALL_MAX + 1)), 1, 0, 1, False), "at most"),
         (m.Hint([0], bytes(32), 1, 0, 3, False), "priority of 3"),
     ],

@@ -40,7 +40,9 @@ from tierd.daemon.l3.promotion import Promotion, Promotions, Waiter
 from tierd.daemon.l3.tier import StorageTier
 from tierd.daemon.l3.write_queue import WriteQueue
 from tierd.daemon.node import Node
+from tierd.daemon.session.acquires import SessionAcquires
 from tierd.daemon.session.acquiring import Acquiring, Patience
+from tierd.daemon.session.handles import Handles
 from tierd.daemon.session.session import Session
 from tierd.eviction import L2_DEFAULT
 from tierd.memory.arena import Arena
@@ -277,7 +279,7 @@ def test_hold_released_twice_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 def test_acquire_without_an_answer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's request would wait forever for a cancelled lookup."""
-    monkeypatch.setattr(Session, "_acquire_over", lambda self, call, task: None)
+    monkeypatch.setattr(SessionAcquires, "_done", lambda self, call, task: None)
     assert "no Acquired" in caught()
 
 
@@ -321,7 +323,7 @@ def test_slot_changed_during_a_backup_is_detected(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_segments_announced_late_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client would get slots that it cannot map, and count a hit as a miss."""
-    monkeypatch.setattr(Session, "_announce", lambda self, space, index, segment: None)
+    monkeypatch.setattr(Handles, "_announce", lambda self, space, index, segment: None)
     assert "SEGMENT" in caught()
 
 

@@ -137,7 +137,7 @@ def unpack_runs(packed: bytes) -> tuple[Run, ...]:
     count, rest = divmod(len(packed), _RUN.size)
     if rest or count > RUNS_MAX:
         raise ValueError(
-            f"runs have {len(packed)} bytes: must be at most {RUNS_MAX} times {_RUN.size}"
+            f"runs have {len(packed)} bytes: must be {_RUN.size} each, at most {RUNS_MAX}"
         )
     return tuple(Run(*fields) for fields in _RUN.iter_unpack(packed))
 

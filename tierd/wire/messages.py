@@ -608,7 +608,7 @@ def split_hashes(blob: bytes) -> tuple[bytes, ...]:
     count, rest = divmod(len(blob), HASH_BYTES)
     if rest or count > KEYS_PER_CALL_MAX:
         raise RemoteProtocolError(
-            f"hashes have {len(blob)} bytes: must be at most {KEYS_PER_CALL_MAX} times {HASH_BYTES}"
+            f"hashes have {len(blob)} bytes: must be {HASH_BYTES} each, at most {KEYS_PER_CALL_MAX}"
         )
     # One unpack of 1,000 hashes takes 11 µs; slicing takes 52 µs.
     return struct.unpack(f"{HASH_BYTES}s" * count, blob)
