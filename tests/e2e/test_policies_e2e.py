@@ -78,6 +78,7 @@ class Node:
 
     def _begin(self) -> None:
         self.daemon.start()
+        self.daemon.wait_tier("redis", "ready", WAIT_S)
         self.engine.wait_connected(self.daemon)
 
     def ask(self, length: int, tag: str) -> int:

@@ -73,6 +73,10 @@ WRITTEN = {"write_policy": "write_through"}
 """Endless traffic must be written endlessly, whatever a write budget says."""
 
 
+CLOSE_S = 5.0
+"""Time after which connections of a probe or an abandoned call are closed."""
+
+
 def table(kind: str, options: Mapping[str, object]) -> str:
     """A `[[storage]]` table as TOML."""
     lines = [
@@ -202,13 +206,17 @@ class Scene:
         self._first = self._first or self.settle()
         began = time.monotonic()
         yield self
-        self._check(began, self._first, self.settle())
+        self._check(began, self._first, self.settle(self._first.files))
 
-    def settle(self) -> Footprint:
-        """Pause the traffic until the daemon is idle; returns its resources. Resumes the
-        traffic."""
+    def settle(self, files: int | None = None) -> Footprint:
+        """Pause the traffic until the daemon is idle, and for a while until it has that number of
+        open files; returns its resources. Resumes the traffic."""
         self.traffic.pause()
         self.wait(lambda: is_idle(self.status()), "the daemon does not become idle")
+        if files is not None:
+            # A connection that is being opened or closed is an open file like any other.
+            with suppress(AssertionError):
+                wait_until(lambda: footprint(self.pid()).files == files, CLOSE_S, "open files")
         held = footprint(self.pid())
         self.traffic.resume()
         return held
