@@ -149,12 +149,15 @@ def two_files(directory: Path, **more: str) -> str:
         tables.append(
             f'[[storage]]\ntype = "file"\nname = "{name}"\npath = "{path}"\n'
             'capacity = "64MiB"\nreserve_free = "0"\nprobe_ms = 100\n'
-            "deadline_ms = 20000\nslow_ms = 20000\n"  # However slow the machine is.
+            "deadline_ms = 20000\nslow_ms = 20000\n"
         )
     return "".join(tables)
 
 
 def store_and_stop(process: DaemonProcess, count: int) -> list[bytes]:
+    """Store blocks in all tiers, which a tier that is still opening would not get."""
+    for name in process.tiers():
+        process.wait_tier(name, "ready")
     client = process.client()
     handle = client.register(blocks.namespace(20_000))
     hashes, parents = blocks.chain(count)
